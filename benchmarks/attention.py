@@ -50,7 +50,9 @@ CASES = {
     "4,096 tokens, 4 samples": Case((1800, 1200, 700, 396), (1000, 800, 500, 300), 14),
     "26,000 tokens, 600 rows": Case((26_000,), (600,), 4),
     "26,000 tokens, all rows": Case((26_000,), (26_000,), 1, dense=False, hops=(1,)),
-    "the same, a window of 1,024": Case((26_000,), (26_000,), 1, dense=False, hops=(1,), window=1024),
+    "the same, a window of 1,024": Case(
+        (26_000,), (26_000,), 1, dense=False, hops=(1,), window=1024
+    ),
 }
 
 
@@ -72,7 +74,9 @@ class DenseKVCache:
         self.prefix: tuple[Tensor, Tensor, TokenIndex]
         self.guesses: list[tuple[Tensor, Tensor]] = []
 
-    def update(self, key_NHd: Tensor, value_NHd: Tensor, tokens: TokenIndex, hop: int) -> None:
+    def update(
+        self, key_NHd: Tensor, value_NHd: Tensor, tokens: TokenIndex, hop: int
+    ) -> None:
         """See `KVCache.update`."""
         if hop == 0:
             self.prefix = key_NHd, value_NHd, tokens
@@ -85,17 +89,29 @@ class DenseKVCache:
         rows = tokens.at_rows()
         keys, slots = _Slots(entries.segment_N), _Slots(rows.segment_N)
         query_RHd = query_RHd * query_RHd.shape[-1] ** -0.5
-        score_BHRS = torch.einsum("brhd,bshd->bhrs", slots.pad(query_RHd), keys.pad(key_SHd))
+        score_BHRS = torch.einsum(
+            "brhd,bshd->bhrs", slots.pad(query_RHd), keys.pad(key_SHd)
+        )
         seen_BRS = (
-            keys.pad(entries.position_N, -1)[:, None] <= slots.pad(rows.position_N, -1)[:, :, None]
+            keys.pad(entries.position_N, -1)[:, None]
+            <= slots.pad(rows.position_N, -1)[:, :, None]
         ) & keys.filled_BS[:, None]
-        score_BHRS = score_BHRS.masked_fill(~seen_BRS[:, None], torch.finfo(score_BHRS.dtype).min)
-        own = [slots.pad((query_RHd * key_RHd).sum(-1)).transpose(1, 2) for key_RHd, _ in self.guesses]
-        score_BHRX = torch.cat([score_BHRS, *(score[..., None] for score in own)], dim=-1)
+        score_BHRS = score_BHRS.masked_fill(
+            ~seen_BRS[:, None], torch.finfo(score_BHRS.dtype).min
+        )
+        own = [
+            slots.pad((query_RHd * key_RHd).sum(-1)).transpose(1, 2)
+            for key_RHd, _ in self.guesses
+        ]
+        score_BHRX = torch.cat(
+            [score_BHRS, *(score[..., None] for score in own)], dim=-1
+        )
         weight_BHRX = score_BHRX.softmax(-1)
         longest = keys.shape[1]
         mixed_RHd = slots.unpad(
-            torch.einsum("bhrs,bshd->brhd", weight_BHRX[..., :longest], keys.pad(value_SHd))
+            torch.einsum(
+                "bhrs,bshd->brhd", weight_BHRX[..., :longest], keys.pad(value_SHd)
+            )
         )
         for column, (_, value_RHd) in enumerate(self.guesses):
             weight_RH = slots.unpad(weight_BHRX[..., longest + column].transpose(1, 2))
@@ -124,12 +140,18 @@ class _Slots:
         count_B = torch.bincount(segment_N)
         self.shape = (len(count_B), int(count_B.max()))
         first_B = torch.cumsum(count_B, 0) - count_B
-        self.flat_N = torch.arange(len(segment_N)) + (segment_N * self.shape[1] - first_B[segment_N])
+        self.flat_N = torch.arange(len(segment_N)) + (
+            segment_N * self.shape[1] - first_B[segment_N]
+        )
         self.filled_BS = torch.arange(self.shape[1]) < count_B[:, None]
 
     def pad(self, value_N: Tensor, fill: int = 0) -> Tensor:
-        block = value_N.new_full((self.shape[0] * self.shape[1], *value_N.shape[1:]), fill)
-        return block.index_copy(0, self.flat_N, value_N).reshape(*self.shape, *value_N.shape[1:])
+        block = value_N.new_full(
+            (self.shape[0] * self.shape[1], *value_N.shape[1:]), fill
+        )
+        return block.index_copy(0, self.flat_N, value_N).reshape(
+            *self.shape, *value_N.shape[1:]
+        )
 
     def unpad(self, block_BS: Tensor) -> Tensor:
         return block_BS.flatten(0, 1).index_select(0, self.flat_N)
@@ -192,13 +214,30 @@ def _held(on_gpu: bool) -> int:
     """Bytes of this process in memory, or of its tensors on a GPU."""
     if on_gpu:
         return torch.cuda.memory_allocated()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGESIZE"
+    )
 
 
 def _apart(name: str, heads: int, dense: bool, hops: int, device: str) -> Figures:
     """`measure` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.attention", "--case", name, "--hops", str(hops)]
-    command += ["--heads", str(heads), "--only", "dense" if dense else "ours", "--device", device]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.attention",
+        "--case",
+        name,
+        "--hops",
+        str(hops),
+    ]
+    command += [
+        "--heads",
+        str(heads),
+        "--only",
+        "dense" if dense else "ours",
+        "--device",
+        device,
+    ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return Figures(**json.loads(done.stdout))
 
@@ -211,7 +250,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--hops", action="append", type=int)
     parser.add_argument("--heads", type=int)
-    parser.add_argument("--only", choices=("dense", "ours"), help="measure in this process, print JSON")
+    parser.add_argument(
+        "--only", choices=("dense", "ours"), help="measure in this process, print JSON"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)

@@ -36,7 +36,11 @@ from PIL import Image
 
 from vlmdistill.drafters.decoding.clock import wait
 from vlmdistill.pipelines.data.features import capturer
-from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, stored_head
+from vlmdistill.pipelines.data.features.capturer import (
+    Capturer,
+    CaptureSettings,
+    stored_head,
+)
 from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
@@ -53,7 +57,10 @@ from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.writer import Writer
 
-RELEASED = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}  # of the released Qwen2.5-VL
+RELEASED = {
+    "shortest_edge": 56 * 56,
+    "longest_edge": 28 * 28 * 16384,
+}  # of the released Qwen2.5-VL
 STAGES: dict[str, tuple[Any, str]] = {
     "read and encode media": (TargetModel, "encode"),
     "forward pass": (TargetModel, "_states"),
@@ -72,16 +79,24 @@ def widened(folder: Path, width: int) -> str:
     text.num_key_value_heads = text.num_attention_heads // 2
     text.intermediate_size = 2 * width
     text.hidden_size = config.vision_config.out_hidden_size = width
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    shutil.copytree(
+        model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     return str(folder)
 
 
 def items_of(folder: Path, target: TargetModel, count: int) -> list[CaptureItem]:
     """Prompts with one picture each, and the reference texts of the demo as responses."""
-    import_demo(folder, folder / "prompts.parquet", DemoSize(count, 1, held_out=(1, 1, 0)))
+    import_demo(
+        folder, folder / "prompts.parquet", DemoSize(count, 1, held_out=(1, 1, 0))
+    )
     items = []
-    pictured = [prompt for prompt in prompt_table.read(folder / "prompts.parquet") if prompt.files]
+    pictured = [
+        prompt
+        for prompt in prompt_table.read(folder / "prompts.parquet")
+        if prompt.files
+    ]
     for prompt in pictured[:count]:
         ids = target.tokenizer(prompt.reference).input_ids
         length, text = target.encode(prompt.messages).length, prompt.reference or ""
@@ -93,17 +108,29 @@ def items_of(folder: Path, target: TargetModel, count: int) -> list[CaptureItem]
     return sorted(items, key=lambda item: item.tokens, reverse=True)
 
 
-def bare(worker: Capturer, tasks: Sequence[CaptureTask]) -> Callable[[CaptureTask], None]:
+def bare(
+    worker: Capturer, tasks: Sequence[CaptureTask]
+) -> Callable[[CaptureTask], None]:
     """The forward pass alone over the batches of a task."""
     target, sources = worker.target, {feature.source for feature in worker.features}
-    encoded = {item.prompt.key: target.encode(item.prompt.messages) for task in tasks for item in task.items}
+    encoded = {
+        item.prompt.key: target.encode(item.prompt.messages)
+        for task in tasks
+        for item in task.items
+    }
 
     @torch.inference_mode()
     def run(task: CaptureTask) -> None:
-        for batch in packed(task.items, lambda item: item.tokens, worker.settings.batch_tokens):
+        for batch in packed(
+            task.items, lambda item: item.tokens, worker.settings.batch_tokens
+        ):
             prompts = [encoded[item.prompt.key] for item in batch]
             pairs = zip(prompts, batch, strict=True)
-            target._states(prompts, [Transcript.of(one, item.response.ids) for one, item in pairs], sources)
+            target._states(
+                prompts,
+                [Transcript.of(one, item.response.ids) for one, item in pairs],
+                sources,
+            )
         wait(target.device)
 
     return run
@@ -129,30 +156,53 @@ def watched(spent: dict[tuple[str, str], float]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, (owner, method) in STAGES.items():
-            stack.enter_context(mock.patch.object(owner, method, timed(name, getattr(owner, method))))
+            stack.enter_context(
+                mock.patch.object(owner, method, timed(name, getattr(owner, method)))
+            )
         yield
 
 
 def measure(
-    model: str, samples: int, rounds: int, batch_tokens: int, shard_samples: int, width: int | None
+    model: str,
+    samples: int,
+    rounds: int,
+    batch_tokens: int,
+    shard_samples: int,
+    width: int | None,
 ) -> None:
     """Print the ratio and where the time goes."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         model = widened(folder / "wide", width) if width else model
         worker = Capturer(
-            model, StorePart(folder / "store-0"), "", CaptureSettings(batch_tokens=batch_tokens)
+            model,
+            StorePart(folder / "store-0"),
+            "",
+            CaptureSettings(batch_tokens=batch_tokens),
         )
         items = items_of(folder / "data", worker.target, samples)
-        tasks = [CaptureTask.of(items[at : at + shard_samples]) for at in range(0, len(items), shard_samples)]
+        tasks = [
+            CaptureTask.of(items[at : at + shard_samples])
+            for at in range(0, len(items), shard_samples)
+        ]
         run = bare(worker, tasks)
         for task in tasks:  # warm-up: caches of media, kernels
             run(task)
             worker.work(task)
-        spent, turns = defaultdict[tuple[str, str], float](float), list[tuple[float, float, float]]()
+        spent, turns = (
+            defaultdict[tuple[str, str], float](float),
+            list[tuple[float, float, float]](),
+        )
         for number in range(rounds):
-            empty = (worker.store.provenance, worker.target.info, stored_head(worker.target))
-            stores = [Store.create(folder / f"{number}-{way}", *empty) for way in ("serial", "overlapped")]
+            empty = (
+                worker.store.provenance,
+                worker.target.info,
+                stored_head(worker.target),
+            )
+            stores = [
+                Store.create(folder / f"{number}-{way}", *empty)
+                for way in ("serial", "overlapped")
+            ]
             for task in tasks:
                 clock = [time.perf_counter()]
                 run(task)
@@ -164,22 +214,42 @@ def measure(
                 worker.store = stores[1]
                 worker.work(task)
                 clock.append(time.perf_counter())
-                turns.append((clock[1] - clock[0], clock[2] - clock[1], clock[3] - clock[2]))
+                turns.append(
+                    (clock[1] - clock[0], clock[2] - clock[1], clock[3] - clock[2])
+                )
         tokens = sum(item.tokens for item in items)
-        print(f"{samples} samples, {tokens} tokens, {len(tasks)} shards, {rounds} rounds, {model}")
+        print(
+            f"{samples} samples, {tokens} tokens, {len(tasks)} shards, {rounds} rounds, {model}"
+        )
         for at, way in enumerate(("bare", "serial", "overlapped")):
             ratios = [turn[0] / turn[at] for turn in turns]
             low, median, high = statistics.quantiles(ratios, n=4)
             rate = tokens * rounds / sum(turn[at] for turn in turns)
-            print(f"{way:12} {rate:6.0f} tokens/s, ratio {median:.3f} ({low:.3f} to {high:.3f})")
-        whole = {kind: sum(spent[name, kind] for name in STAGES) for kind in ("clock", "processor")}
+            print(
+                f"{way:12} {rate:6.0f} tokens/s, ratio {median:.3f} ({low:.3f} to {high:.3f})"
+            )
+        whole = {
+            kind: sum(spent[name, kind] for name in STAGES)
+            for kind in ("clock", "processor")
+        }
         for name in STAGES:
-            print(f"{name:24}" + "".join(f" {spent[name, kind] / whole[kind]:6.1%} {kind}" for kind in whole))
-        batches = sum(len([*packed(task.items, lambda item: item.tokens, batch_tokens)]) for task in tasks)
-        encode, forward, commit = (
-            spent[name, "processor"] for name in ("read and encode media", "forward pass", "commit")
+            print(
+                f"{name:24}"
+                + "".join(
+                    f" {spent[name, kind] / whole[kind]:6.1%} {kind}" for kind in whole
+                )
+            )
+        batches = sum(
+            len([*packed(task.items, lambda item: item.tokens, batch_tokens)])
+            for task in tasks
         )
-        print(f"floor {forward / (forward + encode * len(tasks) / batches + commit):.3f}, by processor time")
+        encode, forward, commit = (
+            spent[name, "processor"]
+            for name in ("read and encode media", "forward pass", "commit")
+        )
+        print(
+            f"floor {forward / (forward + encode * len(tasks) / batches + commit):.3f}, by processor time"
+        )
 
 
 def encoding(model: str, images: int, threads: int) -> None:
@@ -208,15 +278,21 @@ def encoding(model: str, images: int, threads: int) -> None:
         for _ in range(5):
             for number in (1, threads):
                 start = time.perf_counter()
-                with closing(batching.one_ahead([range(images)], encode, number)) as ahead:
+                with closing(
+                    batching.one_ahead([range(images)], encode, number)
+                ) as ahead:
                     next(ahead)
-                rates.setdefault(number, []).append(images / (time.perf_counter() - start))
+                rates.setdefault(number, []).append(
+                    images / (time.perf_counter() - start)
+                )
     print(f"an image of 1 MP has {tokens} visual tokens")
     for number, rate in rates.items():
         low, median, high = statistics.quantiles(rate, n=4)
         print(f"{number} threads: {median:.1f} images/s ({low:.1f} to {high:.1f})")
     ratios = [many / one for one, many in zip(rates[1], rates[threads], strict=True)]
-    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 def in_turn(batches: Any, make: Any, threads: int) -> Iterator[Any]:
@@ -244,22 +320,37 @@ def serial() -> Iterator[None]:
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.capture", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.capture", description=__doc__
+    )
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--width", type=int, help="of random weights, instead of the model")
+    parser.add_argument(
+        "--width", type=int, help="of random weights, instead of the model"
+    )
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--shard-samples", type=int, default=128)
     parser.add_argument(
-        "--encode", type=int, default=0, metavar="N", help="encode alone, with 1 and N threads"
+        "--encode",
+        type=int,
+        default=0,
+        metavar="N",
+        help="encode alone, with 1 and N threads",
     )
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.encode:
         encoding(given.model, 16, given.encode)
         return
-    measure(given.model, given.samples, given.rounds, given.batch_tokens, given.shard_samples, given.width)
+    measure(
+        given.model,
+        given.samples,
+        given.rounds,
+        given.batch_tokens,
+        given.shard_samples,
+        given.width,
+    )
 
 
 if __name__ == "__main__":

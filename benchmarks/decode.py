@@ -30,7 +30,16 @@ from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.text_layers import cache_argument
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
-TREES = ("chain-3", "chain-5", "chain-8", "8-3-2", "12-4-3", "16-4-4", "30-3-8", "60-5-10")
+TREES = (
+    "chain-3",
+    "chain-5",
+    "chain-8",
+    "8-3-2",
+    "12-4-3",
+    "16-4-4",
+    "30-3-8",
+    "60-5-10",
+)
 PREFIX = 100  # tokens after the prompt
 RUN = 8  # steps or cycles in a row
 
@@ -44,14 +53,23 @@ def measure(
 ) -> dict[str, Any]:
     """Milliseconds and ratios of one target and one untrained drafter; `compiled` is the same target."""
     kind = catalogue.load(drafter)
-    untrained = kind(kind.Config(), target.info, target.head).to(target.device, target.dtype).eval()
+    untrained = (
+        kind(kind.Config(), target.info, target.head)
+        .to(target.device, target.dtype)
+        .eval()
+    )
     picture = Image.new("RGB", (84, 84), (20, 40, 60))
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": "Describe the scene."}]
+    content = [
+        {"type": "image", "image": picture},
+        {"type": "text", "text": "Describe the scene."},
+    ]
     prompt = target.encode([{"role": "user", "content": content}])
     with torch.inference_mode():
         works = _works(target, untrained, prompt, trees)
         if compiled is not None:
-            works["compiled step"] = _steps(_plain_step(compiled, prompt), target.device)
+            works["compiled step"] = _steps(
+                _plain_step(compiled, prompt), target.device
+            )
         times: dict[str, list[Spent]] = {name: [] for name in works}
         for number in range(rounds + 1):
             for name, work in works.items():
@@ -60,24 +78,32 @@ def measure(
                 wait(target.device)
                 if number:  # the first round is a warm-up
                     times[name].append(_mean(found))
-    whole = {name: [sum(one.values()) for one in rounds] for name, rounds in times.items()}
+    whole = {
+        name: [sum(one.values()) for one in rounds] for name, rounds in times.items()
+    }
     plain = whole["plain step"]
     figures: dict[str, Any] = {
-        "milliseconds": {name: statistics.median(values) for name, values in whole.items()},
+        "milliseconds": {
+            name: statistics.median(values) for name, values in whole.items()
+        },
         "plain step / stock step": _ratio(plain, whole["stock step"]),
         "plain step / weights read once": _ratio(plain, whole["weights read once"]),
     }
     if compiled:
         figures["compiled step / plain step"] = _ratio(whole["compiled step"], plain)
     for tree in trees:
-        figures[f"{tree}: tokens per cycle to break even"] = _ratio(whole[f"{tree} cycle"], plain)
+        figures[f"{tree}: tokens per cycle to break even"] = _ratio(
+            whole[f"{tree} cycle"], plain
+        )
         for phase in ("draft", "verify", "accept"):
             spent = [one[phase] for one in times[f"{tree} cycle"]]
             figures["milliseconds"][f"{tree} {phase}"] = statistics.median(spent)
             if phase == "verify":
                 figures[f"{tree}: verification / plain step"] = _ratio(spent, plain)
     if target.device.type == "cuda":
-        figures["peak memory, GiB"] = torch.cuda.max_memory_allocated(target.device) / 2**30
+        figures["peak memory, GiB"] = (
+            torch.cuda.max_memory_allocated(target.device) / 2**30
+        )
     return {**figures, "drafter": drafter, "prefix": PREFIX + prompt.length}
 
 
@@ -98,11 +124,15 @@ def _mean(run: Sequence[Laps]) -> Spent:
     return {phase: 1e3 * seconds / len(run) for phase, seconds in spent.items()}
 
 
-def _works(target: VisionLanguageTarget, drafter: Any, prompt: Any, trees: Sequence[str]) -> dict[str, Work]:
+def _works(
+    target: VisionLanguageTarget, drafter: Any, prompt: Any, trees: Sequence[str]
+) -> dict[str, Work]:
     """All that is timed, by name, on one prefix."""
     prefix = target.prefill(prompt, drafter.config.needs(target.info, decoding=True))
     one = torch.ones(1, dtype=torch.long, device=target.device)
-    before_1D = torch.cat([prefix.feature("hidden", "text")[-1:]] * len(drafter.sources), dim=-1)
+    before_1D = torch.cat(
+        [prefix.feature("hidden", "text")[-1:]] * len(drafter.sources), dim=-1
+    )
     plain_step = _plain_step(target, prompt)
     weights = list(target.model.model.language_model.parameters())
 
@@ -114,7 +144,9 @@ def _works(target: VisionLanguageTarget, drafter: Any, prompt: Any, trees: Seque
             laps = Laps(target.device)
             nodes = draft.grow(shape)
             laps.end("draft")
-            states_ND = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",))["hidden"]
+            states_ND = target.extend(
+                nodes.ids_N, nodes.depth_N, nodes.visible_NN, ("hidden",)
+            )["hidden"]
             logits_NV = target.logits(states_ND)
             laps.end("verify")
             verify(nodes, logits_NV, 0.0).path_N.tolist()
@@ -127,8 +159,12 @@ def _works(target: VisionLanguageTarget, drafter: Any, prompt: Any, trees: Seque
 
     return {
         "plain step": _steps(plain_step, target.device),
-        "stock step": _steps(_stock_step(target, prompt.length + PREFIX), target.device),
-        "weights read once": _steps(lambda: [weight.sum() for weight in weights], target.device),
+        "stock step": _steps(
+            _stock_step(target, prompt.length + PREFIX), target.device
+        ),
+        "weights read once": _steps(
+            lambda: [weight.sum() for weight in weights], target.device
+        ),
         **{f"{name} cycle": partial(cycles, Tree.parse(name)) for name in trees},
     }
 
@@ -150,7 +186,11 @@ def _plain_step(target: VisionLanguageTarget, prompt: Any) -> Callable[[], objec
     for _ in range(PREFIX):
         target.extend(one, one, None, ("hidden",))
         target.commit([0])
-    return lambda: target.logits(target.extend(one, one, None, ("hidden",))["hidden"]).argmax(-1).tolist()
+    return lambda: (
+        target.logits(target.extend(one, one, None, ("hidden",))["hidden"])
+        .argmax(-1)
+        .tolist()
+    )
 
 
 def _stock_step(target: VisionLanguageTarget, length: int) -> Callable[[], object]:
@@ -185,7 +225,9 @@ def main() -> None:
     parser.add_argument("--tree", action="append", help="may be repeated")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", action="store_true", help="measure a compiled step as well")
+    parser.add_argument(
+        "--compile", action="store_true", help="measure a compiled step as well"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench-decode.json"))
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -196,7 +238,9 @@ def main() -> None:
         "threads": given.threads,
         **measure(target, given.drafter, given.tree or TREES, given.rounds, compiled),
     }
-    print(f"{given.model} with {given.drafter}, {given.threads} threads; medians of {given.rounds} rounds")
+    print(
+        f"{given.model} with {given.drafter}, {given.threads} threads; medians of {given.rounds} rounds"
+    )
     for name, value in result["milliseconds"].items():
         print(f"  {name:<24}{value:9.3f} ms")
     for name, value in result.items():

@@ -94,7 +94,9 @@ class Figure:
 
     def __str__(self) -> str:
         shown = self.value if isinstance(self.value, str) else f"{self.value:.4g}"
-        return f"{self.name}: {shown}" + (f" (expected {self.expected})" if self.expected else "")
+        return f"{self.name}: {shown}" + (
+            f" (expected {self.expected})" if self.expected else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ class Bench:
         """Whether it runs on a GPU."""
         return self.device.type == "cuda"
 
-    def milliseconds(self, run: Callable[[], object], rounds: int | None = None) -> float:
+    def milliseconds(
+        self, run: Callable[[], object], rounds: int | None = None
+    ) -> float:
         """The median of a call, with the device's queued work."""
         for _ in range(2):
             run()
@@ -131,14 +135,21 @@ class Bench:
     def peak(self, name: str) -> Iterator[Figure]:
         """The most memory since the last call, on a GPU."""
         if self.on_gpu:
-            yield Figure(f"{name}: peak GiB", torch.cuda.max_memory_allocated(self.device) / 2**30)
+            yield Figure(
+                f"{name}: peak GiB",
+                torch.cuda.max_memory_allocated(self.device) / 2**30,
+            )
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def command(self, *words: str) -> str:
         """The output of a `vlmdistill` command."""
-        ran = subprocess.run([sys.executable, "-m", "vlmdistill", *words], capture_output=True, text=True)
+        ran = subprocess.run(
+            [sys.executable, "-m", "vlmdistill", *words], capture_output=True, text=True
+        )
         if ran.returncode:
-            raise RuntimeError(f"vlmdistill {' '.join(words)}: {ran.stderr.strip()[-500:]}")
+            raise RuntimeError(
+                f"vlmdistill {' '.join(words)}: {ran.stderr.strip()[-500:]}"
+            )
         return ran.stdout
 
 
@@ -147,7 +158,10 @@ def exactness(bench: Bench) -> Iterator[Figure]:
     if bench.runs is None:
         yield Figure("responses against the stock model's", "not run: give --runs")
         return
-    expected = {"float32": "all identical", "bfloat16": "0 to 3 near ties, none different"}
+    expected = {
+        "float32": "all identical",
+        "bfloat16": "0 to 3 near ties, none different",
+    }
     for dtype in expected:
         reports = bench.runs / "demo" / "reports"
         before = set(reports.glob("*.json"))
@@ -159,8 +173,12 @@ def exactness(bench: Bench) -> Iterator[Figure]:
         checks: Counter[str] = Counter()
         for report in set(reports.glob("*.json")) - before:
             for evaluated in json.loads(report.read_text())["temperatures"]:
-                checks.update(prompt["drafted"]["check"] for prompt in evaluated["prompts"])
-        counts = ", ".join(f"{count} {check}" for check, count in sorted(checks.items()))
+                checks.update(
+                    prompt["drafted"]["check"] for prompt in evaluated["prompts"]
+                )
+        counts = ", ".join(
+            f"{count} {check}" for check, count in sorted(checks.items())
+        )
         yield Figure(f"responses in {dtype}", counts, expected[dtype])
 
 
@@ -172,9 +190,13 @@ def deepspeed(bench: Bench) -> Iterator[Figure]:
     where = ("--model", "demo", "--runs", str(bench.runs))
     bench.command("features", *where, "--for", "wren", "--workers", "0")
     seconds = bench.seconds(
-        lambda: bench.command("train", "wren", *where, "--name", "gpu", "--set", "steps=30", "--anyway")
+        lambda: bench.command(
+            "train", "wren", *where, "--name", "gpu", "--set", "steps=30", "--anyway"
+        )
     )
-    yield Figure("30 training steps by the command, s", seconds, "20 to 30, start included")
+    yield Figure(
+        "30 training steps by the command, s", seconds, "20 to 30, start included"
+    )
 
 
 def attention(bench: Bench) -> Iterator[Figure]:
@@ -186,8 +208,12 @@ def attention(bench: Bench) -> Iterator[Figure]:
     def spent(first_length: int) -> tuple[float, float]:
         firsts, repeats = [], []
         for length in range(first_length, first_length + 12):
-            query = torch.randn(1, 4, 42, 128, device=bench.device, dtype=torch.bfloat16)
-            keys = torch.randn(1, 4, length, 128, device=bench.device, dtype=torch.bfloat16)
+            query = torch.randn(
+                1, 4, 42, 128, device=bench.device, dtype=torch.bfloat16
+            )
+            keys = torch.randn(
+                1, 4, length, 128, device=bench.device, dtype=torch.bfloat16
+            )
             mask = torch.zeros(42, length, device=bench.device, dtype=torch.bfloat16)
 
             def run(query: Any = query, keys: Any = keys, mask: Any = mask) -> object:
@@ -197,7 +223,10 @@ def attention(bench: Bench) -> Iterator[Figure]:
             repeats.append(bench.seconds(run))
         return 1e3 * statistics.median(firsts), 1e3 * statistics.median(repeats)
 
-    for enabled, first_length, expected in ((True, 1000, "20 to 300"), (False, 1050, "0.1")):
+    for enabled, first_length, expected in (
+        (True, 1000, "20 to 300"),
+        (False, 1050, "0.1"),
+    ):
         torch.backends.cuda.enable_cudnn_sdp(enabled)
         first, again = spent(first_length)
         state = "on" if enabled else "off"
@@ -230,14 +259,19 @@ def steps(bench: Bench) -> Iterator[Figure]:
 def long_context(bench: Bench) -> Iterator[Figure]:
     """Steps after a prefix as long as a video's; the floor reads weights, keys and values once."""
     target, positions = bench.target, bench.sizes.long
-    weights = sum(weight.nbytes for weight in target.model.model.language_model.parameters())
+    weights = sum(
+        weight.nbytes for weight in target.model.model.language_model.parameters()
+    )
     prefix = positions * target._decoder.layers.shape.position_bytes(target.dtype)
     yield Figure(f"{positions} positions: keys and values / weights", prefix / weights)
     limits = {"": fused_layers.MANY_KEYS}
     if bench.on_gpu:
         limits[" by PyTorch's kernels"] = 1 << 60
     for name, limit in limits.items():
-        with mock.patch.object(fused_layers, "MANY_KEYS", limit), torch.inference_mode():
+        with (
+            mock.patch.object(fused_layers, "MANY_KEYS", limit),
+            torch.inference_mode(),
+        ):
             cache = target._decoder.start(positions + 64, positions)
             for block in cache._blocks:
                 block.normal_()
@@ -252,7 +286,11 @@ def long_context(bench: Bench) -> Iterator[Figure]:
 
                 spent = bench.milliseconds(run)
                 expected = "8" if not name else ""
-                yield Figure(f"{positions} positions, pass of {count} tokens{name}, ms", spent, expected)
+                yield Figure(
+                    f"{positions} positions, pass of {count} tokens{name}, ms",
+                    spent,
+                    expected,
+                )
 
 
 def capture(bench: Bench) -> Iterator[Figure]:
@@ -265,10 +303,14 @@ def capture(bench: Bench) -> Iterator[Figure]:
     texts = ("layer2.text", f"layer{last // 2}.text", f"layer{last - 3}.text")
     features = as_features([*names, *texts])
     sources = {feature.source for feature in features}
-    sequences = [Transcript.of(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    sequences = [
+        Transcript.of(prompt, response)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     tokens = sum(prompt.length + sizes.response for prompt in prompts)
     visual = target._on_device(
-        target.family.collate([prompt.inputs for prompt in prompts]), target.family.host_inputs
+        target.family.collate([prompt.inputs for prompt in prompts]),
+        target.family.host_inputs,
     )
     ids_1L = torch.randint(5, 600, (1, tokens), device=bench.device)
     rope_3L = torch.arange(tokens, device=bench.device).expand(3, 1, -1)
@@ -291,7 +333,10 @@ def capture(bench: Bench) -> Iterator[Figure]:
 
     pieces: dict[str, tuple[Callable[[], object], str]] = {
         "text layers alone": (lambda: target._run(text, (), None), "35,000"),
-        "vision tower alone": (lambda: target.family.encode_images(target.model, visual), ""),
+        "vision tower alone": (
+            lambda: target.family.encode_images(target.model, visual),
+            "",
+        ),
         "bare pass": (lambda: target._states(prompts, sequences, sources), "20,000"),
         "capture, one batch ahead": (whole, "20,000"),
     }
@@ -313,11 +358,20 @@ def generate(bench: Bench) -> Iterator[Figure]:
     target, sizes = bench.target, bench.sizes
     expected = {32: "3,500", 128: "11,000", 512: "25,000"}
     for batch in sizes.batches:
-        prompts = [question(target, sizes.picture // 4, seed % 4) for seed in range(batch)]
+        prompts = [
+            question(target, sizes.picture // 4, seed % 4) for seed in range(batch)
+        ]
         counted: list[int] = []
 
-        def run(new_tokens: int, prompts: Any = prompts, batch: int = batch, counted: Any = counted) -> None:
-            responses = target.generate(prompts, max_new_tokens=new_tokens, batch_size=batch)
+        def run(
+            new_tokens: int,
+            prompts: Any = prompts,
+            batch: int = batch,
+            counted: Any = counted,
+        ) -> None:
+            responses = target.generate(
+                prompts, max_new_tokens=new_tokens, batch_size=batch
+            )
             counted.append(sum(len(response.ids) for response in responses))
 
         first_tokens = bench.seconds(partial(run, 1))
@@ -396,7 +450,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen2.5-vl-7b")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--runs", type=Path)
     parser.add_argument("--out", type=Path)
@@ -409,11 +465,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures.append(figure)
         print(f"[{time.perf_counter() - start:4.0f} s] {figure}", flush=True)
         if options.out:
-            options.out.write_text(json.dumps([asdict(one) for one in figures], indent=1))
+            options.out.write_text(
+                json.dumps([asdict(one) for one in figures], indent=1)
+            )
 
     if device.type == "cuda":
         tell(Figure("GPU", torch.cuda.get_device_name(device)))
-    tell(Figure("torch, transformers", f"{torch.__version__}, {transformers.__version__}"))
+    tell(
+        Figure(
+            "torch, transformers", f"{torch.__version__}, {transformers.__version__}"
+        )
+    )
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         target = random_target(options.shape, device, Path(folder) / "target")

@@ -55,7 +55,14 @@ def pinned(name: str) -> str:
 
 def pip(*arguments: str, **environment: str) -> None:
     """Run pip of this Python."""
-    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        *arguments,
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     subprocess.run(command, check=True, env=os.environ | environment)
 
 
@@ -101,7 +108,14 @@ def build(kit: Path) -> None:
 def install(kit: Path, site: Path) -> None:
     """Unpack the kit into a folder for PYTHONPATH."""
     wheels = map(str, kit.glob("*.whl"))
-    pip("install", "--no-index", "--no-deps", "--no-compile", f"--target={site}", *wheels)
+    pip(
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        f"--target={site}",
+        *wheels,
+    )
     for archive in kit.glob("*.tar.xz"):
         with tarfile.open(archive) as packed:
             packed.extractall(site, filter="data")

@@ -35,7 +35,10 @@ def make_prompts(folder: Path, count: int) -> None:
 
     The keys differ, and texts repeat.
     """
-    rng, words = np.random.default_rng(0), ["the", "picture", "describe", "shows", "a", "of", "in", "what"]
+    rng, words = (
+        np.random.default_rng(0),
+        ["the", "picture", "describe", "shows", "a", "of", "in", "what"],
+    )
     text = " ".join(rng.choice(words, 1 << 16))
     rows, kept = [], []
     for number in range(EACH):
@@ -59,12 +62,23 @@ def make_prompts(folder: Path, count: int) -> None:
         for some, schema in ((rows, prompt_table.schema()), (kept, dataset.schema()))
     )
     (folder / "responses").mkdir(parents=True, exist_ok=True)
-    with pq.ParquetWriter(folder / "prompts.parquet", asked.schema, compression="zstd") as file:
+    with pq.ParquetWriter(
+        folder / "prompts.parquet", asked.schema, compression="zstd"
+    ) as file:
         for first in range(0, count, EACH):
-            keys = pa.array([content_hash(number) for number in range(first, min(first + EACH, count))])
-            file.write_table(asked.slice(0, len(keys)).set_column(0, asked.schema.field(0), keys))
+            keys = pa.array(
+                [
+                    content_hash(number)
+                    for number in range(first, min(first + EACH, count))
+                ]
+            )
+            file.write_table(
+                asked.slice(0, len(keys)).set_column(0, asked.schema.field(0), keys)
+            )
             pack = folder / "responses" / dataset.PACK.format(content_hash(first))
-            some = answers.slice(0, len(keys)).set_column(0, answers.schema.field(0), keys)
+            some = answers.slice(0, len(keys)).set_column(
+                0, answers.schema.field(0), keys
+            )
             pq.write_table(some, pack, compression="zstd")
 
 
@@ -85,10 +99,17 @@ def plan_features(path: str) -> None:
     generated = dataset.Responses(folder / "responses")
     items = shard_plan.missing_of(prompts, generated, set())
     facts = shard_plan.CaptureFacts("", (), 28672, 14336)
-    next(shard_plan.tasks(prompts, generated, items, facts, capturer.CaptureSettings().shard_bytes))
+    next(
+        shard_plan.tasks(
+            prompts, generated, items, facts, capturer.CaptureSettings().shard_bytes
+        )
+    )
 
 
-WORK: Mapping[str, Callable[[str], None]] = {"plan responses": plan_responses, "plan features": plan_features}
+WORK: Mapping[str, Callable[[str], None]] = {
+    "plan responses": plan_responses,
+    "plan features": plan_features,
+}
 
 
 @dataclass(eq=False)
@@ -105,7 +126,9 @@ class Slot:
 
     def remote(self, task: shard_plan.CaptureTask) -> bool:
         """Begin a task; its tokens take time."""
-        self.ends = self.now() + sum(item.tokens for item in task.items) / TOKENS_PER_SECOND
+        self.ends = (
+            self.now() + sum(item.tokens for item in task.items) / TOKENS_PER_SECOND
+        )
         return True
 
 
@@ -125,11 +148,15 @@ class Simulation:
         machine = Machine(str(self.started), f"m{self.started}", "", 8, 0, 8)
         for slot in range(8):
             names = (f"worker {slot} on {machine.name}", machine.name)
-            self.members.append(Member(Slot(lambda: self.clock), None, Step.idle, machine, names))
+            self.members.append(
+                Member(Slot(lambda: self.clock), None, Step.idle, machine, names)
+            )
 
     def run(self, tasks: Iterator[shard_plan.CaptureTask], until: float) -> int:
         """Work until all tasks, or so many samples, are done; the samples of these tasks."""
-        queue = Queue[shard_plan.CaptureTask, capturer.CaptureResult](self.members, tasks)
+        queue = Queue[shard_plan.CaptureTask, capturer.CaptureResult](
+            self.members, tasks
+        )
         done = 0
         while queue and done < until:
             queue.assign()
@@ -163,7 +190,18 @@ class Simulation:
         at, rows = np.arange(1, dtype=np.int32), np.zeros((1, WIDTH), np.uint16)
         with self.store.writer(task.name) as writer:
             for key in task.keys:
-                writer.add(Sample(key, at, at == 0, at, at, (), {FEATURE: rows}, {"dataset": "llava"}))
+                writer.add(
+                    Sample(
+                        key,
+                        at,
+                        at == 0,
+                        at,
+                        at,
+                        (),
+                        {FEATURE: rows},
+                        {"dataset": "llava"},
+                    )
+                )
 
 
 def simulate(folder: Path, samples: int, workers: int) -> None:

@@ -34,7 +34,10 @@ TOKENS = (
     "vision_end_token_id",
 )
 """Settings that belong to the tokenizer."""
-PIXELS = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16384}  # of the released Qwen2.5-VL
+PIXELS = {
+    "min_pixels": 56 * 56,
+    "max_pixels": 28 * 28 * 16384,
+}  # of the released Qwen2.5-VL
 
 
 def checkpoint_without_weights(shape: str, folder: Path) -> Path:
@@ -45,7 +48,9 @@ def checkpoint_without_weights(shape: str, folder: Path) -> Path:
     published = shipped(shape)
     if shape != TINY:
         if published is None:
-            raise SystemExit(f"no shape {shape} is shipped: see `vlmdistill target list`")
+            raise SystemExit(
+                f"no shape {shape} is shipped: see `vlmdistill target list`"
+            )
         tokens = json.loads((demo / "config.json").read_text())
         config = json.loads(published.read_text())
         config |= {name: tokens[name] for name in TOKENS if name in tokens}
@@ -55,7 +60,9 @@ def checkpoint_without_weights(shape: str, folder: Path) -> Path:
     return folder
 
 
-def random_target(shape: str, device: torch.device, folder: Path) -> VisionLanguageTarget:
+def random_target(
+    shape: str, device: torch.device, folder: Path
+) -> VisionLanguageTarget:
     """A target of a shape on `device`, in bfloat16 on a GPU; `folder` is made."""
     choose_kernels(device)
     checkpoint_without_weights(shape, folder)

@@ -20,7 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vlmdistill.pipelines.vllm.plugin.recording import FOLDER, Message, Receive, Recording, Send
+from vlmdistill.pipelines.vllm.plugin.recording import (
+    FOLDER,
+    Message,
+    Receive,
+    Recording,
+    Send,
+)
 
 PASS = b"x-pass"
 TURNS = ("recorded", "passed by", "passed by again")
@@ -33,7 +39,11 @@ class Sometimes(Recording):
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request by, or record it."""
         passed = scope["type"] == "http" and PASS in dict(scope["headers"])
-        await (self.app(scope, receive, send) if passed else super().__call__(scope, receive, send))
+        await (
+            self.app(scope, receive, send)
+            if passed
+            else super().__call__(scope, receive, send)
+        )
 
 
 def measure(requests: int, tokens: int) -> dict[str, Any]:
@@ -47,26 +57,39 @@ def measure(requests: int, tokens: int) -> dict[str, Any]:
     rng = random.Random(0)
     spent: dict[str, list[float]] = {turn: [] for turn in TURNS}
     with tempfile.TemporaryDirectory() as folder, httpx2.Client(timeout=600) as client:
-        os.environ |= {FOLDER: f"{folder}/log", "PYTHONPATH": str(Path(__file__).parents[1])}
+        os.environ |= {
+            FOLDER: f"{folder}/log",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }
         more = ("--middleware", "benchmarks.recording.Sometimes")
         target, log = EMBEDDED["demo"], Path(folder) / "vllm.log"
-        with vllm_server(target, "demo", "float32", log, whole_images=False, more=more) as url:
+        with vllm_server(
+            target, "demo", "float32", log, whole_images=False, more=more
+        ) as url:
             for number in range(-4, requests):
                 body = asked(scenes.draw(scenes.random_scene(rng, "drafter")), tokens)
                 for turn in rng.sample(TURNS, len(TURNS)):
                     headers = {} if turn == "recorded" else {PASS.decode(): "1"}
                     start = time.perf_counter()
-                    client.post(f"{url}/v1/chat/completions", json=body, headers=headers).raise_for_status()
+                    client.post(
+                        f"{url}/v1/chat/completions", json=body, headers=headers
+                    ).raise_for_status()
                     if number >= 0:  # the first ones warm up
                         spent[turn].append(1000 * (time.perf_counter() - start))
-        lines = sum(len(file.read_text().splitlines()) for file in Path(folder).rglob("*.jsonl"))
+        lines = sum(
+            len(file.read_text().splitlines()) for file in Path(folder).rglob("*.jsonl")
+        )
     recorded, first, again = (spent[turn] for turn in TURNS)
     return {
         "requests": requests,
         "lines of the log": lines,
         "milliseconds of a request": median(first),
-        "recorded - passed by, ms": interval([a - b for a, b in zip(recorded, first, strict=True)]),
-        "floor: passed by twice, ms": interval([a - b for a, b in zip(again, first, strict=True)]),
+        "recorded - passed by, ms": interval(
+            [a - b for a, b in zip(recorded, first, strict=True)]
+        ),
+        "floor: passed by twice, ms": interval(
+            [a - b for a, b in zip(again, first, strict=True)]
+        ),
     }
 
 
@@ -80,19 +103,28 @@ def asked(image: Any, tokens: int) -> dict[str, Any]:
         {"type": "text", "text": "Describe the image."},
     ]
     messages = [{"role": "user", "content": content}]
-    return {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": tokens}
+    return {
+        "model": "demo",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": tokens,
+    }
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float, float]:
     """The median, and the ends of its 95% interval."""
     rng = random.Random(0)
-    drawn = sorted(median(rng.choices(differences, k=len(differences))) for _ in range(DRAWS))
+    drawn = sorted(
+        median(rng.choices(differences, k=len(differences))) for _ in range(DRAWS)
+    )
     return median(differences), drawn[DRAWS // 40], drawn[-DRAWS // 40]
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=4)
     given = parser.parse_args()

@@ -33,7 +33,14 @@ from msgspec.structs import replace
 from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.integrity.verify import verify
-from vlmdistill.stores.manifest import CACHE, INDEX, commit_name, digest, seal, shard_name
+from vlmdistill.stores.manifest import (
+    CACHE,
+    INDEX,
+    commit_name,
+    digest,
+    seal,
+    shard_name,
+)
 from vlmdistill.stores.schema import Sample, content_hash
 from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
@@ -58,14 +65,20 @@ def make(path: Path, samples: int, shards: int, meta: Mapping[str, Any]) -> None
     at, rows = np.arange(1, dtype=np.int32), np.zeros((1, WIDTH), np.uint16)
     with store.writer("template") as writer:
         for number in range(each):
-            writer.add(Sample(f"{number:016x}", at, at == 0, at, at, (), {FEATURE: rows}, meta))
+            writer.add(
+                Sample(f"{number:016x}", at, at == 0, at, at, (), {FEATURE: rows}, meta)
+            )
     template = store.commit("template")
-    table = read_arrow(store.backend, f"{template.named}/{INDEX}", template.files[INDEX])
+    table = read_arrow(
+        store.backend, f"{template.named}/{INDEX}", template.files[INDEX]
+    )
     for number in range(shards):
         keys = pa.array([content_hash([number, one]) for one in range(each)])
         data, unit = to_arrow(table.set_column(0, "key", keys)), content_hash(number)
         files = {**template.files, INDEX: (len(data), digest(data))}
-        record = replace(template, unit=unit, shard=shard_name(unit, files), files=files)
+        record = replace(
+            template, unit=unit, shard=shard_name(unit, files), files=files
+        )
         for file in template.files:
             (path / record.named / file).parent.mkdir(parents=True, exist_ok=True)
             if file != INDEX:
@@ -73,7 +86,11 @@ def make(path: Path, samples: int, shards: int, meta: Mapping[str, Any]) -> None
         (path / record.named / INDEX).write_bytes(data)
         for name in (commit_name(unit), f"{LEDGER}/{commit_name(unit)}"):
             (path / name).write_bytes(seal(record))
-    for name in (commit_name("template"), f"{LEDGER}/{commit_name('template')}", template.named):
+    for name in (
+        commit_name("template"),
+        f"{LEDGER}/{commit_name('template')}",
+        template.named,
+    ):
         store.backend.remove(name)
     shutil.rmtree(path / CACHE, ignore_errors=True)
 
@@ -91,7 +108,9 @@ def measured(work: str, path: str) -> dict[str, float]:
     """CPU seconds, seconds and peak memory of some work in a process of its own."""
     start = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.scale", path, "--work", work], check=True, stdout=sys.stderr
+        [sys.executable, "-m", "benchmarks.scale", path, "--work", work],
+        check=True,
+        stdout=sys.stderr,
     )
     with open(f"{path}.json") as file:
         return {**json.load(file), "seconds": time.perf_counter() - start}
@@ -105,7 +124,9 @@ def do(work: str, path: str) -> None:
         planning.WORK[work](path)
     else:
         WORK[work](path)
-    status = Path("/proc/self/status").read_text()  # `ru_maxrss` is that of the parent, where it is larger
+    status = Path(
+        "/proc/self/status"
+    ).read_text()  # `ru_maxrss` is that of the parent, where it is larger
     peak = int(status.partition("VmHWM:")[2].split()[0])
     facts = {"cpu_seconds": time.process_time(), "peak_mb": peak * 1024 / 1e6}
     Path(f"{path}.json").write_text(json.dumps(facts))
@@ -123,7 +144,11 @@ def local(folder: Path, samples: int, shards: int, columns: str) -> None:
     for name, work in (("nothing", "nothing"), ("first open", "open"), ("cached open", "open"),
                        ("info, cached", "info"), ("verify", "verify")):  # fmt: skip
         used = measured(work, str(path))
-        print(f"{name:14} " + "  ".join(f"{what} {value:.2f}" for what, value in used.items()), flush=True)
+        print(
+            f"{name:14} "
+            + "  ".join(f"{what} {value:.2f}" for what, value in used.items()),
+            flush=True,
+        )
 
 
 @contextmanager
@@ -150,10 +175,16 @@ def requests(folder: Path, samples: int, shards: int) -> None:
         make(path, samples, shards, FEW)
     shutil.rmtree(path / CACHE, ignore_errors=True)
     shutil.rmtree(back, ignore_errors=True)
-    print(f"requests to S3, {shards} shards of {len(Store.open(path).layout.arrays)} arrays")
+    print(
+        f"requests to S3, {shards} shards of {len(Store.open(path).layout.arrays)} arrays"
+    )
     with s3_server() as server:
         key = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-        os.environ |= {"AWS_ENDPOINT_URL": server, "AWS_DEFAULT_REGION": "us-east-1", **key}
+        os.environ |= {
+            "AWS_ENDPOINT_URL": server,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            **key,
+        }
         urlopen(Request(f"{server}/bucket", method="PUT")).close()
         url = "s3://bucket/store"
         steps: Mapping[str, Callable[[], object]] = {
@@ -170,7 +201,10 @@ def requests(folder: Path, samples: int, shards: int) -> None:
             with counted() as counts:
                 step()
             each = f"{counts.total() / shards:.1f} a shard"
-            print(f"{name:14} {counts.total()} ({each}): {dict(counts.most_common())}", flush=True)
+            print(
+                f"{name:14} {counts.total()} ({each}): {dict(counts.most_common())}",
+                flush=True,
+            )
 
 
 def plans(folder: Path, count: int) -> None:
@@ -182,14 +216,28 @@ def plans(folder: Path, count: int) -> None:
         make_prompts(path, count)
     for work in ("plan responses", "plan features"):
         used = measured(work, str(path / "prompts"))
-        print(f"{work:14} " + "  ".join(f"{what} {value:.2f}" for what, value in used.items()), flush=True)
+        print(
+            f"{work:14} "
+            + "  ".join(f"{what} {value:.2f}" for what, value in used.items()),
+            flush=True,
+        )
 
 
 TEXT, VISUAL, WIDE = 640, 360, 3584  # tokens of a sample, and the width of a 7B target
 TEXT_FEATURES, VISUAL_FEATURES = 1, 2  # in bfloat16
-GPU_SECONDS = 300 / 3000 + 1000 / 20_000  # 300 tokens generated and 1,000 captured, at these tokens/s
-GPU_HOUR, GB_MONTH, PUTS, GETS = 2.5, 0.023, 5e-6, 0.4e-6  # dollars: a GPU, storage, a request of each kind
-INDEX_BYTES, CACHE_NAME = 209, 88  # measured: of a sample in the cached index; of a shard in its record
+GPU_SECONDS = (
+    300 / 3000 + 1000 / 20_000
+)  # 300 tokens generated and 1,000 captured, at these tokens/s
+GPU_HOUR, GB_MONTH, PUTS, GETS = (
+    2.5,
+    0.023,
+    5e-6,
+    0.4e-6,
+)  # dollars: a GPU, storage, a request of each kind
+INDEX_BYTES, CACHE_NAME = (
+    209,
+    88,
+)  # measured: of a sample in the cached index; of a shard in its record
 
 
 def costs() -> None:
@@ -212,23 +260,43 @@ def costs() -> None:
             "GPU hours": hours,
             "dollars for GPUs": hours * GPU_HOUR,
             "dollars a month for storage": stored / 1e9 * GB_MONTH,
-            "dollars for the requests of a push": shards * ((files + 2) * PUTS + (files + 5) * GETS),
+            "dollars for the requests of a push": shards
+            * ((files + 2) * PUTS + (files + 5) * GETS),
         }
-        print(f"{samples} samples: " + ", ".join(f"{value:.6g} {what}" for what, value in facts.items()))
+        print(
+            f"{samples} samples: "
+            + ", ".join(f"{value:.6g} {what}" for what, value in facts.items())
+        )
 
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scale", description=__doc__
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--samples", type=int, default=1_000_000, help="50000 are enough to simulate")
+    parser.add_argument(
+        "--samples", type=int, default=1_000_000, help="50000 are enough to simulate"
+    )
     parser.add_argument("--shards", type=int, default=10_000)
     parser.add_argument("--columns", choices=("few", "capture"), default="few")
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--requests", action="store_true", help="count the requests to S3")
-    parser.add_argument("--costs", action="store_true", help="what a million samples cost, and 100 million")
-    parser.add_argument("--plan", action="store_true", help="plan responses and features, without a model")
-    parser.add_argument("--simulate", type=int, metavar="WORKERS", help="capture without a model")
+    parser.add_argument(
+        "--requests", action="store_true", help="count the requests to S3"
+    )
+    parser.add_argument(
+        "--costs",
+        action="store_true",
+        help="what a million samples cost, and 100 million",
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="plan responses and features, without a model",
+    )
+    parser.add_argument(
+        "--simulate", type=int, metavar="WORKERS", help="capture without a model"
+    )
     given = parser.parse_args()
     if given.work:
         do(given.work, str(given.folder))

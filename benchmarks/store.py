@@ -37,7 +37,14 @@ from vlmdistill.stores.index.tables import write_table
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.manifest import CacheRecord
-from vlmdistill.stores.schema import Array, Feature, FrozenTables, Provenance, Sample, TargetInfo
+from vlmdistill.stores.schema import (
+    Array,
+    Feature,
+    FrozenTables,
+    Provenance,
+    Sample,
+    TargetInfo,
+)
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
@@ -65,7 +72,14 @@ def samples(count: int, width: int) -> Iterator[Sample]:
         rows = bits_ND[rng.integers(0, len(bits_ND), tokens)]
         at = np.arange(tokens, dtype=np.int32)
         yield Sample(
-            f"s{number:06}", at % 8, at > tokens // 4, at, at, (), {FEATURE: rows}, {"words": tokens}
+            f"s{number:06}",
+            at % 8,
+            at > tokens // 4,
+            at,
+            at,
+            (),
+            {FEATURE: rows},
+            {"words": tokens},
         )
 
 
@@ -137,8 +151,12 @@ class Raw:
 
     def _open(self) -> tuple[Array, Array]:
         with (self.folder / "all").open("rb") as file:
-            mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-        return np.empty(max(size for _, size in self.extents.values()), np.uint8), mapped
+            mapped = np.frombuffer(
+                mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8
+            )
+        return np.empty(
+            max(size for _, size in self.extents.values()), np.uint8
+        ), mapped
 
 
 class Checked(Raw):
@@ -176,8 +194,14 @@ class Blocks(Raw):
 
     def epoch(self, keys: Sequence[str]) -> None:
         """All samples into batches; each thread makes every second one."""
-        batches = [keys[start : start + self.batch] for start in range(0, len(keys), self.batch)]
-        with (self.folder / "all").open("rb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
+        batches = [
+            keys[start : start + self.batch]
+            for start in range(0, len(keys), self.batch)
+        ]
+        with (
+            (self.folder / "all").open("rb", buffering=0) as file,
+            ThreadPoolExecutor(2) as pool,
+        ):
             list(pool.map(partial(self._fill, file.fileno(), batches), range(2)))
 
     def _fill(self, handle: int, batches: Sequence[Sequence[str]], thread: int) -> None:
@@ -205,7 +229,10 @@ class PerFile:
         self.folder.mkdir(parents=True, exist_ok=True)
         for sample in given:
             hidden = as_torch(sample.features[FEATURE], "bfloat16")
-            record = {"input_ids": as_torch(sample.ids_T, "int64"), "hidden_state": hidden}
+            record = {
+                "input_ids": as_torch(sample.ids_T, "int64"),
+                "hidden_state": hidden,
+            }
             path = self._path(sample.key)
             if self.kind == "pt":
                 torch.save(record, path)
@@ -296,7 +323,9 @@ class Habit(Dataset[dict[str, torch.Tensor]]):
 def pad(items: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     """The field's collator: zeros up to the longest of the batch."""
     rows = [item["hidden_state"] for item in items]
-    out = torch.zeros(len(rows), max(map(len, rows)), rows[0].shape[1], dtype=rows[0].dtype)
+    out = torch.zeros(
+        len(rows), max(map(len, rows)), rows[0].shape[1], dtype=rows[0].dtype
+    )
     for at, row in enumerate(rows):
         out[at, : len(row)] = row
     return out
@@ -304,7 +333,9 @@ def pad(items: list[dict[str, torch.Tensor]]) -> torch.Tensor:
 
 def habit_batches(files: PerFile, keys: Sequence[str], batch: int) -> None:
     """An epoch of the field's habit: DataLoader with two worker processes, padded batches."""
-    loader = DataLoader(Habit(files, keys), batch_size=batch, num_workers=2, collate_fn=pad)
+    loader = DataLoader(
+        Habit(files, keys), batch_size=batch, num_workers=2, collate_fn=pad
+    )
     for _ in loader:
         pass
 
@@ -318,7 +349,9 @@ def our_batches(store: Store, number: int) -> None:
 Work = Callable[[], object]
 
 
-def in_turns(works: Mapping[str, Sequence[Work]], before: Work = lambda: None) -> dict[str, list[float]]:
+def in_turns(
+    works: Mapping[str, Sequence[Work]], before: Work = lambda: None
+) -> dict[str, list[float]]:
     """Seconds of each piece of the works: a piece of each in turn, another one first every time."""
     spent: dict[str, list[float]] = {name: [] for name in works}
     order = list(works)
@@ -340,7 +373,9 @@ def reading(kind: Any, keys: Sequence[str]) -> list[Callable[[], object]]:
             reads.append(kind.reader())
         reads[0](part)
 
-    return [partial(turn, keys[start : start + TURN]) for start in range(0, len(keys), TURN)]
+    return [
+        partial(turn, keys[start : start + TURN]) for start in range(0, len(keys), TURN)
+    ]
 
 
 def at_once(kind: Any, keys: Sequence[str]) -> None:
@@ -351,7 +386,10 @@ def at_once(kind: Any, keys: Sequence[str]) -> None:
 
 def writing(kind: Any, given: Sequence[Sample]) -> list[Callable[[], object]]:
     """Writing these samples, many at a time."""
-    return [partial(kind.write, given[start : start + UNIT]) for start in range(0, len(given), UNIT)]
+    return [
+        partial(kind.write, given[start : start + UNIT])
+        for start in range(0, len(given), UNIT)
+    ]
 
 
 def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -366,7 +404,11 @@ def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]
         "torch.save": PerFile(folder / "torch", "pt"),
         "safetensors": PerFile(folder / "safetensors", "safetensors"),
     }
-    readers = {**kinds, "store, copied": Copied(ours.folder, width), "map, checked": Checked(raw)}
+    readers = {
+        **kinds,
+        "store, copied": Copied(ours.folder, width),
+        "map, checked": Checked(raw),
+    }
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in readers}
     turns: dict[str, dict[str, list[float]]] = {name: {} for name in readers}
 
@@ -379,20 +421,31 @@ def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]
         for kind in kinds.values():
             shutil.rmtree(kind.folder, ignore_errors=True)
         os.sync()
-        note("write", in_turns({name: writing(kind, given) for name, kind in kinds.items()}))
+        note(
+            "write",
+            in_turns({name: writing(kind, given) for name, kind in kinds.items()}),
+        )
     mean_tokens = sum(len(sample.ids_T) for sample in given) / count
     given.clear()
-    in_turns({name: reading(kind, keys) for name, kind in readers.items()})  # warms the cache
+    in_turns(
+        {name: reading(kind, keys) for name, kind in readers.items()}
+    )  # warms the cache
     passes = 2 * rounds
     for _ in range(passes):
-        note("read warm", in_turns({name: reading(kind, keys) for name, kind in readers.items()}))
-    cold = {name: [partial(at_once, kind, keys)] * passes for name, kind in kinds.items()}
+        note(
+            "read warm",
+            in_turns({name: reading(kind, keys) for name, kind in readers.items()}),
+        )
+    cold = {
+        name: [partial(at_once, kind, keys)] * passes for name, kind in kinds.items()
+    }
     note("read cold", in_turns(cold, partial(drop, folder)), passes)
     batch = max(1, int(BUDGET / mean_tokens))
     store = Store.open(ours.folder)
     batches = {
         "store": [partial(our_batches, store, number) for number in range(passes)],
-        "torch.save": [partial(habit_batches, kinds["torch.save"], keys, batch)] * passes,
+        "torch.save": [partial(habit_batches, kinds["torch.save"], keys, batch)]
+        * passes,
         "map, checked": [partial(Blocks(raw, batch).epoch, keys)] * passes,
     }
     for work in batches.values():
@@ -402,24 +455,44 @@ def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]
     def ratio(what: str, name: str, floor: str) -> list[float]:
         """The quartiles over all turns."""
         pairs = zip(turns[name][what], turns[floor][what], strict=True)
-        return statistics.quantiles((theirs / mine for mine, theirs in pairs), n=4, method="inclusive")
+        return statistics.quantiles(
+            (theirs / mine for mine, theirs in pairs), n=4, method="inclusive"
+        )
 
     ratios = {
         "read warm / memory map": ratio("read warm", "store", "memory map"),
-        "copied and checked warm / memory map": ratio("read warm", "store, copied", "memory map"),
-        "  its floor: any checked copy / memory map": ratio("read warm", "map, checked", "memory map"),
+        "copied and checked warm / memory map": ratio(
+            "read warm", "store, copied", "memory map"
+        ),
+        "  its floor: any checked copy / memory map": ratio(
+            "read warm", "map, checked", "memory map"
+        ),
         "read cold / memory map": ratio("read cold", "store", "memory map"),
         "batches / torch.save habit": ratio("batches", "store", "torch.save"),
-        "  its floor: any checked batches / habit": ratio("batches", "map, checked", "torch.save"),
+        "  its floor: any checked batches / habit": ratio(
+            "batches", "map, checked", "torch.save"
+        ),
         "write / raw write": ratio("write", "store", "memory map"),
     }
     table = {
         name: {what: statistics.median(values) for what, values in kind.items()}
         | {"files": sum(path.is_file() for path in readers[name].folder.rglob("*"))}
-        | {"bytes": sum(path.stat().st_size for path in readers[name].folder.rglob("*") if path.is_file())}
+        | {
+            "bytes": sum(
+                path.stat().st_size
+                for path in readers[name].folder.rglob("*")
+                if path.is_file()
+            )
+        }
         for name, kind in rates.items()
     }
-    return {"samples": count, "bytes": size, "quartiles of ratios": ratios, "goals": GOALS, "rates": table}
+    return {
+        "samples": count,
+        "bytes": size,
+        "quartiles of ratios": ratios,
+        "goals": GOALS,
+        "rates": table,
+    }
 
 
 def view_of_a_million(folder: Path) -> float:
@@ -429,11 +502,18 @@ def view_of_a_million(folder: Path) -> float:
     with store.writer("one") as writer:
         writer.add(next(samples(1, 8)))
     line = store.index.with_columns(code_ratio=pl.lit(0.01))
-    rows = line.select(pl.all().repeat_by(count).explode(keep_nulls=True, empty_as_null=True))
-    rows = rows.with_columns(
-        key=pl.format("s{}", pl.int_range(count) + count), words=pl.int_range(count) % 500
+    rows = line.select(
+        pl.all().repeat_by(count).explode(keep_nulls=True, empty_as_null=True)
     )
-    write_table(store.backend, CacheRecord(schema=1, shards={"one": store.commit("one").shard}), rows)
+    rows = rows.with_columns(
+        key=pl.format("s{}", pl.int_range(count) + count),
+        words=pl.int_range(count) % 500,
+    )
+    write_table(
+        store.backend,
+        CacheRecord(schema=1, shards={"one": store.commit("one").shard}),
+        rows,
+    )
     text = "words > 5 and code_ratio < 0.05"
     return timed(lambda: filter_store(Store.open(folder), "view", expressions=[text]))
 
@@ -444,7 +524,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=300)
     parser.add_argument("--width", type=int, default=3584)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where to write; the disk of it is what is measured")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; the disk of it is what is measured"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench-store.json"))
     given = parser.parse_args()
     if given.rounds < 2 or given.samples < 1:
@@ -453,18 +535,27 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-store-", dir=given.folder))
     try:
         result = measure(given.samples, given.width, given.rounds, folder)
-        result["view of a million rows, seconds"] = view_of_a_million(folder / "million")
+        result["view of a million rows, seconds"] = view_of_a_million(
+            folder / "million"
+        )
     finally:
         shutil.rmtree(folder)
     print(f"{result['samples']} samples, {result['bytes'] / 1e9:.2f} GB; GB/s")
-    print(f"{'':14} {'write':>7} {'warm':>7} {'cold':>7} {'batches':>8} {'files':>6} {'bytes':>14}")
+    print(
+        f"{'':14} {'write':>7} {'warm':>7} {'cold':>7} {'batches':>8} {'files':>6} {'bytes':>14}"
+    )
     for name, row in result["rates"].items():
-        rates = [f"{row.get(what, 0):7.2f}" for what in ("write", "read warm", "read cold", "batches")]
+        rates = [
+            f"{row.get(what, 0):7.2f}"
+            for what in ("write", "read warm", "read cold", "batches")
+        ]
         print(f"{name:14} {' '.join(rates)}  {row['files']:6} {row['bytes']:14}")
     for name, (low, middle, high) in result["quartiles of ratios"].items():
         goal = f", goal {GOALS[name]}" if name in GOALS else ""
         print(f"{name:42} {middle:6.2f}  ({low:.2f} to {high:.2f}){goal}")
-    print(f"{'view of a million rows':42} {result['view of a million rows, seconds']:6.2f} s")
+    print(
+        f"{'view of a million rows':42} {result['view of a million rows, seconds']:6.2f} s"
+    )
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1))
     print(f"saved {given.out}", file=sys.stderr)

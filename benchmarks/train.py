@@ -97,7 +97,9 @@ def _measure(case: Case, rounds: int) -> dict[str, float]:
     info, config = _info(case), catalogue.config(case.method)
     stage = config.training.schedule[-1]
     table_VD = torch.randn(case.vocabulary, case.width) * case.width**-0.5
-    drafter = catalogue.trained(case.method)(config.model, info, Head(table_VD, table_VD)).train()
+    drafter = catalogue.trained(case.method)(
+        config.model, info, Head(table_VD, table_VD)
+    ).train()
     assert isinstance(drafter, EagleDrafter)
     batch = _batch(drafter, case.tokens)
     rows_RD = torch.randn(case.tokens.supervised, case.width)
@@ -160,7 +162,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products: list[tuple[torch.Size, torch.Size]] = []
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm"):
             self.products.append((args[-2].shape, args[-1].shape))
@@ -174,7 +178,9 @@ def shares(case: Case, rounds: int) -> dict[str, float]:
     stage = catalogue.config(case.method).training.schedule[-1]
     table_VD = torch.randn(case.vocabulary, case.width) * case.width**-0.5
     config = catalogue.config(case.method).model
-    drafter = catalogue.trained(case.method)(config, _info(case), Head(table_VD, table_VD)).train()
+    drafter = catalogue.trained(case.method)(
+        config, _info(case), Head(table_VD, table_VD)
+    ).train()
     made = _batch(drafter, case.tokens)
 
     def step() -> None:
@@ -185,7 +191,9 @@ def shares(case: Case, rounds: int) -> dict[str, float]:
     step()
     with _Watch() as watch:
         step()
-    operands = [(torch.randn(*one), torch.randn(*other)) for one, other in watch.products]
+    operands = [
+        (torch.randn(*one), torch.randn(*other)) for one, other in watch.products
+    ]
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         start = time.process_time()
@@ -200,12 +208,21 @@ def shares(case: Case, rounds: int) -> dict[str, float]:
             step()
     spent = dict.fromkeys((*KINDS, "other"), 0.0)
     for event in trace.key_averages():
-        begins = {kind: tuple(f"aten::{name}" for name in names.split()) for kind, names in KINDS.items()}
-        kind = next((kind for kind, names in begins.items() if event.key.startswith(names)), "other")
+        begins = {
+            kind: tuple(f"aten::{name}" for name in names.split())
+            for kind, names in KINDS.items()
+        }
+        kind = next(
+            (kind for kind, names in begins.items() if event.key.startswith(names)),
+            "other",
+        )
         spent[kind] += event.self_cpu_time_total / 1e6 / rounds
     return {
         "hops": stage.hops,
-        **{f"{name}, CPU-s": statistics.median(values) for name, values in found.items()},
+        **{
+            f"{name}, CPU-s": statistics.median(values)
+            for name, values in found.items()
+        },
         **{kind: seconds / sum(spent.values()) for kind, seconds in spent.items()},
         "floor / step": _ratio(found["floor"], found["step"]),
         **watch.counts,
@@ -218,7 +235,9 @@ def _backward(total: Tensor) -> float:
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    return statistics.median(one / other for one, other in zip(above, below, strict=True))
+    return statistics.median(
+        one / other for one, other in zip(above, below, strict=True)
+    )
 
 
 def _info(case: Case) -> TargetInfo:
@@ -261,7 +280,9 @@ def _batch(drafter: Drafter, tokens: Tokens) -> Batch:
         segment_M=torch.tensor([0]),
         features={
             feature: torch.randn(rows[feature.where], width)
-            for feature in sorted(drafter.config.needs(drafter.info), key=lambda one: one.name)
+            for feature in sorted(
+                drafter.config.needs(drafter.info), key=lambda one: one.name
+            )
         },
     )
 

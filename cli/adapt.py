@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmdistill.cli import console
-from vlmdistill.cli.harvest import EvalShare, MaxAge, MediaBytes, PolicyFile, Redact, Share
+from vlmdistill.cli.harvest import (
+    EvalShare,
+    MaxAge,
+    MediaBytes,
+    PolicyFile,
+    Redact,
+    Share,
+)
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.workspace.versions import DrafterRound
@@ -14,18 +21,33 @@ NOT_PUBLISHED = 3  # exit status: the round is done, and the drafter in use stay
 
 
 def adapt(
-    drafter: Annotated[str, typer.Argument(help="Name of a trained drafter of the workspace.")],
+    drafter: Annotated[
+        str, typer.Argument(help="Name of a trained drafter of the workspace.")
+    ],
     source: Annotated[
         list[str],
-        typer.Option("--from", metavar="SOURCE", help="Logs, as for `vlmdistill harvest`; may be repeated."),
+        typer.Option(
+            "--from",
+            metavar="SOURCE",
+            help="Logs, as for `vlmdistill harvest`; may be repeated.",
+        ),
     ],
     model: console.Model = "demo",
-    minutes: Annotated[float | None, typer.Option(min=0, help="Minutes of training.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training, instead of --minutes.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Minutes of training.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of training, instead of --minutes.")
+    ] = None,
     old: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of samples that the drafter knows already.")
+        float,
+        typer.Option(
+            metavar="SHARE", help="Share of samples that the drafter knows already."
+        ),
     ] = 0.5,
-    fewest: Annotated[int, typer.Option(min=1, help="New samples that a round needs.")] = 32,
+    fewest: Annotated[
+        int, typer.Option(min=1, help="New samples that a round needs.")
+    ] = 32,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -35,16 +57,25 @@ def adapt(
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option(min=1, help="Held-out prompts of the new traffic, and as many others.")
+        int,
+        typer.Option(
+            min=1, help="Held-out prompts of the new traffic, and as many others."
+        ),
     ] = 60,
     max_new_tokens: console.MaxNewTokens = 256,
     tolerance: Annotated[
         float,
-        typer.Option(metavar="SHARE", help="Share of the tokens per call on old prompts that may be lost."),
+        typer.Option(
+            metavar="SHARE",
+            help="Share of the tokens per call on old prompts that may be lost.",
+        ),
     ] = 0.02,
     every: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Repeat for ever, beginning so long after the last start: 24h."),
+        typer.Option(
+            metavar="TIME",
+            help="Repeat for ever, beginning so long after the last start: 24h.",
+        ),
     ] = None,
     policy: PolicyFile = None,
     share: Share = None,
@@ -72,7 +103,9 @@ def adapt(
     from vlmdistill.stores.errors import DataError
     from vlmdistill.stores.schema import seconds
 
-    rules = Policy.read(policy, share=share, max_age=max_age, media=media, redact=redact)
+    rules = Policy.read(
+        policy, share=share, max_age=max_age, media=media, redact=redact
+    )
     pause = None if every is None else seconds(every, "--every")
     workspace = console.workspace(model, runs)
     describe(workspace.drafter(drafter))  # before torch
@@ -97,10 +130,16 @@ def adapt(
     )
     while True:
         start = time.monotonic()
-        made = traffic.adapt(workspace, drafter, how, bar=console.progress, say=console.remark)
+        made = traffic.adapt(
+            workspace, drafter, how, bar=console.progress, say=console.remark
+        )
         _show(made, as_json)
-        if pause is None and (unread := (made.facts.get("harvest") or {}).get("unread")):
-            raise DataError(f"the round is done without a part of the logs: {unread_line(unread)}")
+        if pause is None and (
+            unread := (made.facts.get("harvest") or {}).get("unread")
+        ):
+            raise DataError(
+                f"the round is done without a part of the logs: {unread_line(unread)}"
+            )
         if pause is None:
             raise typer.Exit(0 if made.published else NOT_PUBLISHED)
         time.sleep(max(0.0, pause - (time.monotonic() - start)))
@@ -112,5 +151,9 @@ def _show(made: "DrafterRound", as_json: bool) -> None:
     if as_json:
         console.result(msgspec.to_builtins(made), as_json)
         return
-    what = f"{made.drafter} is in use from now on" if made.published else f"{made.base} stays in use"
+    what = (
+        f"{made.drafter} is in use from now on"
+        if made.published
+        else f"{made.base} stays in use"
+    )
     console.echo(f"round {made.number}: {what}: {made.why}")

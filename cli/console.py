@@ -33,7 +33,10 @@ RECENT = 120  # seconds or reports by which the time left is estimated
 QUIET_SECONDS = 30  # between two lines of progress if stderr is not a terminal
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="Target model: a name, a hub id or a checkpoint folder.")
+    str,
+    typer.Option(
+        "--model", "-m", help="Target model: a name, a hub id or a checkpoint folder."
+    ),
 ]
 Runs = Annotated[
     str | None,
@@ -45,7 +48,11 @@ Runs = Annotated[
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only say what would be done: samples, tokens, bytes, what exists.")
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Only say what would be done: samples, tokens, bytes, what exists.",
+    ),
 ]
 Rate = Annotated[
     list[str] | None,
@@ -57,32 +64,52 @@ Rate = Annotated[
     ),
 ]
 Anyway = Annotated[
-    bool, typer.Option("--anyway", help="Start also where free disk or memory will not suffice.")
+    bool,
+    typer.Option(
+        "--anyway", help="Start also where free disk or memory will not suffice."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 PromptsFile = Annotated[
-    Path | None, typer.Option("--prompts", help="Prompts file; default: the workspace's prompts.parquet.")
+    Path | None,
+    typer.Option(
+        "--prompts", help="Prompts file; default: the workspace's prompts.parquet."
+    ),
 ]
 StoreName = Annotated[
     str | None,
     typer.Option(
-        "--store", metavar="STORE", help="Feature store, a folder or URL; default: the workspace's features/."
+        "--store",
+        metavar="STORE",
+        help="Feature store, a folder or URL; default: the workspace's features/.",
     ),
 ]
 DrafterName = Annotated[
     str | None,
-    typer.Option("--drafter", help="Name or folder of a trained drafter; default: plain decoding."),
+    typer.Option(
+        "--drafter",
+        help="Name or folder of a trained drafter; default: plain decoding.",
+    ),
 ]
 Frames = Annotated[
-    int | None, typer.Option("--frames", help="Number of frames to sample from each video, instead of --fps.")
+    int | None,
+    typer.Option(
+        "--frames", help="Number of frames to sample from each video, instead of --fps."
+    ),
 ]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Use only the first N prompts.")
+]
 SplitName = Annotated[
-    Literal["train", "eval", "all"], typer.Option("--split", help="Split of the prompts to use.")
+    Literal["train", "eval", "all"],
+    typer.Option("--split", help="Split of the prompts to use."),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=LAST_SEED, help="Random seed.")]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", min=1, help="Maximum length of a response, in tokens.")
+    int,
+    typer.Option(
+        "--max-new-tokens", min=1, help="Maximum length of a response, in tokens."
+    ),
 ]
 TrainedTokens = Annotated[
     int | None,
@@ -141,7 +168,11 @@ Trackers = Annotated[
 AllowFailed = Annotated[
     float,
     typer.Option(
-        "--allow-failed", metavar="SHARE", min=0, max=1, help="Exit 0 if at most this share of prompts fails."
+        "--allow-failed",
+        metavar="SHARE",
+        min=0,
+        max=1,
+        help="Exit 0 if at most this share of prompts fails.",
     ),
 ]
 Workers = Annotated[
@@ -155,7 +186,10 @@ Workers = Annotated[
 Wait = Annotated[
     float | None,
     typer.Option(
-        "--wait", metavar="SECONDS", min=0, help="Fail after this time without any live worker; default: 300."
+        "--wait",
+        metavar="SECONDS",
+        min=0,
+        help="Fail after this time without any live worker; default: 300.",
     ),
 ]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -165,11 +199,17 @@ Attention = Annotated[
 ]
 TargetDtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
-    typer.Option("--target-dtype", help="Dtype of the target; auto: bfloat16 on a GPU, else float32."),
+    typer.Option(
+        "--target-dtype",
+        help="Dtype of the target; auto: bfloat16 on a GPU, else float32.",
+    ),
 ]
 Engine = Annotated[
     Literal["transformers", "vllm"],
-    typer.Option("--engine", help="What runs the target; vllm: fast on GPUs, needs `make engine` once."),
+    typer.Option(
+        "--engine",
+        help="What runs the target; vllm: fast on GPUs, needs `make engine` once.",
+    ),
 ]
 Thinking = Annotated[
     Literal["on", "off", "mixed"] | None,
@@ -181,13 +221,18 @@ Thinking = Annotated[
 ]
 Compiled = Annotated[
     bool,
-    typer.Option("--compile", help="Compile the target's decoding steps: a slow start, faster on a GPU."),
+    typer.Option(
+        "--compile",
+        help="Compile the target's decoding steps: a slow start, faster on a GPU.",
+    ),
 ]
 
 
 def _known_trackers(names: Sequence[str]) -> list[str]:
     if unknown := [name for name in names if name not in TRACKERS]:
-        raise typer.BadParameter(f"there is no tracker '{unknown[0]}': choose from {', '.join(TRACKERS)}")
+        raise typer.BadParameter(
+            f"there is no tracker '{unknown[0]}': choose from {', '.join(TRACKERS)}"
+        )
     return list(names)
 
 
@@ -235,7 +280,9 @@ def worker_options(
     """How many workers a stage uses, how each loads the target, and what runs it."""
     from vlmdistill.pipelines.cluster.pool import WorkerOptions
 
-    options = WorkerOptions(workers=workers, load=loading(attention, dtype), engine=engine)
+    options = WorkerOptions(
+        workers=workers, load=loading(attention, dtype), engine=engine
+    )
     return options if wait is None else replace(options, wait=wait)
 
 
@@ -247,7 +294,10 @@ def result(facts: Mapping[str, Any], as_json: bool) -> None:
     width = max(map(len, facts), default=0)
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            value = ", ".join(f"{key} {_short(count)}" for key, count in value.items()) or "none"
+            value = (
+                ", ".join(f"{key} {_short(count)}" for key, count in value.items())
+                or "none"
+            )
         elif isinstance(value, tuple | list):
             value = ", ".join(map(_short, value)) or "none"
         echo(f"{name.replace('_', ' '):<{width}}  {_short(value)}")
@@ -258,7 +308,11 @@ def rows(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
     cells = [[_short(cell) for cell in line] for line in [header, *lines]]
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
     for line in cells:
-        echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        echo(
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+            ).rstrip()
+        )
 
 
 def echo(text: str) -> None:
@@ -313,8 +367,14 @@ def progress(what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
     except (KeyboardInterrupt, SystemExit) as stop:
         if not kept_in:
             raise
-        code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else SIGINT_STATUS
-        raise CommandStopped(code, f"stopped: {kept}; run the same command to continue") from None
+        code = (
+            stop.code
+            if isinstance(stop, SystemExit) and isinstance(stop.code, int)
+            else SIGINT_STATUS
+        )
+        raise CommandStopped(
+            code, f"stopped: {kept}; run the same command to continue"
+        ) from None
 
 
 def _shown(what: str, unit: str) -> AbstractContextManager[Progress]:
@@ -327,13 +387,23 @@ class _Lines:
     """Prints a line of progress now and then."""
 
     def __init__(self, what: str, unit: str) -> None:
-        self.what, self.unit, self.speed, self.last = what, unit, _Speed(), time.monotonic()
+        self.what, self.unit, self.speed, self.last = (
+            what,
+            unit,
+            _Speed(),
+            time.monotonic(),
+        )
 
     def __call__(self, done: int, total: int, remark: str = "") -> None:
         rate, left = self.speed(done, total)
         if time.monotonic() - self.last >= QUIET_SECONDS:
             self.last = time.monotonic()
-            parts = [f"{self.what}: {done}/{total or '?'} {self.unit}", rate, left, remark]
+            parts = [
+                f"{self.what}: {done}/{total or '?'} {self.unit}",
+                rate,
+                left,
+                remark,
+            ]
             note(", ".join(part for part in parts if part))
 
 
@@ -344,7 +414,9 @@ class _Speed:
     """
 
     def __init__(self) -> None:
-        self.marks: deque[tuple[float, int]] = deque(maxlen=RECENT)  # time and work done, a second apart
+        self.marks: deque[tuple[float, int]] = deque(
+            maxlen=RECENT
+        )  # time and work done, a second apart
 
     def __call__(self, done: int, total: int) -> tuple[str, str]:
         now = time.monotonic()
@@ -361,7 +433,12 @@ class _Speed:
 @contextmanager
 def _bar(what: str, unit: str) -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
     from rich.progress import Progress as Bar
 
     columns = (
@@ -378,7 +455,11 @@ def _bar(what: str, unit: str) -> Iterator[Progress]:
         def show(done: int, total: int, remark: str = "") -> None:
             rate, left = speed(done, total)
             bar.update(
-                task, completed=done, total=total or None, remark=f"{rate} {remark}".strip(), left=left
+                task,
+                completed=done,
+                total=total or None,
+                remark=f"{rate} {remark}".strip(),
+                left=left,
             )
 
         yield show
@@ -415,7 +496,9 @@ def log_to_stderr(debug: bool) -> None:
         handler = _ToStderr()
         handler.setFormatter(_Line("%(message)s"))
         logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if debug else logging.WARNING if quiet.get() else logging.INFO)
+    logger.setLevel(
+        logging.DEBUG if debug else logging.WARNING if quiet.get() else logging.INFO
+    )
     logger.propagate = False
 
 

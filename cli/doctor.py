@@ -16,19 +16,35 @@ def doctor(
     store: console.StoreName = None,
     media: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of images and videos; default: those of the prompts."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder of images and videos; default: those of the prompts.",
+        ),
     ] = None,
     address: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT", envvar="RAY_ADDRESS", help="Ray cluster; default: this machine alone."
+            metavar="HOST:PORT",
+            envvar="RAY_ADDRESS",
+            help="Ray cluster; default: this machine alone.",
         ),
     ] = None,
     least: Annotated[
-        int, typer.Option("--machines", metavar="N", min=1, help="Wait for N machines; fail if fewer join.")
+        int,
+        typer.Option(
+            "--machines",
+            metavar="N",
+            min=1,
+            help="Wait for N machines; fail if fewer join.",
+        ),
     ] = 1,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="Longest time until a machine joins, or replies.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="Longest time until a machine joins, or replies.",
+        ),
     ] = 120.0,
     runs: console.Runs = None,
     as_json: console.Json = False,
@@ -53,23 +69,41 @@ def doctor(
             wait,
         )
     if as_json:
-        console.result({name: vars(report) for name, report in reports.items()}, as_json)
+        console.result(
+            {name: vars(report) for name, report in reports.items()}, as_json
+        )
     else:
         console.rows(
-            ("machine", "python", *PACKAGES, "model", "media", "store", "free disk", "GPUs", "clock"),
+            (
+                "machine",
+                "python",
+                *PACKAGES,
+                "model",
+                "media",
+                "store",
+                "free disk",
+                "GPUs",
+                "clock",
+            ),
             [
                 (
                     name,
                     *(one.versions.get(what) or "-" for what in ("python", *PACKAGES)),
                     *(_state(one, check) for check in ("model", "media", "store")),
                     console.size(one.free_bytes) if one.free_bytes else "-",
-                    "; ".join(f"{one.gpus.count(kind)} x {kind}" for kind in sorted(set(one.gpus))) or "none",
+                    "; ".join(
+                        f"{one.gpus.count(kind)} x {kind}"
+                        for kind in sorted(set(one.gpus))
+                    )
+                    or "none",
                     f"{one.clock:+.1f} s",
                 )
                 for name, one in reports.items()
             ],
         )
-    failures = [(name, why) for name, one in reports.items() for why in one.failures.values()]
+    failures = [
+        (name, why) for name, one in reports.items() for why in one.failures.values()
+    ]
     for name, why in failures:
         console.note(f"{name}: {why}")
     if failures:
@@ -77,4 +111,10 @@ def doctor(
 
 
 def _state(report: "MachineReport", check: str) -> str:
-    return "failed" if check in report.failures else "ok" if check in report.checked else "-"
+    return (
+        "failed"
+        if check in report.failures
+        else "ok"
+        if check in report.checked
+        else "-"
+    )

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 SERVER = "openai:"
 HERE, VLLM, THERE = "transformers", "vllm", "openai:URL"
 ENGINES = {
-    **dict.fromkeys(("dry_run", "tree", "threads", "attention", "compiled", "thinking"), (HERE,)),
+    **dict.fromkeys(
+        ("dry_run", "tree", "threads", "attention", "compiled", "thinking"), (HERE,)
+    ),
     "target_dtype": (HERE, VLLM),
     "concurrency": (VLLM, THERE),
     "name": (HERE, THERE),
@@ -31,7 +33,9 @@ def evaluate(
     context: typer.Context,
     drafters: Annotated[
         list[str] | None,
-        typer.Argument(metavar="DRAFTER...", help="Drafters of the workspace; none with a server."),
+        typer.Argument(
+            metavar="DRAFTER...", help="Drafters of the workspace; none with a server."
+        ),
     ] = None,
     model: console.Model = "demo",
     prompts: console.PromptsFile = None,
@@ -44,7 +48,10 @@ def evaluate(
     ] = None,
     bench_data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --bench: folder with copies of the sets; default: the hub."),
+        typer.Option(
+            metavar="DIR",
+            help="With --bench: folder with copies of the sets; default: the hub.",
+        ),
     ] = None,
     fps: Annotated[
         float | None,
@@ -54,12 +61,16 @@ def evaluate(
     ] = None,
     frames: console.Frames = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(help="Sampling temperature; 0 (default) is greedy; may be repeated.")
+        list[float] | None,
+        typer.Option(
+            help="Sampling temperature; 0 (default) is greedy; may be repeated."
+        ),
     ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Decode at most N held-out prompts; default: 100, or each set's number in its paper."
+            min=1,
+            help="Decode at most N held-out prompts; default: 100, or each set's number in its paper.",
         ),
     ] = None,
     max_new_tokens: console.MaxNewTokens = 512,
@@ -73,7 +84,8 @@ def evaluate(
     ] = None,
     seed: console.Seed = 0,
     threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0: 1 or all, whichever decodes faster.")
+        int,
+        typer.Option(min=0, help="CPU threads; 0: 1 or all, whichever decodes faster."),
     ] = 0,
     thinking: console.Thinking = None,
     attention: console.Attention = "sdpa",
@@ -88,22 +100,36 @@ def evaluate(
         ),
     ] = "transformers",
     concurrency: Annotated[
-        list[int] | None, typer.Option(help="With a server: requests at a time; default: 1; may be repeated.")
+        list[int] | None,
+        typer.Option(
+            help="With a server: requests at a time; default: 1; may be repeated."
+        ),
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="With a server: the same one without a drafter, for the speedup."),
+        typer.Option(
+            metavar="URL",
+            help="With a server: the same one without a drafter, for the speedup.",
+        ),
     ] = None,
     served_model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With a server: its name of the target; default: that of --model."),
+        typer.Option(
+            metavar="NAME",
+            help="With a server: its name of the target; default: that of --model.",
+        ),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="Name of the evaluation, to find it; default: none, or the address of the server."),
+        typer.Option(
+            help="Name of the evaluation, to find it; default: none, or the address of the server."
+        ),
     ] = None,
     listed: Annotated[
-        bool, typer.Option("--list", help="List the evaluations there are (of DRAFTER...) and end.")
+        bool,
+        typer.Option(
+            "--list", help="List the evaluations there are (of DRAFTER...) and end."
+        ),
     ] = False,
     dry_run: console.DryRun = False,
     anyway: console.Anyway = False,
@@ -145,7 +171,9 @@ def evaluate(
             if value is not None:
                 raise typer.BadParameter("it needs --bench", param_hint=option)
     if kind == HERE:
-        prompt_table.load(prompts or workspace.prompts, model, "eval", 1)  # before the slow imports
+        prompt_table.load(
+            prompts or workspace.prompts, model, "eval", 1
+        )  # before the slow imports
     for drafter in drafters or []:
         describe(workspace.drafter(drafter))
     from vlmdistill.pipelines.bench import evaluate as pipeline
@@ -164,7 +192,9 @@ def evaluate(
     if kind == HERE and (dry_run or not anyway):
         from vlmdistill.pipelines import forecast
 
-        planned = forecast.evaluation(workspace, drafters or [], settings, prompts, timed=dry_run)
+        planned = forecast.evaluation(
+            workspace, drafters or [], settings, prompts, timed=dry_run
+        )
         if dry_run:
             forecasts.show_evaluation(planned, as_json)
             return
@@ -175,7 +205,11 @@ def evaluate(
         with console.progress("sending", "prompts") as report:
             if kind == VLLM:
                 found = served.evaluate_drafters(
-                    workspace, drafters or [], settings, prompts_file=prompts, on_prompt=report
+                    workspace,
+                    drafters or [],
+                    settings,
+                    prompts_file=prompts,
+                    on_prompt=report,
                 )
             else:
                 one = served.evaluate_server(
@@ -193,7 +227,12 @@ def evaluate(
         return
     with console.progress("decoding", "prompts", str(workspace.reports)) as report:
         evaluations = pipeline.evaluate(
-            workspace, drafters or [], settings, prompts_file=prompts, title=name or "", on_prompt=report
+            workspace,
+            drafters or [],
+            settings,
+            prompts_file=prompts,
+            title=name or "",
+            on_prompt=report,
         )
     if as_json:
         console.result({one.name: _facts(one) for one in evaluations}, as_json=True)
@@ -229,23 +268,29 @@ def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:
     kind = THERE if engine.startswith(SERVER) else engine
     if kind not in (HERE, VLLM, THERE):
         raise typer.BadParameter(
-            f"unknown engine '{engine}': choose {HERE}, {VLLM} or {THERE}", param_hint="--engine"
+            f"unknown engine '{engine}': choose {HERE}, {VLLM} or {THERE}",
+            param_hint="--engine",
         )
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         needed = ENGINES.get(option.name or "", (kind,))
         if kind not in needed and source is not None and source.name != "DEFAULT":
-            raise typer.BadParameter(f"it needs --engine {' or '.join(needed)}", param_hint=option.opts[0])
+            raise typer.BadParameter(
+                f"it needs --engine {' or '.join(needed)}", param_hint=option.opts[0]
+            )
     if kind == THERE and drafters:
         raise typer.BadParameter(
-            "with openai:URL the server picks the drafter: remove DRAFTER", param_hint="DRAFTER..."
+            "with openai:URL the server picks the drafter: remove DRAFTER",
+            param_hint="DRAFTER...",
         )
     if kind != THERE and not drafters:
         raise typer.BadParameter("name at least one", param_hint="DRAFTER...")
     return kind
 
 
-def show_served(found: "ServedDrafters", as_json: bool, *, by_name: bool = False) -> None:
+def show_served(
+    found: "ServedDrafters", as_json: bool, *, by_name: bool = False
+) -> None:
     """Print a line for each temperature, concurrency and server; Exit 1 if something failed."""
     import msgspec
 
@@ -257,7 +302,9 @@ def show_served(found: "ServedDrafters", as_json: bool, *, by_name: bool = False
         facts = {
             made.name: {
                 **msgspec.to_builtins(made),
-                "loads": [asdict(one.figures) for one in results if one.evaluation is made],
+                "loads": [
+                    asdict(one.figures) for one in results if one.evaluation is made
+                ],
             }
             for made in found.made
         }
@@ -270,7 +317,9 @@ def show_served(found: "ServedDrafters", as_json: bool, *, by_name: bool = False
         if made.failed:
             sent = sum(len(run.requests) + len(run.failed) for run in made.runs)
             first = made.failed[0]
-            console.note(f"{len(made.failed)} of {sent} requests failed, prompt {first.key}: {first.reason}")
+            console.note(
+                f"{len(made.failed)} of {sent} requests failed, prompt {first.key}: {first.reason}"
+            )
     for name, error in found.failed.items():
         if log := getattr(error, "log", ""):
             console.note(f"{log}\n")
@@ -282,21 +331,40 @@ def show_served(found: "ServedDrafters", as_json: bool, *, by_name: bool = False
 def known(facts: Any) -> Any:
     """Without what the server did not report."""
     if isinstance(facts, dict):
-        return {name: known(value) for name, value in facts.items() if value is not None}
+        return {
+            name: known(value) for name, value in facts.items() if value is not None
+        }
     return [known(one) for one in facts] if isinstance(facts, list) else facts
 
 
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
     from vlmdistill.pipelines.report.comparison import drifts, rank
-    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, budgets, calibrations, divided, responses
+    from vlmdistill.pipelines.report.tables import (
+        COLUMNS,
+        PARTS,
+        budgets,
+        calibrations,
+        divided,
+        responses,
+    )
 
-    names = ("drafter", "T", "tau", "speedup", "CPU speedup", "decode speedup", "cycle cost", "tokens/s")
+    names = (
+        "drafter",
+        "T",
+        "tau",
+        "speedup",
+        "CPU speedup",
+        "decode speedup",
+        "cycle cost",
+        "tokens/s",
+    )
     header = [*names, "identical"]
     rankings = rank(evaluations)
     results = [one for ranking in rankings for one in ranking.results]
     lines = [
-        [*(COLUMNS[name](one) for name in names), responses(one.figures.lossless, "")] for one in results
+        [*(COLUMNS[name](one) for name in names), responses(one.figures.lossless, "")]
+        for one in results
     ]
     warnings = [warning for one in results for warning in one.warnings]
     console.rows(header, lines)
@@ -320,11 +388,15 @@ def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
     """Exit 1 if a response at temperature 0 is not the target's, or counts contradict each other."""
     from vlmdistill.pipelines.bench.audit import failures
 
-    contradictions = [f"{one.name}: {text}" for one in evaluations for text in failures(one)]
+    contradictions = [
+        f"{one.name}: {text}" for one in evaluations for text in failures(one)
+    ]
     for text in contradictions:
         console.note(f"error: {text}")
     if odd := [one.name for one in evaluations if not one.lossless]:
-        console.note(f"not lossless: responses at temperature 0 differ from the target's: {', '.join(odd)}")
+        console.note(
+            f"not lossless: responses at temperature 0 differ from the target's: {', '.join(odd)}"
+        )
     if odd or contradictions:
         raise typer.Exit(1)
 
@@ -343,7 +415,9 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
             "temperature": at.temperature,
             **asdict(figures(at)),
             **{
-                f"by_{name}": {value: asdict(figures(part)) for value, part in at.by(label).items()}
+                f"by_{name}": {
+                    value: asdict(figures(part)) for value, part in at.by(label).items()
+                }
                 for name, label in LABELS.items()
             },
         }

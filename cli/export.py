@@ -14,12 +14,20 @@ if TYPE_CHECKING:
 
 def export(
     context: typer.Context,
-    drafter: Annotated[str, typer.Argument(help="Name or folder of a trained drafter.")],
+    drafter: Annotated[
+        str, typer.Argument(help="Name or folder of a trained drafter.")
+    ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder to write: a new one, or one with the same drafter.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Folder to write: a new one, or one with the same drafter.",
+        ),
     ],
     model: console.Model = "demo",
-    dtype: Annotated[console.Dtype, typer.Option(help="Dtype of the weights.")] = "bfloat16",
+    dtype: Annotated[
+        console.Dtype, typer.Option(help="Dtype of the weights.")
+    ] = "bfloat16",
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -35,12 +43,17 @@ def export(
     workspace = console.workspace(model, runs)
     folder = workspace.trained(drafter)
     # A drafter of elsewhere has a target of its own, unless --model is the folder of it.
-    known = folder.resolve().is_relative_to(workspace.root.resolve()) or checkpoint_folder(model) is not None
+    known = (
+        folder.resolve().is_relative_to(workspace.root.resolve())
+        or checkpoint_folder(model) is not None
+    )
     target = describe(folder)["provenance"]["target"]
     source = context.get_parameter_source("model")
     given = source is not None and source.name != "DEFAULT"
     if given and not known and target not in (model, HUB.get(model)):
-        raise typer.BadParameter(f"{folder} was trained for {target}, not for {model}", param_hint="--model")
+        raise typer.BadParameter(
+            f"{folder} was trained for {target}, not for {model}", param_hint="--model"
+        )
     from vlmdistill.drafters.checkpoints.export import export as write
 
     written = write(folder, out, dtype)
@@ -86,7 +99,12 @@ def commands(model: str, written: "Exported") -> list[str]:
     target = str(EMBEDDED.get(model) or HUB.get(model) or absolute_model(model))
     caching, whole = not written.drops_visual, written.whole_images
     serve = serve_command(
-        target, written.dtype, written, program=program, caching=caching, whole_images=whole
+        target,
+        written.dtype,
+        written,
+        program=program,
+        caching=caching,
+        whole_images=whole,
     )
     settings = "" if torch.cuda.is_available() else "VLLM_CPU_KVCACHE_SPACE=1 "  # GiB
     lines = [f"vLLM:   {settings}{shlex.join(serve)}"]

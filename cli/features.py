@@ -21,18 +21,25 @@ def features(
     store: console.StoreName = None,
     drafters: Annotated[
         str,
-        typer.Option("--for", metavar="NAMES", help="Drafters to capture for, separated by commas, or all."),
+        typer.Option(
+            "--for",
+            metavar="NAMES",
+            help="Drafters to capture for, separated by commas, or all.",
+        ),
     ] = "all",
     import_: Annotated[
         str | None,
         typer.Option(
-            "--import", metavar="SRC", help="Import this first if there are no prompts: a file, or demo."
+            "--import",
+            metavar="SRC",
+            help="Import this first if there are no prompts: a file, or demo.",
         ),
     ] = None,
     split: console.SplitName = "train",
     limit: console.Limit = None,
     dtype: Annotated[
-        console.Dtype | None, typer.Option(help="Dtype of features in a new store; default: bfloat16.")
+        console.Dtype | None,
+        typer.Option(help="Dtype of features in a new store; default: bfloat16."),
     ] = None,
     encoding: Annotated[
         list[str] | None,
@@ -43,7 +50,10 @@ def features(
         ),
     ] = None,
     batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum tokens in one forward pass, padding included.")
+        int,
+        typer.Option(
+            min=1, help="Maximum tokens in one forward pass, padding included."
+        ),
     ] = 8192,
     max_new_tokens: console.TrainedTokens = None,
     workers: console.Workers = None,
@@ -71,9 +81,13 @@ def features(
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     if responses and max_new_tokens:
-        raise typer.BadParameter("it generates none: leave out --max-new-tokens", param_hint="--responses")
+        raise typer.BadParameter(
+            "it generates none: leave out --max-new-tokens", param_hint="--responses"
+        )
     if import_ and dry_run:
-        raise typer.BadParameter("it imports nothing: leave out --import", param_hint="--dry-run")
+        raise typer.BadParameter(
+            "it imports nothing: leave out --import", param_hint="--dry-run"
+        )
     workspace = console.workspace(model, runs)
     checkpoint(model)  # what is cheap to check comes before Ray and torch
     settings = CaptureSettings(
@@ -104,6 +118,8 @@ def features(
     from vlmdistill.pipelines.cluster.reporting import check_failed
 
     done = flow.capture_features(job, bar=console.progress, anyway=anyway)
-    failed = done.failed if as_json else len(done.failed)  # a key may fail in either stage
+    failed = (
+        done.failed if as_json else len(done.failed)
+    )  # a key may fail in either stage
     console.result({**vars(done.features), "failed": failed}, as_json)
     check_failed(done.failed, len(job.prompts), allow_failed)

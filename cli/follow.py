@@ -8,21 +8,34 @@ from vlmdistill.cli import console
 
 
 def follow(
-    drafter: Annotated[str, typer.Argument(help="Name of a trained drafter of the workspace.")],
+    drafter: Annotated[
+        str, typer.Argument(help="Name of a trained drafter of the workspace.")
+    ],
     server: Annotated[
-        str, typer.Option(metavar="URL", help="A vLLM with this drafter, which can read the workspace.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="A vLLM with this drafter, which can read the workspace.",
+        ),
     ],
     model: console.Model = "demo",
     dtype: Annotated[
-        console.Dtype, typer.Option(help="Dtype of the drafter that the server was started with.")
+        console.Dtype,
+        typer.Option(help="Dtype of the drafter that the server was started with."),
     ] = "bfloat16",
     every: Annotated[
         str, typer.Option(metavar="TIME", help="How often to look for a newer version.")
     ] = "10s",
     trial: Annotated[
-        int, typer.Option(min=8, help="Samples of 64 drafts after which a new version stays, as for serve.")
+        int,
+        typer.Option(
+            min=8,
+            help="Samples of 64 drafts after which a new version stays, as for serve.",
+        ),
     ] = 64,
-    once: Annotated[bool, typer.Option("--once", help="Load the version in use, and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Load the version in use, and end.")
+    ] = False,
     runs: console.Runs = None,
 ) -> None:
     """Let a running vLLM draft with the version of a drafter that is in use.
@@ -44,7 +57,9 @@ def follow(
     with Follower(workspace, drafter, server, dtype=dtype, trial=trial) as follower:
         follower.look()
         if follower.trials.current is None:
-            raise FollowError(f"{server} drafts as before: it refused the version in use")
+            raise FollowError(
+                f"{server} drafts as before: it refused the version in use"
+            )
         console.echo(f"{server} drafts with {follower.trials.current}")
         if not once:
             switch.follow(follower.look, threading.Event().wait, pause, drafter)

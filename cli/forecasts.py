@@ -9,10 +9,17 @@ from vlmdistill.cli import console
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.data.features.capturer import CaptureJob
-    from vlmdistill.pipelines.forecast import CaptureForecast, EvalForecast, RunForecast, TrainForecast
+    from vlmdistill.pipelines.forecast import (
+        CaptureForecast,
+        EvalForecast,
+        RunForecast,
+        TrainForecast,
+    )
 
 
-def show_capture(job: "CaptureJob", rates: Sequence[str] | None, as_json: bool, *, features: bool) -> None:
+def show_capture(
+    job: "CaptureJob", rates: Sequence[str] | None, as_json: bool, *, features: bool
+) -> None:
     """Print what `responses`, or also `features`, would do; `rates` are those of --rate."""
     from vlmdistill.pipelines import forecast
 
@@ -78,7 +85,9 @@ def show_run(found: "RunForecast", as_json: bool) -> None:
     }
     console.result(facts, as_json=False)
     if found.seconds is None:
-        console.note("times are unknown where nothing was measured here: state rates with --rate train=N")
+        console.note(
+            "times are unknown where nothing was measured here: state rates with --rate train=N"
+        )
 
 
 def _capture(found: "CaptureForecast", features: bool = True) -> dict[str, Any]:
@@ -87,9 +96,17 @@ def _capture(found: "CaptureForecast", features: bool = True) -> dict[str, Any]:
     about = "some " if found.to_generate else ""
 
     def some(tokens: int | None) -> str:
-        return "unknown until some responses exist: try --limit" if tokens is None else f"{about}{tokens}"
+        return (
+            "unknown until some responses exist: try --limit"
+            if tokens is None
+            else f"{about}{tokens}"
+        )
 
-    disk = "" if found.free_bytes is None else f"; {console.size(found.free_bytes)} are free"
+    disk = (
+        ""
+        if found.free_bytes is None
+        else f"; {console.size(found.free_bytes)} are free"
+    )
     lines = {
         "prompts": found.prompts,
         "responses": f"{found.responses} exist, {found.to_generate} to generate",
@@ -106,7 +123,10 @@ def _capture(found: "CaptureForecast", features: bool = True) -> dict[str, Any]:
             "text_tokens": some(found.text_tokens),
             "visual_tokens": some(found.visual_tokens),
             "features": found.features,
-            "bytes": (some(None) if found.bytes is None else about + console.size(found.bytes)) + disk,
+            "bytes": (
+                some(None) if found.bytes is None else about + console.size(found.bytes)
+            )
+            + disk,
             "time_of_features": _time(found.feature_seconds, _unmeasured("features")),
             "memory_of_features": shown(found.feature_memory),
         }
@@ -131,4 +151,8 @@ def _facts(found: Any) -> Any:
         return facts(found)
     if is_dataclass(found):
         return {one.name: _facts(getattr(found, one.name)) for one in fields(found)}
-    return {name: _facts(one) for name, one in found.items()} if isinstance(found, dict) else found
+    return (
+        {name: _facts(one) for name, one in found.items()}
+        if isinstance(found, dict)
+        else found
+    )

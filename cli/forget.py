@@ -10,10 +10,15 @@ from vlmdistill.cli import console
 
 def forget(
     older_than: Annotated[
-        str, typer.Option(metavar="TIME", help="Delete what was asked longer ago, such as 30d.")
+        str,
+        typer.Option(
+            metavar="TIME", help="Delete what was asked longer ago, such as 30d."
+        ),
     ],
     model: console.Model = "demo",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, but delete nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count, but delete nothing.")
+    ] = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:

@@ -11,21 +11,29 @@ def generate(
     text: Annotated[str, typer.Argument(help="The question.")],
     model: console.Model = "demo",
     image: Annotated[
-        list[str] | None, typer.Option(metavar="FILE|URL", help="An image, of s3:// too; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="FILE|URL", help="An image, of s3:// too; may be repeated."
+        ),
     ] = None,
     video: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FILE|URL", help="A video file, or a folder of frames, of s3:// too; may be repeated."
+            metavar="FILE|URL",
+            help="A video file, or a folder of frames, of s3:// too; may be repeated.",
         ),
     ] = None,
     fps: Annotated[
         float | None,
-        typer.Option(help="Frames per second to sample from each video; default: the target's setting."),
+        typer.Option(
+            help="Frames per second to sample from each video; default: the target's setting."
+        ),
     ] = None,
     frames: console.Frames = None,
     drafter: console.DrafterName = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
     max_new_tokens: console.MaxNewTokens = 512,
     tree: console.TreeShape = None,
     seed: console.Seed = 0,
@@ -54,7 +62,11 @@ def generate(
         check_videos(model)
     for source in video or []:
         probe(media_file({"path": source}))
-    sampling = {name: value for name, value in {"fps": fps, "frames": frames}.items() if value is not None}
+    sampling = {
+        name: value
+        for name, value in {"fps": fps, "frames": frames}.items()
+        if value is not None
+    }
     with console.waiting(f"loading {model}"):
         from vlmdistill.pipelines.data.responses import generate as streaming
 
@@ -75,6 +87,8 @@ def generate(
     for piece in stream.pieces():
         text = console.plain(piece.text) if marked else piece.text
         green = marked and piece.drafted
-        typer.echo(typer.style(text, fg="green", underline=True) if green else text, nl=False)
+        typer.echo(
+            typer.style(text, fg="green", underline=True) if green else text, nl=False
+        )
     typer.echo()
     console.remark(stream.summary())

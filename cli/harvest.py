@@ -17,25 +17,45 @@ Sources = Annotated[
     ),
 ]
 PolicyFile = Annotated[
-    Path | None, typer.Option("--policy", metavar="FILE.toml", help="What may be kept; see docs/traffic.md.")
+    Path | None,
+    typer.Option(
+        "--policy", metavar="FILE.toml", help="What may be kept; see docs/traffic.md."
+    ),
 ]
 Share = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Share of the conversations to keep, by a hash of each.")
+    float | None,
+    typer.Option(
+        min=0, max=1, help="Share of the conversations to keep, by a hash of each."
+    ),
 ]
 MaxAge = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Drop requests that are older, such as 30d.")
+    str | None,
+    typer.Option(metavar="TIME", help="Drop requests that are older, such as 30d."),
 ]
 MediaBytes = Annotated[
     str | None,
-    typer.Option("--media-budget", metavar="SIZE", help="Most bytes of media kept; default: 10GB."),
+    typer.Option(
+        "--media-budget",
+        metavar="SIZE",
+        help="Most bytes of media kept; default: 10GB.",
+    ),
 ]
 Redact = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="What removes from each conversation what nobody may keep."),
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="What removes from each conversation what nobody may keep.",
+    ),
 ]
-Round = Annotated[str | None, typer.Option("--round", help="Name of the round; default: today's date (UTC).")]
+Round = Annotated[
+    str | None,
+    typer.Option("--round", help="Name of the round; default: today's date (UTC)."),
+]
 EvalShare = Annotated[
-    float, typer.Option(metavar="SHARE", help="Share of the conversations to hold out for evaluation.")
+    float,
+    typer.Option(
+        metavar="SHARE", help="Share of the conversations to hold out for evaluation."
+    ),
 ]
 
 
@@ -63,7 +83,9 @@ def harvest(
     from vlmdistill.pipelines.traffic.policy import Policy
     from vlmdistill.stores.errors import DataError
 
-    rules = Policy.read(policy, share=share, max_age=max_age, media=media, redact=redact)
+    rules = Policy.read(
+        policy, share=share, max_age=max_age, media=media, redact=redact
+    )
     workspace = console.workspace(model, runs)
     checkpoint(model)  # before torch
     from vlmdistill.pipelines.traffic import harvest as traffic

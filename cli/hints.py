@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 SUGGESTED = re.compile(r"(`?)\bvlmdistill ([a-z]+)([^`\n]*)")
-OPTIONS = {"--model": ("--model", "-m"), "--runs": ("--runs",)}  # by the name that is written
+OPTIONS = {
+    "--model": ("--model", "-m"),
+    "--runs": ("--runs",),
+}  # by the name that is written
 
 repeated: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("repeated")
 """By command, the options that it takes of those that were given, and their values."""
@@ -30,9 +33,17 @@ def completed(command: str) -> str:
     match = SUGGESTED.match(command)
     if match is None:
         return command
-    written = {name for name, spellings in OPTIONS.items() if {*spellings} & {*match[3].split()}}
+    written = {
+        name
+        for name, spellings in OPTIONS.items()
+        if {*spellings} & {*match[3].split()}
+    }
     options = repeated.get({}).get(match[2], {})
-    more = [f" {name} {shlex.quote(value)}" for name, value in options.items() if name not in written]
+    more = [
+        f" {name} {shlex.quote(value)}"
+        for name, value in options.items()
+        if name not in written
+    ]
     return command + "".join(more)
 
 
@@ -40,4 +51,6 @@ def in_text(text: str) -> str:
     """A text, in which each command within backquotes is completed."""
     if "`vlmdistill " not in text:
         return text
-    return re.sub(r"`(vlmdistill [^`\n]*)`", lambda match: f"`{completed(match[1])}`", text)
+    return re.sub(
+        r"`(vlmdistill [^`\n]*)`", lambda match: f"`{completed(match[1])}`", text
+    )

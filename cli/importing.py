@@ -9,11 +9,16 @@ from vlmdistill.cli import console
 
 
 def import_drafter(
-    folder: Annotated[Path, typer.Argument(help="Published checkpoint: config.json and its weights.")],
-    drafter: Annotated[str, typer.Option("--as", metavar="METHOD", help="Its method, such as eagle3.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Published checkpoint: config.json and its weights.")
+    ],
+    drafter: Annotated[
+        str, typer.Option("--as", metavar="METHOD", help="Its method, such as eagle3.")
+    ],
     model: console.Model = "demo",
     name: Annotated[
-        str | None, typer.Option(help="Name of the imported drafter; default: the same as METHOD.")
+        str | None,
+        typer.Option(help="Name of the imported drafter; default: the same as METHOD."),
     ] = None,
     runs: console.Runs = None,
     as_json: console.Json = False,
@@ -28,7 +33,9 @@ def import_drafter(
 
     catalogue.check(drafter)  # what is cheap to check comes before torch
     if not (folder / "config.json").is_file():
-        raise DataError(f"{folder} has no config.json: give the folder of a published drafter")
+        raise DataError(
+            f"{folder} has no config.json: give the folder of a published drafter"
+        )
     from vlmdistill.drafters.checkpoints import published
     from vlmdistill.pipelines.targets.loading import load_embedding
 
@@ -37,4 +44,6 @@ def import_drafter(
     target, head = load_embedding(workspace.model)
     origin = target.provenance((), "float32")
     out = workspace.drafter(name or drafter)
-    console.result(published.load(folder, drafter, head, target.info, out, origin), as_json)
+    console.result(
+        published.load(folder, drafter, head, target.info, out, origin), as_json
+    )

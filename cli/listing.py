@@ -7,12 +7,18 @@ import typer
 
 from vlmdistill.cli import console
 
-USED = {"drafters": "train", "targets": "target show", "sets": "eval --bench", "recipes": "train --recipe"}
+USED = {
+    "drafters": "train",
+    "targets": "target show",
+    "sets": "eval --bench",
+    "recipes": "train --recipe",
+}
 
 
 def list_names(
     what: Annotated[
-        Literal["all", "drafters", "targets", "sets", "recipes"], typer.Argument(help="What to list.")
+        Literal["all", "drafters", "targets", "sets", "recipes"],
+        typer.Argument(help="What to list."),
     ] = "all",
     as_json: console.Json = False,
 ) -> None:
@@ -22,11 +28,16 @@ def list_names(
     from vlmdistill.pipelines.targets.checkpoints.folder import known
 
     def targets() -> dict[str, str]:
-        return {name: f"{one['family']}, {one['origin']}" for name, one in known().items()}
+        return {
+            name: f"{one['family']}, {one['origin']}" for name, one in known().items()
+        }
 
     def sets() -> dict[str, str]:
         sources = {name: one.repository for name, one in evaluation_sets.SETS.items()}
-        return {**sources, evaluation_sets.DEMO: "generated scenes and dialogues, for the demo targets"}
+        return {
+            **sources,
+            evaluation_sets.DEMO: "generated scenes and dialogues, for the demo targets",
+        }
 
     lists: dict[str, Callable[[], dict[str, str]]] = {
         "drafters": lambda: {name: catalogue.about(name) for name in catalogue.NAMES},
@@ -40,6 +51,8 @@ def list_names(
         return
     width = max(len(name) for names in chosen.values() for name in names)
     for number, (kind, names) in enumerate(chosen.items()):
-        console.echo(("\n" if number else "") + f"{kind}, for `vlmdistill {USED[kind]}`")
+        console.echo(
+            ("\n" if number else "") + f"{kind}, for `vlmdistill {USED[kind]}`"
+        )
         for name, about in names.items():
             console.echo(f"  {name:<{width}}  {about}")

@@ -40,7 +40,13 @@ from vlmdistill.cli.serve import serve
 from vlmdistill.cli.status import status
 from vlmdistill.cli.train import train
 from vlmdistill.cli.usage import CommandGroup
-from vlmdistill.stores.errors import FOR_USER, StoppedError, VlmdistillError, one_line, without_panics
+from vlmdistill.stores.errors import (
+    FOR_USER,
+    StoppedError,
+    VlmdistillError,
+    one_line,
+    without_panics,
+)
 
 GROUPS = {"target": target.app, "store": store.app}
 COMMANDS = (
@@ -64,13 +70,26 @@ COMMANDS = (
     list_names,
     doctor,
 )
-KEYWORDS = {evaluate: "eval", import_drafter: "import", list_names: "list"}  # no names of functions
+KEYWORDS = {
+    evaluate: "eval",
+    import_drafter: "import",
+    list_names: "list",
+}  # no names of functions
 VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)  # no fault of a program
+OF_THE_DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+    errno.EFBIG,
+)  # no fault of a program
 LEFT = {
-    **dict.fromkeys(("responses", "features", "merge", "push", "pull", "run", "harvest", "adapt"), KEPT),
+    **dict.fromkeys(
+        ("responses", "features", "merge", "push", "pull", "run", "harvest", "adapt"),
+        KEPT,
+    ),
     "prompts": "nothing was imported",
     "train": "no step was done",
 }
@@ -97,14 +116,23 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def vlmdistill(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; may follow the subcommand.")
+        bool,
+        typer.Option(
+            "--debug", help="Show the traceback of an error; may follow the subcommand."
+        ),
     ] = False,
     quiet: Annotated[
         bool,
-        typer.Option("--quiet", help="Print results, errors and warnings alone; may follow the subcommand."),
+        typer.Option(
+            "--quiet",
+            help="Print results, errors and warnings alone; may follow the subcommand.",
+        ),
     ] = False,
 ) -> None:
     """Train, verify and compare drafters for speculative decoding of vision-language models.
@@ -124,7 +152,9 @@ def _with_local_paths(verb: Callable[..., None]) -> Callable[..., None]:
         for name, value in given.items():
             for path in value if isinstance(value, list) else [value]:
                 if isinstance(path, Path) and re.match(r"\w+:/", str(path)):
-                    raise typer.BadParameter(f"{path} is a URL: give a local path", param_hint=f"--{name}")
+                    raise typer.BadParameter(
+                        f"{path} is a URL: give a local path", param_hint=f"--{name}"
+                    )
         verb(**given)
 
     return run
@@ -157,7 +187,11 @@ def _run(given: Sequence[str]) -> None:
 def _taken(verb: Callable[..., None], options: Mapping[str, str]) -> dict[str, str]:
     """Those of the options that a command takes."""
     names = inspect.signature(verb).parameters
-    return {name: value for name, value in options.items() if name.removeprefix("--") in names}
+    return {
+        name: value
+        for name, value in options.items()
+        if name.removeprefix("--") in names
+    }
 
 
 def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int:
@@ -175,7 +209,9 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
             console.note(": ".join(["interrupted", *left[:1]]))
         return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has ended
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the reader of our output has ended
         return 1
     except StoppedError as stop:
         console.note(f"interrupted: {one_line(stop)}")
@@ -183,7 +219,9 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
     except FOR_USER as error:
         if debug:
             traceback.print_exc()
-        surprise = isinstance(error, OSError) and not debug and not _is_users(error, given)
+        surprise = (
+            isinstance(error, OSError) and not debug and not _is_users(error, given)
+        )
         surprise = surprise and getattr(error, "errno", None) not in OF_THE_DISK
         log = _logged() if surprise else ""
         console.note(f"error: {_line(error)}{console.beside(str(error))}{log}")
@@ -192,7 +230,9 @@ def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int
         package = (error.name or "").partition(".")[0]
         if debug or not (source := _source(package)):
             raise
-        console.note(f"error: the package {package} is not installed: pip install '{source}'")
+        console.note(
+            f"error: the package {package} is not installed: pip install '{source}'"
+        )
         return 1
     return 0
 
@@ -202,7 +242,9 @@ def _source(package: str) -> str:
     from importlib import metadata
 
     for line in metadata.requires("vlmdistill") or ():
-        if found := re.match(rf"{re.escape(package)}\b[^;]*(?:;.*extra == [\"'](\w+)[\"'])?$", line):
+        if found := re.match(
+            rf"{re.escape(package)}\b[^;]*(?:;.*extra == [\"'](\w+)[\"'])?$", line
+        ):
             return f"vlmdistill[{found[1]}]" if found[1] else package
     return ""
 
@@ -215,14 +257,20 @@ def _is_users(error: OSError, given: Sequence[str]) -> bool:
     if not isinstance(error.filename, str) or "\0" in error.filename:
         return False
     file = Path(error.filename).resolve()
-    paths = [Path(word.rpartition("=")[2]).resolve() for word in ("", *given) if "\0" not in word]
+    paths = [
+        Path(word.rpartition("=")[2]).resolve()
+        for word in ("", *given)
+        if "\0" not in word
+    ]
     return any(file.is_relative_to(path) or path.is_relative_to(file) for path in paths)
 
 
 def _logged() -> str:
     """Write the traceback of the current error to a new file of the temporary folder; what to say of it."""
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="vlmdistill-", suffix=".log", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="vlmdistill-", suffix=".log", delete=False
+        ) as file:
             file.write(traceback.format_exc())
     except OSError:  # such as a full disk
         return "; --debug shows where"

@@ -27,15 +27,21 @@ def prompts(
     model: console.Model = "demo",
     kind: Annotated[
         Literal["auto", "llava", "sharegpt", "chat", "hf"],
-        typer.Option("--format", help="Format of the rows; auto: detect it from the columns."),
+        typer.Option(
+            "--format", help="Format of the rows; auto: detect it from the columns."
+        ),
     ] = "auto",
     ask: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The question about images and videos that have none.")
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="The question about images and videos that have none."
+        ),
     ] = None,
     images: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder of the images and videos, if it is not the folder of the source."
+            metavar="DIR",
+            help="Folder of the images and videos, if it is not the folder of the source.",
         ),
     ] = None,
     fps: Annotated[
@@ -45,10 +51,14 @@ def prompts(
         ),
     ] = None,
     frames: console.Frames = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Import at most N prompts.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Import at most N prompts.")
+    ] = None,
     turns: Annotated[
         Literal["first", "all"],
-        typer.Option(help="Make a prompt for the first user turn of a conversation, or for all of them."),
+        typer.Option(
+            help="Make a prompt for the first user turn of a conversation, or for all of them."
+        ),
     ] = "first",
     augment: Annotated[
         list[str] | None,
@@ -60,10 +70,16 @@ def prompts(
     ] = None,
     augment_text: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Text added to text-only prompts; same choices as --augment."),
+        typer.Option(
+            metavar="NAME",
+            help="Text added to text-only prompts; same choices as --augment.",
+        ),
     ] = None,
     eval_share: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of the prompts to hold out for evaluation.")
+        float,
+        typer.Option(
+            metavar="SHARE", help="Share of the prompts to hold out for evaluation."
+        ),
     ] = 0.05,
     split: Annotated[
         Literal["train", "eval"] | None,
@@ -79,7 +95,10 @@ def prompts(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Parquet file to write; default: the workspace's prompts.parquet."),
+        typer.Option(
+            metavar="FILE",
+            help="Parquet file to write; default: the workspace's prompts.parquet.",
+        ),
     ] = None,
     runs: console.Runs = None,
     as_json: console.Json = False,
@@ -119,7 +138,9 @@ def prompts(
     """
     if resplit is not None:
         if sources or split:
-            raise typer.BadParameter("it imports nothing: leave out SRC and --split", param_hint="--resplit")
+            raise typer.BadParameter(
+                "it imports nothing: leave out SRC and --split", param_hint="--resplit"
+            )
         _split_again(console.workspace(model, runs), resplit, out, as_json)
         return
     if not sources:
@@ -152,7 +173,9 @@ def prompts(
             f"{foreign[0]} show the steps, not what a target can see. Name another one with --model"
         )
     if split is None and eval_share and summary.eval < FEW:
-        share = next((one for one in (0.2, 0.3, 0.5) if one * summary.total >= FEW), None)
+        share = next(
+            (one for one in (0.2, 0.3, 0.5) if one * summary.total >= FEW), None
+        )
         advice = f"`vlmdistill prompts --resplit {share}`, or " if share else ""
         console.note(
             f"warning: only {summary.eval} of {summary.total} prompts are held out for `eval`, too few to "
@@ -160,18 +183,28 @@ def prompts(
         )
 
 
-def _split_again(workspace: "Workspace", share: float, out: Path | None, as_json: bool) -> None:
+def _split_again(
+    workspace: "Workspace", share: float, out: Path | None, as_json: bool
+) -> None:
     from vlmdistill.pipelines.data.prompts.importing import resplit
     from vlmdistill.pipelines.data.responses import dataset
 
-    summary = resplit(out or workspace.prompts, share, dataset.keys(workspace.responses))
+    summary = resplit(
+        out or workspace.prompts, share, dataset.keys(workspace.responses)
+    )
     console.result(asdict(summary), as_json)
     if share and summary.kept and not summary.moved:
-        console.note("warning: no prompt has moved: those with responses stay in their split")
+        console.note(
+            "warning: no prompt has moved: those with responses stay in their split"
+        )
 
 
 def _without_empty(summary: dict[str, Any]) -> dict[str, Any]:
     """The summary without counts that are zero."""
     always = {"out", "added", "present", "total", "train", "eval", "datasets"}
     never = set() if summary["skipped"] else {"skipped_file"}
-    return {name: value for name, value in summary.items() if name in always or (value and name not in never)}
+    return {
+        name: value
+        for name, value in summary.items()
+        if name in always or (value and name not in never)
+    }

@@ -9,10 +9,14 @@ from vlmdistill.cli import console
 
 
 def replay(
-    drafter: Annotated[str, typer.Argument(help="Name or folder of a trained drafter.")],
+    drafter: Annotated[
+        str, typer.Argument(help="Name or folder of a trained drafter.")
+    ],
     model: console.Model = "demo",
     store: console.StoreName = None,
-    view: Annotated[str | None, typer.Option(help="Only the samples of this view.")] = None,
+    view: Annotated[
+        str | None, typer.Option(help="Only the samples of this view.")
+    ] = None,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -30,5 +34,7 @@ def replay(
     from vlmdistill.stores.store import Store
 
     with console.progress("drafting", "responses") as report:
-        found = traffic.replay(folder, Store.open(store or workspace.features), view, report)
+        found = traffic.replay(
+            folder, Store.open(store or workspace.features), view, report
+        )
     console.result(asdict(found), as_json)

@@ -40,11 +40,15 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Where to write; default of html: the workspace's reports/index.html."
+            metavar="FILE",
+            help="Where to write; default of html: the workspace's reports/index.html.",
         ),
     ] = None,
     plots: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each chart of the page there as a file.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write each chart of the page there as a file."
+        ),
     ] = None,
     plot_format: Annotated[
         Literal["svg", "pdf", "png"],
@@ -59,15 +63,26 @@ def report(
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, whatever the --format of the file.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the result as JSON, whatever the --format of the file.",
+        ),
     ] = False,
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="Serve the page to this machine, following what runs in the workspace."),
+        typer.Option(
+            "--serve",
+            help="Serve the page to this machine, following what runs in the workspace.",
+        ),
     ] = False,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of --serve; default 8001, and 0 takes a free one."),
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of --serve; default 8001, and 0 takes a free one.",
+        ),
     ] = None,
 ) -> None:
     """Write an HTML page of the evaluations and print their table.
@@ -88,15 +103,22 @@ def report(
         raise typer.BadParameter("it needs --serve", param_hint="--port")
     if serve:
         if two or out or plots or as_json or form != "html":
-            raise typer.BadParameter("it goes with --where, --model and --runs alone", param_hint="--serve")
-        _serve(console.workspace(model, runs), where or [], 8001 if port is None else port)
+            raise typer.BadParameter(
+                "it goes with --where, --model and --runs alone", param_hint="--serve"
+            )
+        _serve(
+            console.workspace(model, runs), where or [], 8001 if port is None else port
+        )
         return
     if two:
         if len(two) != 2:
-            raise typer.BadParameter("name two, to compare them, or none", param_hint="A B")
+            raise typer.BadParameter(
+                "name two, to compare them, or none", param_hint="A B"
+            )
         if out or plots or form not in ("html", "json"):
             raise typer.BadParameter(
-                "they go with one report; two have only --json", param_hint="--format, --out, --plots"
+                "they go with one report; two have only --json",
+                param_hint="--format, --out, --plots",
             )
         _compare(two[0], two[1], where or [], as_json or form == "json")
         return
@@ -138,7 +160,9 @@ def _serve(workspace: "Workspace", where: list[str], port: int) -> None:
 
     app = build_page_app(LiveReport(workspace, where), LOCAL_NAMES)
     with socket.create_server(("127.0.0.1", port)) as listener:
-        until_stopped(app, listener, f"the report on {workspace.root.name} is at http://127.0.0.1")
+        until_stopped(
+            app, listener, f"the report on {workspace.root.name} is at http://127.0.0.1"
+        )
 
 
 def _text(found: "ReportPage", form: str) -> str:
@@ -153,14 +177,27 @@ def _text(found: "ReportPage", form: str) -> str:
 def _show(found: "ReportPage") -> None:
     """Print a table for each group."""
     from vlmdistill.pipelines.report.comparison import differing
-    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, SERVED, divided, served
+    from vlmdistill.pipelines.report.tables import (
+        COLUMNS,
+        PARTS,
+        SERVED,
+        divided,
+        served,
+    )
 
     if apart := differing(found.groups):
-        console.echo(f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}")
+        console.echo(
+            f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}"
+        )
     for group in found.groups:
-        conditions = ", ".join(f"{name} {value}" for name, value in group.conditions.items())
+        conditions = ", ".join(
+            f"{name} {value}" for name, value in group.conditions.items()
+        )
         console.echo(f"\ngroup {group.number}: {conditions}" if apart else conditions)
-        console.rows([*COLUMNS], [[cell(one) for cell in COLUMNS.values()] for one in group.results])
+        console.rows(
+            [*COLUMNS],
+            [[cell(one) for cell in COLUMNS.values()] for one in group.results],
+        )
         if parts := divided(group.results):
             console.rows(PARTS, parts)
         for text in (*(ranking.text for ranking in group.rankings), group.verdict.text):
@@ -184,8 +221,16 @@ def _all_facts(found: "ReportPage") -> dict[str, Any]:
         for one in group.results
     ]
     served = [
-        known({**asdict(load), "name": one.name, "software": one.software and asdict(one.software)})
-        for one, load in ((result.evaluation, result.figures) for result in found.served)
+        known(
+            {
+                **asdict(load),
+                "name": one.name,
+                "software": one.software and asdict(one.software),
+            }
+        )
+        for one, load in (
+            (result.evaluation, result.figures) for result in found.served
+        )
     ]
     return {"differing": differing(found.groups), "rows": rows, "served": served}
 
@@ -193,8 +238,17 @@ def _all_facts(found: "ReportPage") -> dict[str, Any]:
 def _facts(result: "DrafterResult") -> dict[str, Any]:
     """A row as JSON."""
     one = result.evaluation
-    facts = {"name": one.name, "drafter": one.drafter, "tree": one.tree, "parameters": one.parameters}
-    facts |= {"title": one.title, "measured": one.measured, "software": one.software and asdict(one.software)}
+    facts = {
+        "name": one.name,
+        "drafter": one.drafter,
+        "tree": one.tree,
+        "parameters": one.parameters,
+    }
+    facts |= {
+        "title": one.title,
+        "measured": one.measured,
+        "software": one.software and asdict(one.software),
+    }
     return {**facts, "temperature": result.temperature, **asdict(result.figures)}
 
 
@@ -208,11 +262,17 @@ def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None
         for drafter, one in zip(facts["drafters"], found.drafters, strict=True):
             for rate, change in zip(drafter["rates"], one.rates, strict=True):
                 rate["verdict"] = change.verdict
-        console.result({"before": str(before), "after": str(after), **facts}, as_json=True)
+        console.result(
+            {"before": str(before), "after": str(after), **facts}, as_json=True
+        )
         return
     console.echo(f"A  {before}\nB  {after}")
     for fact in found.differing:
-        some = "" if len(fact.drafters) == len(found.both) else f" ({', '.join(fact.drafters)})"
+        some = (
+            ""
+            if len(fact.drafters) == len(found.both)
+            else f" ({', '.join(fact.drafters)})"
+        )
         console.echo(f"{fact.name}: {fact.before} -> {fact.after}{some}")
     for side, names in (("A", found.only_before), ("B", found.only_after)):
         if names:
@@ -220,7 +280,9 @@ def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None
     for what, differing in (("", found.refused), ("times of ", found.untimed)):
         for reason in dict.fromkeys(map(tuple, differing.values())):
             names = [name for name, one in differing.items() if tuple(one) == reason]
-            console.echo(f"{what}{', '.join(names)} do not compare: {' and '.join(reason)}")
+            console.echo(
+                f"{what}{', '.join(names)} do not compare: {' and '.join(reason)}"
+            )
     if not found.drafters:
         console.echo("nothing compares")
         return
@@ -229,7 +291,11 @@ def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None
     console.rows(
         ["drafter", "T", *(rate.replace("_", " ") for rate in rates)],
         [
-            [one.name, f"{one.temperature:g}", *(_change(one.of(rate)) for rate in rates)]
+            [
+                one.name,
+                f"{one.temperature:g}",
+                *(_change(one.of(rate)) for rate in rates),
+            ]
             for one in found.drafters
         ],
     )
@@ -238,7 +304,9 @@ def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None
     )
     for one in found.drafters:
         for warning in one.warnings:
-            console.note(f"warning: {one.name} at temperature {one.temperature:g} in {warning}")
+            console.note(
+                f"warning: {one.name} at temperature {one.temperature:g} in {warning}"
+            )
     count = sum(len(one.rates) for one in found.drafters)
     console.echo(f"\n{len(found.changed)} of {count} rates changed by more than noise")
     for one, rate in found.changed:
@@ -249,6 +317,8 @@ def _change(change: "Change | None") -> str:
     """Both values, the interval of their ratio, and a mark if they differ, as one cell."""
     if change is None:
         return "-"
-    within = f" ({change.ratio.low:.2f}-{change.ratio.high:.2f})" if change.ratio else ""
+    within = (
+        f" ({change.ratio.low:.2f}-{change.ratio.high:.2f})" if change.ratio else ""
+    )
     mark = {"higher": f" {HIGHER}", "lower": f" {LOWER}"}.get(change.verdict, "")
     return f"{change.before:.2f} -> {change.after:.2f}{within}{mark}"

@@ -12,26 +12,39 @@ def responses(
     model: console.Model = "demo",
     prompts: console.PromptsFile = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of responses; default: the workspace's.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder of responses; default: the workspace's."
+        ),
     ] = None,
     split: console.SplitName = "train",
     limit: console.Limit = None,
     temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 1 is the target's own distribution, 0 is greedy.")
+        float,
+        typer.Option(
+            help="Sampling temperature; 1 is the target's own distribution, 0 is greedy."
+        ),
     ] = 1.0,
     top_p: Annotated[
-        float, typer.Option(help="Nucleus sampling: share of probability kept; 1 is off.")
+        float,
+        typer.Option(help="Nucleus sampling: share of probability kept; 1 is off."),
     ] = 1.0,
     max_new_tokens: console.MaxNewTokens = 1024,
     seed: console.Seed = 0,
-    min_words: Annotated[int, typer.Option(help="Drop responses with fewer words.")] = 6,
+    min_words: Annotated[
+        int, typer.Option(help="Drop responses with fewer words.")
+    ] = 6,
     max_repetition: Annotated[
-        float, typer.Option(help="Drop responses in which a larger share of the 8-grams is repeated.")
+        float,
+        typer.Option(
+            help="Drop responses in which a larger share of the 8-grams is repeated."
+        ),
     ] = 0.5,
     max_length: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Drop prompt and response with more tokens together; default: the target's limit."
+            min=1,
+            help="Drop prompt and response with more tokens together; default: the target's limit.",
         ),
     ] = None,
     batch_size: console.BatchSize = None,
@@ -84,7 +97,9 @@ def responses(
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed
 
-    filters = Filters(min_words=min_words, max_repetition=max_repetition, max_length=max_length)
+    filters = Filters(
+        min_words=min_words, max_repetition=max_repetition, max_length=max_length
+    )
     summary = flow.generate(job, filters, bar=console.progress, anyway=anyway)
     console.result(summary.to_dict(), as_json)
     check_failed(summary.failed, summary.prompts, allow_failed)

@@ -12,22 +12,29 @@ from vlmdistill.cli.report import report
 def run(
     model: console.Model = "demo",
     drafters: Annotated[
-        str, typer.Option(metavar="NAMES", help="Drafters, separated by commas, or all.")
+        str,
+        typer.Option(metavar="NAMES", help="Drafters, separated by commas, or all."),
     ] = "all",
     recipe: console.Recipe = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="A training setting of all drafters; may be repeated."
+            "--set",
+            metavar="KEY=VALUE",
+            help="A training setting of all drafters; may be repeated.",
         ),
     ] = None,
     held_out: console.HeldOut = 0.02,
     tracker: console.Trackers = None,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(help="Temperature of the evaluation; may be repeated; default: 0 and 1."),
+        typer.Option(
+            help="Temperature of the evaluation; may be repeated; default: 0 and 1."
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Evaluate on at most N held-out prompts.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Evaluate on at most N held-out prompts.")
+    ] = 100,
     max_new_tokens: console.TrainedTokens = None,
     batch_size: console.BatchSize = None,
     workers: console.Workers = None,
@@ -35,7 +42,10 @@ def run(
     allow_failed: console.AllowFailed = 0.0,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Drafters to train at once; default: one per GPU, or per core up to 4."),
+        typer.Option(
+            min=1,
+            help="Drafters to train at once; default: one per GPU, or per core up to 4.",
+        ),
     ] = None,
     seed: console.Seed = 0,
     dry_run: console.DryRun = False,

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-LOCAL_NAMES = ("localhost", "127.0.0.1")  # by which a browser may reach a server without a key
+LOCAL_NAMES = (
+    "localhost",
+    "127.0.0.1",
+)  # by which a browser may reach a server without a key
 
 
 def serve(
@@ -23,29 +26,44 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; another machine's needs a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")
+    ] = 8000,
     key: Annotated[
         str | None,
         typer.Option(
-            help="Clients must send this key. The variable does not show in `ps`.", envvar="VLMDISTILL_KEY"
+            help="Clients must send this key. The variable does not show in `ps`.",
+            envvar="VLMDISTILL_KEY",
         ),
     ] = None,
     media: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder whose images requests may name by file:// URLs."),
+        typer.Option(
+            metavar="DIR", help="Folder whose images requests may name by file:// URLs."
+        ),
     ] = None,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused.")] = 16,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; more are refused.")
+    ] = 16,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum length of a response, in tokens, for requests that set none.")
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum length of a response, in tokens, for requests that set none.",
+        ),
     ] = 512,
     record: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Log requests and responses in this folder, which `harvest` and `adapt` read."
+            metavar="DIR",
+            help="Log requests and responses in this folder, which `harvest` and `adapt` read.",
         ),
     ] = None,
     record_for: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Remove what was recorded longer ago, such as 30d.")
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Remove what was recorded longer ago, such as 30d."
+        ),
     ] = None,
     reload: Annotated[
         float,
@@ -58,7 +76,8 @@ def serve(
     trial: Annotated[
         int,
         typer.Option(
-            min=8, help="Requests after which a new version stays, if it has not accepted less by then."
+            min=8,
+            help="Requests after which a new version stays, if it has not accepted less by then.",
         ),
     ] = 64,
     attention: console.Attention = "sdpa",
@@ -80,10 +99,16 @@ def serve(
     from vlmdistill.stores.errors import DataError
     from vlmdistill.stores.schema import seconds
 
-    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key and key):
-        raise DataError("the key must be printable ASCII without spaces around it, and not empty")
+    if key is not None and not (
+        key.isascii() and key.isprintable() and key.strip() == key and key
+    ):
+        raise DataError(
+            "the key must be printable ASCII without spaces around it, and not empty"
+        )
     if key is None and not _is_local(host):
-        raise DataError(f"--host {host}: other machines can connect, so set --key or VLMDISTILL_KEY")
+        raise DataError(
+            f"--host {host}: other machines can connect, so set --key or VLMDISTILL_KEY"
+        )
     if media is not None and not media.is_dir():
         raise DataError(f"--media {media}: there is no such folder")
     if record_for is not None and record is None:
@@ -112,12 +137,21 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         hosts = ["*"] if key else [*LOCAL_NAMES, name]
         switch = Switch(decoder, workspace if followed else None, drafter or "", trial)
-        what = f"serving {decoder.model} with {decoder.drafter_name or 'plain decoding'}"
+        what = (
+            f"serving {decoder.model} with {decoder.drafter_name or 'plain decoding'}"
+        )
         with (
             Recorder(record, keep) if record else nullcontext() as recorder,
             switch.following(reload if followed else 0),
         ):
-            app = build_app(switch, recorder=recorder, key=key, media=media, queue_limit=queue, hosts=hosts)
+            app = build_app(
+                switch,
+                recorder=recorder,
+                key=key,
+                media=media,
+                queue_limit=queue,
+                hosts=hosts,
+            )
             until_stopped(app, listener, f"{what} at http://{name}")
 
 

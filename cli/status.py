@@ -5,7 +5,11 @@ from dataclasses import asdict, replace
 from vlmdistill.cli import console, hints
 
 
-def status(model: console.Model = "demo", runs: console.Runs = None, as_json: console.Json = False) -> None:
+def status(
+    model: console.Model = "demo",
+    runs: console.Runs = None,
+    as_json: console.Json = False,
+) -> None:
     """Show what the workspace holds, what is missing or stale, and the next command."""
     from vlmdistill.pipelines.status import status as read
 
@@ -20,13 +24,17 @@ def status(model: console.Model = "demo", runs: console.Runs = None, as_json: co
         "workspace": found.root,
         "target": found.target,
         "prompts": f"{found.prompts} to train on, {found.held_out} held out",
-        "responses": f"{found.responses} of {found.prompts}" + (f"; dropped: {reasons}" if reasons else ""),
-        "features": f"{found.samples} samples" + (f": {', '.join(found.features)}" if found.samples else ""),
+        "responses": f"{found.responses} of {found.prompts}"
+        + (f"; dropped: {reasons}" if reasons else ""),
+        "features": f"{found.samples} samples"
+        + (f": {', '.join(found.features)}" if found.samples else ""),
         "evaluations": found.evaluations,
         "report": found.report or "none",
     }
     if found.uncaptured:
-        facts["features"] = f"{facts['features']}; {found.uncaptured} responses without features"
+        facts["features"] = (
+            f"{facts['features']}; {found.uncaptured} responses without features"
+        )
     console.result(facts, as_json)
     if found.drafters:
         console.echo("")

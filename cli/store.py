@@ -14,13 +14,21 @@ if TYPE_CHECKING:
     from vlmdistill.stores.integrity.verify import Verification
     from vlmdistill.stores.schema import Feature, TargetInfo
 
-app = typer.Typer(help="Inspect, check, filter and share feature stores.", no_args_is_help=True)
+app = typer.Typer(
+    help="Inspect, check, filter and share feature stores.", no_args_is_help=True
+)
 
 BARS = " ▁▂▃▄▅▆▇█"
 LISTED = 20  # names to print; the rest is counted
-RESTORE_RECORD = "Copy each such record back from ledger/, such as {0}{1} from {0}ledger/{1}."
-UNREADABLE = "Check the permissions, the disk and the connection, and run `store verify` again."
-RECAPTURE = "Remove {0}, and run the `vlmdistill features` again that added its features."
+RESTORE_RECORD = (
+    "Copy each such record back from ledger/, such as {0}{1} from {0}ledger/{1}."
+)
+UNREADABLE = (
+    "Check the permissions, the disk and the connection, and run `store verify` again."
+)
+RECAPTURE = (
+    "Remove {0}, and run the `vlmdistill features` again that added its features."
+)
 RESTORE = "Copy store.json and heads/ from another copy of the store."
 REMEDIES = {  # folder -> how to repair damage in it
     "shards": "To replace a damaged shard, remove its record from ledger/commits/, then from commits/, "
@@ -31,11 +39,22 @@ REMEDIES = {  # folder -> how to repair damage in it
     "cache": "Remove cache/; it is rebuilt when needed.",
     "ledger": "Remove the damaged files in ledger/, and run `store gc` to write them again.",
 }
-Path = Annotated[str, typer.Argument(metavar="STORE", help="A folder, or a URL such as s3://bucket/store.")]
-ViewOption = Annotated[str | None, typer.Option("--view", help="Only the samples of this view.")]
+Path = Annotated[
+    str,
+    typer.Argument(
+        metavar="STORE", help="A folder, or a URL such as s3://bucket/store."
+    ),
+]
+ViewOption = Annotated[
+    str | None, typer.Option("--view", help="Only the samples of this view.")
+]
 FeaturesOption = Annotated[
     str | None,
-    typer.Option("--features", metavar="NAMES", help="Only these features, such as hidden.text,embed.span."),
+    typer.Option(
+        "--features",
+        metavar="NAMES",
+        help="Only these features, such as hidden.text,embed.span.",
+    ),
 ]
 
 
@@ -65,7 +84,10 @@ def info(store: Path, as_json: console.Json = False) -> None:
             "dtype": origin["dtype"],
             "engine": origin["engine"],
             "sampling": origin["sampling"] or "not recorded",
-            "views": [_view(name, kept, facts["views_there"][name]) for name, kept in facts["views"].items()],
+            "views": [
+                _view(name, kept, facts["views_there"][name])
+                for name, kept in facts["views"].items()
+            ],
             "runs": facts["runs"],
         },
         False,
@@ -79,7 +101,9 @@ def info(store: Path, as_json: console.Json = False) -> None:
     for annex in facts["annexes"]:
         if annex["samples"] < facts["samples"]:
             lacking, total = facts["samples"] - annex["samples"], facts["samples"]
-            console.note(f"{lacking} of {total} samples lack {', '.join(annex['features'])}")
+            console.note(
+                f"{lacking} of {total} samples lack {', '.join(annex['features'])}"
+            )
     typer.echo()
     datasets = [
         (name or "-", *list(d.values())[:-1], console.size(d["bytes"]))
@@ -90,7 +114,12 @@ def info(store: Path, as_json: console.Json = False) -> None:
         typer.echo()
         size = console.size
         drafters = [
-            (name, size(d["bytes"]), size(d["bytes_per_sample"]), ", ".join(d["missing"]) or "none")
+            (
+                name,
+                size(d["bytes"]),
+                size(d["bytes_per_sample"]),
+                ", ".join(d["missing"]) or "none",
+            )
             for name, d in facts["drafters"].items()
         ]
         console.rows(("drafter", "reads", "per sample", "missing"), drafters)
@@ -111,10 +140,16 @@ def stats(store: Path, view: ViewOption = None, as_json: console.Json = False) -
     if any(c["not_finite"] for c in columns.values()):
         shown.insert(1, "not_finite")
     lines = [
-        (name, *("-" if c[what] is None else c[what] for what in shown), _plot(c["histogram"]))
+        (
+            name,
+            *("-" if c[what] is None else c[what] for what in shown),
+            _plot(c["histogram"]),
+        )
         for name, c in columns.items()
     ]
-    console.rows(("column", *(what.replace("_", " ") for what in shown), "distribution"), lines)
+    console.rows(
+        ("column", *(what.replace("_", " ") for what in shown), "distribution"), lines
+    )
 
 
 @app.command()
@@ -122,7 +157,10 @@ def verify(
     store: Path,
     at_once: Annotated[
         int | None,
-        typer.Option(min=1, help="Shards to read at once; default: one per core, up to 4, and 16 of a URL."),
+        typer.Option(
+            min=1,
+            help="Shards to read at once; default: one per core, up to 4, and 16 of a URL.",
+        ),
     ] = None,
     as_json: console.Json = False,
 ) -> None:
@@ -135,17 +173,35 @@ def verify(
     listed = [asdict(finding) for finding in found.findings]
     if as_json:
         console.result(
-            {"files": found.files, "bytes": found.bytes, "counts": kinds, "findings": listed}, True
+            {
+                "files": found.files,
+                "bytes": found.bytes,
+                "counts": kinds,
+                "findings": listed,
+            },
+            True,
         )
     else:
-        console.result({"files": found.files, "bytes": console.size(found.bytes), "findings": kinds}, False)
+        console.result(
+            {
+                "files": found.files,
+                "bytes": console.size(found.bytes),
+                "findings": kinds,
+            },
+            False,
+        )
         if listed:
-            console.rows(("kind", "file", "what"), [tuple(f.values()) for f in listed[:LISTED]])
+            console.rows(
+                ("kind", "file", "what"), [tuple(f.values()) for f in listed[:LISTED]]
+            )
         if len(listed) > LISTED:
             typer.echo(f"and {len(listed) - LISTED} more: --json lists all")
     if found.damage:
         hidden = sum(finding.kind == "unreadable" for finding in found.damage)
-        counts = ((len(found.damage) - hidden, "files are damaged or missing"), (hidden, "cannot be read"))
+        counts = (
+            (len(found.damage) - hidden, "files are damaged or missing"),
+            (hidden, "cannot be read"),
+        )
         what = " and ".join(f"{count} {how}" for count, how in counts if count)
         raise StoreError(f"{what}, the first {found.damage[0].name}. {_advice(found)}")
 
@@ -157,16 +213,22 @@ def _advice(found: "Verification") -> str:
     advice = dict[str, str]()
     for finding in found.damage:
         parts = finding.name.split("/")
-        annex = f"{parts[0]}/{parts[1]}/" if parts[0] == ANNEXES and len(parts) > 2 else ""
+        annex = (
+            f"{parts[0]}/{parts[1]}/" if parts[0] == ANNEXES and len(parts) > 2 else ""
+        )
         folder = parts[2] if annex else parts[0]
         if finding.kind == "unreadable":
             advice["unreadable"] = UNREADABLE
         elif finding.name in found.copies:
-            advice.setdefault("record", RESTORE_RECORD.format(annex, finding.name[len(annex) :]))
+            advice.setdefault(
+                "record", RESTORE_RECORD.format(annex, finding.name[len(annex) :])
+            )
         elif folder == ANNEXES or (annex and folder == STORE):
             advice[finding.name] = RECAPTURE.format(annex or finding.name)
         else:
-            folder = "shards" if folder == "commits" else folder  # or its record, which has no copy
+            folder = (
+                "shards" if folder == "commits" else folder
+            )  # or its record, which has no copy
             advice[folder] = REMEDIES.get(folder, RESTORE)
     return " ".join(dict.fromkeys(advice.values()))
 
@@ -194,7 +256,8 @@ def filter_(
         ),
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--from", help="Start from this view, not from all samples.")
+        str | None,
+        typer.Option("--from", help="Start from this view, not from all samples."),
     ] = None,
     as_json: console.Json = False,
 ) -> None:
@@ -204,22 +267,39 @@ def filter_(
 
     with console.progress("open", "shards") as report:
         opened = Store.open(store, report=report)
-        view = filter_store(opened, name, expressions=where or (), filters=named or (), base=base)
-    facts = {"view": view.name, "rows": view.rows, "kept": view.kept, "dropped": dict(view.dropped)}
+        view = filter_store(
+            opened, name, expressions=where or (), filters=named or (), base=base
+        )
+    facts = {
+        "view": view.name,
+        "rows": view.rows,
+        "kept": view.kept,
+        "dropped": dict(view.dropped),
+    }
     if as_json:
         console.result(facts, True)
     else:
-        console.result({"view": view.name, "kept": f"{view.kept} of {view.rows}"}, False)
+        console.result(
+            {"view": view.name, "kept": f"{view.kept} of {view.rows}"}, False
+        )
         if view.dropped:
-            console.rows(("dropped", "reason"), [(count, reason) for reason, count in view.dropped.items()])
+            console.rows(
+                ("dropped", "reason"),
+                [(count, reason) for reason, count in view.dropped.items()],
+            )
     if not view.kept:
         console.note(f"warning: the view {view.name} keeps none of {view.rows} samples")
 
 
 @app.command()
 def merge(
-    target: Annotated[str, typer.Argument(metavar="INTO", help="Store to merge into; created if missing.")],
-    sources: Annotated[list[str], typer.Argument(metavar="STORE", help="Stores to copy samples from.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="INTO", help="Store to merge into; created if missing."),
+    ],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="STORE", help="Stores to copy samples from.")
+    ],
     as_json: console.Json = False,
 ) -> None:
     """Copy the samples of stores of the same target into one store. Samples that exist are not copied."""
@@ -233,21 +313,30 @@ def merge(
         console.result(facts, True)
         return
     counts = ("copied", "present", "duplicates")
-    lines = [(source, *map(one.get, counts), len(one["conflicts"])) for source, one in facts.items()]
+    lines = [
+        (source, *map(one.get, counts), len(one["conflicts"]))
+        for source, one in facts.items()
+    ]
     console.rows(("store", *counts, "conflicts"), lines)
     for source, one in facts.items():
         for what in ("conflicts", "replaced", "left"):
             if one[what]:
                 console.echo(f"{what} of {source}: {_some(one[what])}")
         if one["annexes"]:
-            console.echo(f"samples of {source} that got features of an annex: {_listed(one['annexes'])}")
+            console.echo(
+                f"samples of {source} that got features of an annex: {_listed(one['annexes'])}"
+            )
 
 
 @app.command()
 def push(
     store: Path,
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="Destination: a folder, or a URL: s3://, gs:// or az://.")
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="Destination: a folder, or a URL: s3://, gs:// or az://.",
+        ),
     ],
     view: ViewOption = None,
     features: FeaturesOption = None,
@@ -261,7 +350,10 @@ def push(
 def pull(
     url: Annotated[
         str,
-        typer.Argument(metavar="URL", help="Source: a folder, or a URL: s3://, gs://, az:// or http(s)://."),
+        typer.Argument(
+            metavar="URL",
+            help="Source: a folder, or a URL: s3://, gs://, az:// or http(s)://.",
+        ),
     ],
     store: Path,
     view: ViewOption = None,
@@ -277,7 +369,11 @@ def gc(
     store: Path,
     grace: Annotated[
         float,
-        typer.Option(min=0, help="Keep files that were written in the last SECONDS.", metavar="SECONDS"),
+        typer.Option(
+            min=0,
+            help="Keep files that were written in the last SECONDS.",
+            metavar="SECONDS",
+        ),
     ] = 24 * 3600,
     older_than: Annotated[
         str | None,
@@ -287,7 +383,9 @@ def gc(
             "`vlmdistill forget` deletes their prompts, responses and media, too.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files, but remove nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files, but remove nothing.")
+    ] = False,
     as_json: console.Json = False,
 ) -> None:
     """Remove files that no record refers to, as killed writers leave them; never those of a live writer."""
@@ -307,7 +405,9 @@ def gc(
     total = sum(item.bytes for item in removed)
     if as_json:
         names = [asdict(item) for item in removed]
-        console.result({"removed": names, "bytes": total, "dry_run": dry_run, **facts}, True)
+        console.result(
+            {"removed": names, "bytes": total, "dry_run": dry_run, **facts}, True
+        )
         return
     for item in removed:
         console.echo(item.name)
@@ -315,11 +415,17 @@ def gc(
     console.result({done: f"{len(removed)}, {console.size(total)}", **facts}, False)
 
 
-def _send(source: str, target: str, view: str | None, features: str | None, as_json: bool) -> None:
+def _send(
+    source: str, target: str, view: str | None, features: str | None, as_json: bool
+) -> None:
     from vlmdistill.stores.schema import Feature
     from vlmdistill.stores.sharing.merge import send
 
-    chosen = [Feature.parse(name.strip()) for name in features.split(",")] if features is not None else None
+    chosen = (
+        [Feature.parse(name.strip()) for name in features.split(",")]
+        if features is not None
+        else None
+    )
     with console.progress("copy", "samples") as report:
         copied = send(source, target, view=view, features=chosen, progress=report)
     facts = asdict(copied)
@@ -334,7 +440,11 @@ def _listed(counts: Sequence[int]) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The first names, and the number of the others."""
-    more = f" and {len(names) - LISTED} more: --json lists all" if len(names) > LISTED else ""
+    more = (
+        f" and {len(names) - LISTED} more: --json lists all"
+        if len(names) > LISTED
+        else ""
+    )
     return (", ".join(names[:LISTED]) or "none") + more
 
 

@@ -6,7 +6,9 @@ import typer
 
 from vlmdistill.cli import console
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List or describe target models.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="List or describe target models."
+)
 
 
 @app.command("list")
@@ -17,11 +19,19 @@ def list_targets(as_json: console.Json = False) -> None:
 
     targets = known()
     if as_json:
-        console.result({"targets": targets, "families": sorted((*FAMILIES, *SHOWN))}, as_json)
+        console.result(
+            {"targets": targets, "families": sorted((*FAMILIES, *SHOWN))}, as_json
+        )
         return
     states = {None: "not here", True: "here", False: "incomplete"}
     lines = [
-        (name, one["family"], _parameters(one["parameters"]), states[one["found"]], one["origin"])
+        (
+            name,
+            one["family"],
+            _parameters(one["parameters"]),
+            states[one["found"]],
+            one["origin"],
+        )
         for name, one in targets.items()
     ]
     console.rows(("name", "family", "parameters", "weights", "checkpoint"), lines)
@@ -34,16 +44,23 @@ def list_targets(as_json: console.Json = False) -> None:
 
 @app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(help="A name, a hub id or a checkpoint folder.")],
+    name: Annotated[
+        str, typer.Argument(help="A name, a hub id or a checkpoint folder.")
+    ],
     text_tokens: Annotated[
         int, typer.Option(min=1, help="Text tokens of the sample whose size is shown.")
     ] = 1000,
-    visual_tokens: Annotated[int, typer.Option(min=0, help="Visual tokens of that sample.")] = 2500,
+    visual_tokens: Annotated[
+        int, typer.Option(min=0, help="Visual tokens of that sample.")
+    ] = 2500,
     image_count: Annotated[int, typer.Option(min=0, help="Images of that sample.")] = 1,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Say which stages fit on so many GPUs, in bfloat16.")
+        int | None,
+        typer.Option(min=1, help="Say which stages fit on so many GPUs, in bfloat16."),
     ] = None,
-    gpu_memory: Annotated[int, typer.Option(min=1, help="GiB of memory that each of them has free.")] = 76,
+    gpu_memory: Annotated[
+        int, typer.Option(min=1, help="GiB of memory that each of them has free.")
+    ] = 76,
     as_json: console.Json = False,
 ) -> None:
     """Describe a target, find its weights, and show the size of one sample for each drafter.
@@ -62,7 +79,8 @@ def show(
 
         needs = forecast.fits(name, gpus, gpu_memory << 30)
         facts["fits"] = {
-            stage: {**resources.facts(one), "fits": not one.lacking} for stage, one in needs.items()
+            stage: {**resources.facts(one), "fits": not one.lacking}
+            for stage, one in needs.items()
         }
     if as_json:
         console.result(facts, as_json)
@@ -86,25 +104,37 @@ def show(
         "captured": facts["captured"],
     }
     console.result({**lines, **({"hashes": hashes} if hashes else {})}, as_json)
-    console.echo(f"\nsize of a sample of {text_tokens} text and {visual_tokens} visual tokens, in bfloat16:")
+    console.echo(
+        f"\nsize of a sample of {text_tokens} text and {visual_tokens} visual tokens, in bfloat16:"
+    )
     table = [
         (
             drafter,
-            *(console.size(cost[part]) for part in ("bytes", "text_bytes", "visual_bytes")),
+            *(
+                console.size(cost[part])
+                for part in ("bytes", "text_bytes", "visual_bytes")
+            ),
             _features(cost["features"]) or "nothing",
         )
         for drafter, cost in facts["drafters"].items()
     ]
     console.rows(("drafter", "bytes", "text", "visual", "features"), table)
     if needs:
-        console.echo(f"\nmemory of a process in bfloat16, with {gpus} x {gpu_memory} GiB free:")
-        stages = [(stage, console.size(one.total), one.verdict) for stage, one in needs.items()]
+        console.echo(
+            f"\nmemory of a process in bfloat16, with {gpus} x {gpu_memory} GiB free:"
+        )
+        stages = [
+            (stage, console.size(one.total), one.verdict)
+            for stage, one in needs.items()
+        ]
         console.rows(("stage", "bytes", "here"), stages)
 
 
 @app.command("check")
 def check(
-    name: Annotated[str, typer.Argument(help="A name, a hub id or a checkpoint folder.")],
+    name: Annotated[
+        str, typer.Argument(help="A name, a hub id or a checkpoint folder.")
+    ],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
@@ -120,17 +150,28 @@ def check(
     from vlmdistill.pipelines.targets.stock import check as checking
     from vlmdistill.stores.errors import TargetError
 
-    target = load(name, device=device, dtype=target_dtype, attention=attention, proven=True)
+    target = load(
+        name, device=device, dtype=target_dtype, attention=attention, proven=True
+    )
     lines: list[checking.Comparison] = []
     for line in checking.lines(target):
         lines.append(line)
         if not as_json:
-            console.echo(f"{'FAILED' if line.failed else 'ok':7} {line.name:10} {line.failed or line.what}")
+            console.echo(
+                f"{'FAILED' if line.failed else 'ok':7} {line.name:10} {line.failed or line.what}"
+            )
     if as_json:
-        console.result({"checks": [{"name": one.name, "failed": one.failed} for one in lines]}, as_json)
+        console.result(
+            {"checks": [{"name": one.name, "failed": one.failed} for one in lines]},
+            as_json,
+        )
     if lines[-1].failed:
-        raise TargetError(f"{name} is not supported as it is: {lines[-1].name}: {lines[-1].failed}")
-    console.remark(f"{name} passes: {type(target).__name__}, family {target.family.name}")
+        raise TargetError(
+            f"{name} is not supported as it is: {lines[-1].name}: {lines[-1].failed}"
+        )
+    console.remark(
+        f"{name} passes: {type(target).__name__}, family {target.family.name}"
+    )
 
 
 def _features(names: list[str]) -> str:
@@ -139,7 +180,9 @@ def _features(names: list[str]) -> str:
     for name in names:
         source, _, where = name.partition(".")
         sources[where].append(source)
-    return ", ".join(f"{'+'.join(some)}.{where}" for where, some in sources.items() if some)
+    return ", ".join(
+        f"{'+'.join(some)}.{where}" for where, some in sources.items() if some
+    )
 
 
 def _parameters(count: float) -> str:

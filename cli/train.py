@@ -19,15 +19,20 @@ def train(
             help="Keep what is read of a store behind a URL in a local folder: /scratch/cache:500GB.",
         ),
     ] = None,
-    view: Annotated[str | None, typer.Option(help="Train on this view of the store only.")] = None,
+    view: Annotated[
+        str | None, typer.Option(help="Train on this view of the store only.")
+    ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the trained drafter; default: the same as DRAFTER.")
+        str | None,
+        typer.Option(help="Name of the trained drafter; default: the same as DRAFTER."),
     ] = None,
     recipe: console.Recipe = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="A training setting, such as steps=100; may be repeated."
+            "--set",
+            metavar="KEY=VALUE",
+            help="A training setting, such as steps=100; may be repeated.",
         ),
     ] = None,
     init: Annotated[
@@ -38,16 +43,24 @@ def train(
         ),
     ] = None,
     seed: console.Seed = 0,
-    ranks: Annotated[int, typer.Option(min=1, help="Training processes on this machine.")] = 1,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Training processes on this machine.")
+    ] = 1,
     zero: Annotated[
         int,
-        typer.Option(min=0, max=2, help="DeepSpeed ZeRO stage; stage 3 has nothing to shard in one layer."),
+        typer.Option(
+            min=0,
+            max=2,
+            help="DeepSpeed ZeRO stage; stage 3 has nothing to shard in one layer.",
+        ),
     ] = 0,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
         typer.Option(help="Dtype of training; auto: bfloat16 on a GPU, else float32."),
     ] = "auto",
-    save_every: Annotated[int, typer.Option(min=1, help="Optimizer steps between checkpoints.")] = 200,
+    save_every: Annotated[
+        int, typer.Option(min=1, help="Optimizer steps between checkpoints.")
+    ] = 200,
     held_out: console.HeldOut = 0.02,
     checkpoints: Annotated[
         str | None,
@@ -60,14 +73,18 @@ def train(
     show_config: Annotated[
         bool,
         typer.Option(
-            "--show-config", help="Only print all settings, as a file that --recipe takes; needs no store."
+            "--show-config",
+            help="Only print all settings, as a file that --recipe takes; needs no store.",
         ),
     ] = False,
     dry_run: console.DryRun = False,
     rate: console.Rate = None,
     anyway: console.Anyway = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start over and replace an earlier run of this name.")
+        bool,
+        typer.Option(
+            "--force", help="Start over and replace an earlier run of this name."
+        ),
     ] = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
@@ -90,14 +107,20 @@ def train(
     from vlmdistill.drafters.training import recipes
     from vlmdistill.pipelines import train as pipeline
 
-    plan = pipeline.planned(workspace, drafter, recipe, settings or (), name=name, seed=seed)
+    plan = pipeline.planned(
+        workspace, drafter, recipe, settings or (), name=name, seed=seed
+    )
     if show_config:
         if as_json:
             console.result(to_dict(plan.config), as_json)
         else:
             typer.echo(recipes.as_file(drafter, plan.config), nl=False)
         return
-    copies = f"{checkpoints.rstrip('/')}/{workspace.root.name}/{plan.out.name}" if checkpoints else None
+    copies = (
+        f"{checkpoints.rstrip('/')}/{workspace.root.name}/{plan.out.name}"
+        if checkpoints
+        else None
+    )
     plan = dataclasses.replace(
         plan,
         store=store or plan.store,
@@ -114,7 +137,9 @@ def train(
     if dry_run:
         from vlmdistill.pipelines import forecast
 
-        found = forecast.training(plan, forecast.Speeds.of(workspace.root, rate or ()), ranks)
+        found = forecast.training(
+            plan, forecast.Speeds.of(workspace.root, rate or ()), ranks
+        )
         forecasts.show_training(found, as_json)
         return
     if not anyway:
@@ -126,14 +151,25 @@ def train(
     if os.environ.get("RANK", "0") == "0":
         training = describe(folder)["training"]
         step = training.get("saved_step", training["steps"])
-        measured: dict[str, Any] = next((one for one in training["history"] if one["step"] == step), {})
+        measured: dict[str, Any] = next(
+            (one for one in training["history"] if one["step"] == step), {}
+        )
         agreement = measured.get("held_out_agreement", [])
-        shares = " ".join(f"{share:.3f}" for share in agreement) or "nothing was held out"
+        shares = (
+            " ".join(f"{share:.3f}" for share in agreement) or "nothing was held out"
+        )
         facts = {"drafter": str(folder), "steps": training["steps"], "saved_step": step}
         if warm := training.get("init"):
-            counts = {name: len(warm[name]) for name in ("taken", "zero", "fresh", "unused")}
+            counts = {
+                name: len(warm[name]) for name in ("taken", "zero", "fresh", "unused")
+            }
             facts |= {"init": warm["from"], "init_weights": counts}
-        facts |= {"samples": training["samples"], "held_out_agreement": agreement if as_json else shares}
+        facts |= {
+            "samples": training["samples"],
+            "held_out_agreement": agreement if as_json else shares,
+        }
         console.result(
-            facts | {name: measured[name] for name in ("predicted_tau",) if name in measured}, as_json
+            facts
+            | {name: measured[name] for name in ("predicted_tau",) if name in measured},
+            as_json,
         )

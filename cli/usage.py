@@ -39,5 +39,7 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            error.message = worded(error.message, getattr(error.param, "multiple", False))
+            error.message = worded(
+                error.message, getattr(error.param, "multiple", False)
+            )
             raise

@@ -25,7 +25,12 @@ OPTION = re.compile(r"(?<![\w`-])--[a-z][a-z-]*")
 def page() -> str:
     """The whole page."""
     command = typer.main.get_command(app)
-    return "\n".join([INTRODUCTION, *_sections(command, typer.Context(command, info_name="vlmdistill"))])
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *_sections(command, typer.Context(command, info_name="vlmdistill")),
+        ]
+    )
 
 
 def _sections(command: Any, context: typer.Context) -> Iterator[str]:
@@ -48,13 +53,18 @@ def _prose(text: str) -> str:
     """Help as Markdown: what follows the mark of a verbatim paragraph is a block of code."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     verbatim = "```text\n{}\n```"
-    shown = [verbatim.format(part[1:].strip()) if part[0] == "\b" else _code(part) for part in paragraphs]
+    shown = [
+        verbatim.format(part[1:].strip()) if part[0] == "\b" else _code(part)
+        for part in paragraphs
+    ]
     return "\n\n".join(shown) + "\n"
 
 
 def _code(text: str) -> str:
     """Options in running text as code, but for those that are in code already."""
-    return re.sub(rf"`[^`]*`|{OPTION.pattern}", lambda found: f"`{found[0].strip('`')}`", text)
+    return re.sub(
+        rf"`[^`]*`|{OPTION.pattern}", lambda found: f"`{found[0].strip('`')}`", text
+    )
 
 
 def _table(command: Any, context: typer.Context) -> str:

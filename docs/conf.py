@@ -47,7 +47,11 @@ class LinksOutside(SphinxPostTransform):
         for link in self.document.findall(pending_xref):
             for path, page in OUTSIDE.items():
                 if link["reftarget"].removesuffix(".md").endswith(path):
-                    link["refdomain"], link["reftarget"], link["reftargetid"] = "doc", page, None
+                    link["refdomain"], link["reftarget"], link["reftargetid"] = (
+                        "doc",
+                        page,
+                        None,
+                    )
 
 
 def setup(app: Sphinx) -> None:

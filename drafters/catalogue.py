@@ -81,12 +81,16 @@ _SMALL = Recipe(
 
 
 def _mixed(recipe: Recipe, about: str) -> Recipe:
-    return replace(recipe, about=about, settings=f"{recipe.settings} stages.*.visual=[0.5,0.5]")
+    return replace(
+        recipe, about=about, settings=f"{recipe.settings} stages.*.visual=[0.5,0.5]"
+    )
 
 
 RECIPES = {
     "paper": Recipe("each paper's own settings"),
-    "fair": _mixed(_EQUAL, "the same steps, tree and share of images for all, to compare methods"),
+    "fair": _mixed(
+        _EQUAL, "the same steps, tree and share of images for all, to compare methods"
+    ),
     "fair-paper": _EQUAL,
     "demo": _mixed(_SMALL, "as fair, for the embedded targets"),
     "demo-paper": _SMALL,
@@ -97,7 +101,9 @@ def check_recipe(name: str) -> None:
     """DataError on an unknown recipe."""
     if name not in RECIPES:
         near = did_you_mean(name, RECIPES)
-        raise DataError(f"there is no recipe '{name}'{near}; choose from {', '.join(RECIPES)}")
+        raise DataError(
+            f"there is no recipe '{name}'{near}; choose from {', '.join(RECIPES)}"
+        )
 
 
 def about(name: str) -> str:
@@ -109,19 +115,27 @@ def about(name: str) -> str:
         if isinstance(node, ast.ClassDef) and node.name == DRAFTERS[base(name)]
     )
     line = (ast.get_docstring(kind) or "").partition("\n")[0]
-    return f"{base(name)} with {' '.join(VARIANTS[name][1])}" if name in VARIANTS else line
+    return (
+        f"{base(name)} with {' '.join(VARIANTS[name][1])}" if name in VARIANTS else line
+    )
 
 
 def check(name: str) -> None:
     """DataError on an unknown name."""
     if name not in NAMES:
         near = did_you_mean(name, NAMES)
-        raise DataError(f"there is no drafter '{name}'{near}; choose from {', '.join(sorted(NAMES))}")
+        raise DataError(
+            f"there is no drafter '{name}'{near}; choose from {', '.join(sorted(NAMES))}"
+        )
 
 
 def listed(names: str) -> list[str]:
     """The names of a list such as `sparrow,wren`; none for `all`. DataError on an unknown name."""
-    some = [] if names == "all" else [*dict.fromkeys(one.strip() for one in names.split(",") if one.strip())]
+    some = (
+        []
+        if names == "all"
+        else [*dict.fromkeys(one.strip() for one in names.split(",") if one.strip())]
+    )
     for name in some:
         check(name)
     return some
@@ -140,7 +154,9 @@ def load(name: str) -> "type[Proposer]":
 def trained(name: str) -> "type[Drafter]":
     """The class of a drafter that is trained; DataError when it needs no training."""
     if not is_trained(name):
-        raise DataError(f"{name} needs no training: evaluate it as it is, `vlmdistill eval {name}`")
+        raise DataError(
+            f"{name} needs no training: evaluate it as it is, `vlmdistill eval {name}`"
+        )
     return cast("type[Drafter]", load(name))
 
 

@@ -25,7 +25,15 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMSNorm, Tree
+from vlmdistill.drafters.core import (
+    Batch,
+    Drafter,
+    Entries,
+    Head,
+    KVCache,
+    RMSNorm,
+    Tree,
+)
 from vlmdistill.drafters.core.batch import TokenIndex
 from vlmdistill.drafters.core.config import (
     ModelConfig,
@@ -124,7 +132,9 @@ class DFlash(FrequentTokens, Drafter):
             at_least(self, 0, "markov", "draft_vocab")
             at_least(self, -1, "mask")
             if self.context == "all" and self.positions == "compact":
-                raise DataError("with context=all, set positions=expanded: compact ones count text alone")
+                raise DataError(
+                    "with context=all, set positions=expanded: compact ones count text alone"
+                )
 
         @property
         def max_hops(self) -> int:
@@ -139,13 +149,19 @@ class DFlash(FrequentTokens, Drafter):
         def sources(self, info: TargetInfo) -> tuple[str, ...]:
             """The states that are fused; DataError for a layer that the target lacks."""
             if any(not 0 <= tap < info.num_layers for tap in self.taps):
-                raise DataError(f"taps={[*self.taps]}: the target has layers 0 to {info.num_layers - 1}")
+                raise DataError(
+                    f"taps={[*self.taps]}: the target has layers 0 to {info.num_layers - 1}"
+                )
             return tuple(f"layer{tap}" for tap in self.taps) or depths(info.num_layers)
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """The fused states of the context; last states to learn from."""
             where = ("text", "visual") if self.context == "all" else ("text",)
-            taps = features(*(f"{source}.{rows}" for source in self.sources(info) for rows in where))
+            taps = features(
+                *(f"{source}.{rows}" for source in self.sources(info) for rows in where)
+            )
             return taps if decoding else taps | features("hidden.text")
 
     @dataclass(frozen=True, kw_only=True)
@@ -184,9 +200,13 @@ class DFlash(FrequentTokens, Drafter):
     config: Config
 
     @classmethod
-    def published_config(cls, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    def published_config(
+        cls, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> Mapping[str, Any]:
         """Those of the layouts in `LAYOUTS`, which read the states of all positions."""
-        nested = (raw.get(key) or {} for key in ("transformer_layer_config", "dflash_config"))
+        nested = (
+            raw.get(key) or {} for key in ("transformer_layer_config", "dflash_config")
+        )
         try:
             layers, block = nested
             every = {**layers, **raw, **block}
@@ -194,17 +214,30 @@ class DFlash(FrequentTokens, Drafter):
         except (msgspec.ValidationError, TypeError) as error:
             raise DataError(f"it does not describe a block drafter: {error}") from None
         name = found.speculators_model_type or ", ".join(found.architectures)
-        if name not in LAYOUTS or found.projector_type not in (None, "dflash", "dspark"):
+        if name not in LAYOUTS or found.projector_type not in (
+            None,
+            "dflash",
+            "dspark",
+        ):
             odd = found.projector_type if name in LAYOUTS else name or "not named"
-            raise DataError(f"its architecture is {odd}, and read are {', '.join(LAYOUTS)}")
+            raise DataError(
+                f"its architecture is {odd}, and read are {', '.join(LAYOUTS)}"
+            )
         for switch, neutral in NEUTRAL.items():
             if (value := every.get(switch)) not in (None, neutral):
-                raise DataError(f"it has {switch}={value}, and drafters here have {neutral}")
+                raise DataError(
+                    f"it has {switch}={value}, and drafters here have {neutral}"
+                )
         # An id is the layer that a state leaves; for speculators, as here, the one that it enters.
         left, entered = found.target_layer_ids, found.aux_hidden_state_layer_ids
-        taps = entered if found.speculators_model_type else tuple(one + 1 for one in left)
+        taps = (
+            entered if found.speculators_model_type else tuple(one + 1 for one in left)
+        )
         learned = f"{MASK}:embedding" in tensors
-        for key, there in {"target layer ids": taps, "mask_token_id": learned or found.mask_token_id}.items():
+        for key, there in {
+            "target layer ids": taps,
+            "mask_token_id": learned or found.mask_token_id,
+        }.items():
             if there in (None, ()):
                 raise DataError(f"it has no {key}")
         markov = tensors.get("markov_head.markov_w1.weight")
@@ -233,16 +266,23 @@ class DFlash(FrequentTokens, Drafter):
         self.hidden_norm = RMSNorm(width, eps)
         unbiased = replace(info, attention_bias=False)
         self.layers = nn.ModuleList(
-            DecoderLayer(unbiased, kv_heads=config.kv_heads, head_norms=True) for _ in range(config.layers)
+            DecoderLayer(unbiased, kv_heads=config.kv_heads, head_norms=True)
+            for _ in range(config.layers)
         )
-        self.input_norms = nn.ModuleList(RMSNorm(width, eps) for _ in range(config.layers))
+        self.input_norms = nn.ModuleList(
+            RMSNorm(width, eps) for _ in range(config.layers)
+        )
         self.norm = RMSNorm(width, eps)
         if config.mask < 0:
             self.mask_D = nn.Parameter(torch.randn(width) * width**-0.5)
         elif config.mask >= info.vocab_size:
-            raise DataError(f"mask={config.mask}: the target has tokens 0 to {info.vocab_size - 1}")
+            raise DataError(
+                f"mask={config.mask}: the target has tokens 0 to {info.vocab_size - 1}"
+            )
         size = min(config.draft_vocab or info.vocab_size, info.vocab_size)
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if config.draft_vocab else None)
+        self.register_buffer(
+            "d2t", torch.zeros(size, dtype=torch.long) if config.draft_vocab else None
+        )
         if config.markov:
             self.markov_in = nn.Embedding(info.vocab_size, config.markov)
             self.markov_out = nn.Linear(config.markov, size, bias=False)
@@ -268,18 +308,28 @@ class DFlash(FrequentTokens, Drafter):
         if rows_R is not None:
             ids_R, rotary_R = ids_R[rows_R], rotary_R[rows_R]
         slots = self.config.block
-        mask_D = self.mask_D if self.config.mask < 0 else self.embed_VD[self.config.mask]
+        mask_D = (
+            self.mask_D if self.config.mask < 0 else self.embed_VD[self.config.mask]
+        )
         mask_RJD = mask_D.expand(len(ids_R), slots - 1, -1)
         x_QD = torch.cat([self.embed(ids_R)[:, None], mask_RJD], dim=1).flatten(0, 1)
-        rotary_Q = (rotary_R[:, None] + torch.arange(1, slots + 1, device=x_QD.device)).flatten()
+        rotary_Q = (
+            rotary_R[:, None] + torch.arange(1, slots + 1, device=x_QD.device)
+        ).flatten()
         for number, layer in self._layers():
-            query_QHd, key_QKd, value_QKd = layer.qkv(self.input_norms[number](x_QD), rotary_Q)
-            mixed_QHd = cache.layer(number).attend_block(query_QHd, key_QKd, value_QKd, tokens)
+            query_QHd, key_QKd, value_QKd = layer.qkv(
+                self.input_norms[number](x_QD), rotary_Q
+            )
+            mixed_QHd = cache.layer(number).attend_block(
+                query_QHd, key_QKd, value_QKd, tokens
+            )
             x_QD = layer.finish(x_QD, mixed_QHd)
         x_RJD: Tensor = self.norm(x_QD).view(len(ids_R), slots, self.info.hidden_size)
         return x_RJD[:, slots - self.config.max_hops :].flatten(1)
 
-    def _read(self, states_NS: Tensor, rotary_N: Tensor, tokens: TokenIndex, cache: KVCache) -> None:
+    def _read(
+        self, states_NS: Tensor, rotary_N: Tensor, tokens: TokenIndex, cache: KVCache
+    ) -> None:
         """Write fused states as keys and values of every layer."""
         context_ND = self.hidden_norm(self.fc(states_NS))
         for number, layer in self._layers():
@@ -309,7 +359,11 @@ class DFlash(FrequentTokens, Drafter):
         """DSpark's head: of the state of a guess and the Markov vector of the token before it."""
         if not self.config.tells:
             return None
-        parts = [estimate_ND, self.markov_in(last_N)] if self.config.markov else [estimate_ND]
+        parts = (
+            [estimate_ND, self.markov_in(last_N)]
+            if self.config.markov
+            else [estimate_ND]
+        )
         told_N1: Tensor = self.tell(torch.cat(parts, dim=-1))
         return told_N1[:, 0]
 
@@ -317,7 +371,12 @@ class DFlash(FrequentTokens, Drafter):
     def lm_parameters(self) -> tuple[Tensor, ...]:
         """The Markov and the confidence head."""
         names = ("markov_in", "markov_out", "tell")
-        return tuple(one for name in names if hasattr(self, name) for one in getattr(self, name).parameters())
+        return tuple(
+            one
+            for name in names
+            if hasattr(self, name)
+            for one in getattr(self, name).parameters()
+        )
 
     def published(self) -> ServedDrafter:
         """As vLLM's own DFlash and DSpark read it; `context=text` and DSpark's learned mask need the plugin.
@@ -325,21 +384,34 @@ class DFlash(FrequentTokens, Drafter):
         TrainingError when neither feeds it as it was trained.
         """
         config, info, taps = self.config, self.info, self.taps
-        whole, spark, learned = config.context == "all", config.markov > 0, config.mask < 0
+        whole, spark, learned = (
+            config.context == "all",
+            config.markov > 0,
+            config.mask < 0,
+        )
         served = {"positions": "expanded" if whole else "compact", "draft_vocab": 0}
-        for setting, value in (served if spark else {**served, "from_anchor": False}).items():
+        for setting, value in (
+            served if spark else {**served, "from_anchor": False}
+        ).items():
             if (trained := getattr(config, setting)) != value:
                 raise unserved(setting, trained, value)
         if [*taps] != sorted({*taps}):  # vLLM keeps states in the order of the layers
             raise unserved("taps", [*taps], sorted({*taps}))
-        weights = {f"{name}.weight": getattr(self, name).weight for name in ("fc", "hidden_norm", "norm")}
+        weights = {
+            f"{name}.weight": getattr(self, name).weight
+            for name in ("fc", "hidden_norm", "norm")
+        }
         for number, layer in self._layers():
             prefix = f"layers.{number}"
-            weights[f"{prefix}.input_layernorm.weight"] = self.input_norms[number].weight
+            weights[f"{prefix}.input_layernorm.weight"] = self.input_norms[
+                number
+            ].weight
             weights |= layer_weights(layer, prefix)
         # A learned mask replaces the embedding of a token that the target does not generate.
         mask = info.visual_ids[0] if learned else config.mask
-        left = [tap - 1 for tap in taps]  # of the layers that states leave, not of those that they enter
+        left = [
+            tap - 1 for tap in taps
+        ]  # of the layers that states leave, not of those that they enter
         settings: dict[str, Any] = {
             **layer_settings(self, next(self._layers())[1]),
             "model_type": "qwen3",
@@ -365,20 +437,33 @@ class DFlash(FrequentTokens, Drafter):
             weights["markov_head.markov_w1.weight"] = self.markov_in.weight
             weights["markov_head.markov_w2.weight"] = self.markov_out.weight
             if config.tells:
-                weights |= {f"confidence_head.proj.{key}": one for key, one in self.tell.named_parameters()}
+                weights |= {
+                    f"confidence_head.proj.{key}": one
+                    for key, one in self.tell.named_parameters()
+                }
             if learned or not whole:
                 # Without the plugin, vLLM refuses a tensor that it does not know, instead of other drafts.
                 weights[KEY] = self.mask_D if learned else torch.empty(0)
         else:
-            settings["architectures"] = ["DFlashDraftModel" if whole else "DFlashVlmdistill"]
-            settings["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": left, "causal": False}
+            settings["architectures"] = [
+                "DFlashDraftModel" if whole else "DFlashVlmdistill"
+            ]
+            settings["dflash_config"] = {
+                "mask_token_id": mask,
+                "target_layer_ids": left,
+                "causal": False,
+            }
             if learned:
                 files[MASK] = {"embedding": self.mask_D, "mask_token_id": mask}
         name: Literal["dspark", "dflash"] = "dspark" if spark else "dflash"
         return ServedDrafter(
             settings,
             weights,
-            Feeding(drafter=name, visual="states" if whole else "dropped", draft_tokens=config.max_hops),
+            Feeding(
+                drafter=name,
+                visual="states" if whole else "dropped",
+                draft_tokens=config.max_hops,
+            ),
             name,
             draft_vocabulary=info.vocab_size,
             layers=taps,

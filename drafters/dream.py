@@ -21,9 +21,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMSNorm, Tree
+from vlmdistill.drafters.core import (
+    Batch,
+    Drafter,
+    Entries,
+    Head,
+    KVCache,
+    RMSNorm,
+    Tree,
+)
 from vlmdistill.drafters.core.batch import TokenIndex
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
+from vlmdistill.drafters.core.config import (
+    ModelConfig,
+    Stage,
+    TrainConfig,
+    at_least,
+    features,
+)
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -45,17 +59,25 @@ class Dream(Drafter):
 
         def middle_source(self, info: TargetInfo) -> str:
             """The states that the second layer learns from."""
-            return f"layer{min(int(self.middle * info.num_layers), info.num_layers - 1)}"
+            return (
+                f"layer{min(int(self.middle * info.num_layers), info.num_layers - 1)}"
+            )
 
         @property
         def learns_middle(self) -> bool:
             """Its second layer's output."""
             return True
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """States everywhere and the visual embeddings; text states of the middle layer to learn from."""
             always = features("hidden.text", "hidden.visual", "embed.visual")
-            return always if decoding else always | features(f"{self.middle_source(info)}.text")
+            return (
+                always
+                if decoding
+                else always | features(f"{self.middle_source(info)}.text")
+            )
 
     @dataclass(frozen=True, kw_only=True)
     class Training(TrainConfig):
@@ -123,12 +145,18 @@ class Dream(Drafter):
         The states of guesses are g, not h.
         """
         width, hop, tokens = self.info.hidden_size, entries.hop, entries.tokens
-        x_ND, state_ND, rotary_N = self.embed(entries.ids_N), entries.hidden_ND[:, :width], entries.rotary_N
+        x_ND, state_ND, rotary_N = (
+            self.embed(entries.ids_N),
+            entries.hidden_ND[:, :width],
+            entries.rotary_N,
+        )
         if hop == 0 and "visual" in cache.context:
             visual_U2D, seen = cache.context.pop("visual"), cache.context.pop("tokens")
             rows_R = tokens.readable.rows_R
             if rows_R is None:
-                rows_R = torch.arange(len(x_ND), device=tokens.readable.segment_N.device)
+                rows_R = torch.arange(
+                    len(x_ND), device=tokens.readable.segment_N.device
+                )
             x_ND = torch.cat([visual_U2D[:, :width], x_ND])
             state_ND = torch.cat([visual_U2D[:, width:], state_ND])
             rotary_N = torch.cat([seen.position_N - 1, rotary_N])
@@ -155,25 +183,48 @@ class CrossLayer(nn.Module):
         super().__init__()
         self.heads, self.head_dim = info.num_heads, info.head_dim
         self.kv_heads = info.num_heads if kv_heads == "all" else info.num_kv_heads
-        width, attended, eps = info.hidden_size, self.heads * self.head_dim, info.rms_norm_eps
+        width, attended, eps = (
+            info.hidden_size,
+            self.heads * self.head_dim,
+            info.rms_norm_eps,
+        )
         self.input_norm = RMSNorm(width, eps)
         self.q_proj = nn.Linear(width, attended, bias=False)
         self.kv_proj = nn.Linear(width, 2 * self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(attended, width, bias=False)
-        self.q_norm, self.k_norm = RMSNorm(self.head_dim, eps), RMSNorm(self.head_dim, eps)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, eps),
+            RMSNorm(self.head_dim, eps),
+        )
         self.post_attention_norm = RMSNorm(width, eps)
         self.gate_up_proj = nn.Linear(width, 2 * info.intermediate_size, bias=False)
         self.down_proj = nn.Linear(info.intermediate_size, width, bias=False)
-        self.attention_gate, self.mlp_gate = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        self.attention_gate, self.mlp_gate = (
+            nn.Parameter(torch.zeros(1)),
+            nn.Parameter(torch.zeros(1)),
+        )
 
-    def forward(self, x_ND: Tensor, state_ND: Tensor, tokens: TokenIndex, cache: KVCache, hop: int) -> Tensor:
+    def forward(
+        self,
+        x_ND: Tensor,
+        state_ND: Tensor,
+        tokens: TokenIndex,
+        cache: KVCache,
+        hop: int,
+    ) -> Tensor:
         """[N, D] -> [N, D]: write each entry's state to the cache, then look at those that it may see."""
         count, width = len(x_ND), self.head_dim
-        query_NHd = self.q_norm(self.q_proj(self.input_norm(x_ND)).view(count, self.heads, width))
-        key_NKd, value_NKd = self.kv_proj(state_ND).view(count, 2, self.kv_heads, width).unbind(1)
+        query_NHd = self.q_norm(
+            self.q_proj(self.input_norm(x_ND)).view(count, self.heads, width)
+        )
+        key_NKd, value_NKd = (
+            self.kv_proj(state_ND).view(count, 2, self.kv_heads, width).unbind(1)
+        )
         cache.update(self.k_norm(key_NKd), value_NKd, tokens, hop)
         mixed_NHd = cache.attend(query_NHd, tokens, hop)
         x_ND = x_ND + self.attention_gate.tanh() * self.o_proj(mixed_NHd.flatten(1))
-        gate_NM, up_NM = self.gate_up_proj(self.post_attention_norm(x_ND)).chunk(2, dim=-1)
+        gate_NM, up_NM = self.gate_up_proj(self.post_attention_norm(x_ND)).chunk(
+            2, dim=-1
+        )
         added_ND: Tensor = self.down_proj(F.silu(gate_NM) * up_NM)
         return x_ND + self.mlp_gate.tanh() * added_ND

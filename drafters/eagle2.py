@@ -22,7 +22,9 @@ class Eagle2(EagleDrafter):
     class Config(ModelConfig):
         """EAGLE's layer has no switches."""
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """States everywhere, and the visual embeddings."""
             return features("hidden.text", "hidden.visual", "embed.visual")
 

@@ -22,9 +22,22 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMSNorm
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, depths, features
+from vlmdistill.drafters.core.config import (
+    ModelConfig,
+    Stage,
+    TrainConfig,
+    at_least,
+    depths,
+    features,
+)
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
-from vlmdistill.drafters.core.serving import Feeding, ServedDrafter, layer_settings, layer_weights, unserved
+from vlmdistill.drafters.core.serving import (
+    Feeding,
+    ServedDrafter,
+    layer_settings,
+    layer_weights,
+    unserved,
+)
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.core.vocabulary import FrequentTokens
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -48,10 +61,18 @@ class Eagle3(FrequentTokens, Drafter):
         def __post_init__(self) -> None:
             at_least(self, 1, "draft_vocab")
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Three depths and the visual embeddings, or span ends for them; last states to learn from."""
             where = ("text", "visual") if self.visual == "all" else ("text", "span")
-            taps = features(*(f"{source}.{rows}" for source in depths(info.num_layers) for rows in where))
+            taps = features(
+                *(
+                    f"{source}.{rows}"
+                    for source in depths(info.num_layers)
+                    for rows in where
+                )
+            )
             embed = features("embed.visual") if self.visual == "all" else frozenset()
             return taps | embed | (frozenset() if decoding else features("hidden.text"))
 
@@ -86,7 +107,10 @@ class Eagle3(FrequentTokens, Drafter):
         **{name: name for name in ("fc", "norm", "lm_head", "d2t")},
         **{
             f"{layer}{theirs}": ours
-            for layer in ("midlayer", "layers.0")  # the authors' and SpecForge's; that of speculators
+            for layer in (
+                "midlayer",
+                "layers.0",
+            )  # the authors' and SpecForge's; that of speculators
             for theirs, ours in {
                 **layer_names("", "layer"),
                 ".input_layernorm": "embed_norm",
@@ -95,7 +119,9 @@ class Eagle3(FrequentTokens, Drafter):
         },
     }
     published_settings: ClassVar[Mapping[str, str]] = {"lm_head.weight": "draft_vocab"}
-    published_switches: ClassVar[Mapping[str, str]] = {"norm_before_residual": "normed_residual"}
+    published_switches: ClassVar[Mapping[str, str]] = {
+        "norm_before_residual": "normed_residual"
+    }
     config: Config
     d2t: Tensor
 
@@ -111,7 +137,9 @@ class Eagle3(FrequentTokens, Drafter):
         self.hidden_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         # Its projections have no bias, even where the target's have one.
         self.layer = DecoderLayer(
-            replace(info, attention_bias=False), kv_heads=config.kv_heads, inputs=2 * info.hidden_size
+            replace(info, attention_bias=False),
+            kv_heads=config.kv_heads,
+            inputs=2 * info.hidden_size,
         )
         self.norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         size = min(config.draft_vocab, info.vocab_size)
@@ -132,17 +160,28 @@ class Eagle3(FrequentTokens, Drafter):
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """g_t + layer([norm(e_{t+1}) ; norm(g_t)]) -> g_{t+1}, with g_t = fc([low ; mid ; high]) at hop 0."""
         embed_ND = self.embed(entries.ids_N)
-        hidden_ND = self.fc(entries.hidden_ND) if entries.hop == 0 else entries.hidden_ND
+        hidden_ND = (
+            self.fc(entries.hidden_ND) if entries.hop == 0 else entries.hidden_ND
+        )
         x_ND = self.normed(embed_ND, hidden_ND)
-        residual_ND = x_ND[:, len(hidden_ND[0]) :] if self.config.normed_residual else hidden_ND
+        residual_ND = (
+            x_ND[:, len(hidden_ND[0]) :] if self.config.normed_residual else hidden_ND
+        )
         state_RD: Tensor = self.layer(
-            x_ND, entries.rotary_N, entries.tokens, cache, entries.hop, residual_ND=residual_ND
+            x_ND,
+            entries.rotary_N,
+            entries.tokens,
+            cache,
+            entries.hop,
+            residual_ND=residual_ND,
         )
         return state_RD
 
     def normed(self, embed_ND: Tensor, hidden_ND: Tensor) -> Tensor:
         """The input of queries, keys and values: [normed embedding ; normed state]."""
-        return torch.cat([self.embed_norm(embed_ND), self.hidden_norm(hidden_ND)], dim=-1)
+        return torch.cat(
+            [self.embed_norm(embed_ND), self.hidden_norm(hidden_ND)], dim=-1
+        )
 
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """Its own norm and head, over the draft vocabulary; what recurs is the state before them."""
@@ -179,7 +218,9 @@ class Eagle3(FrequentTokens, Drafter):
             "draft_vocab_size": len(self.d2t),
             "norm_before_residual": self.config.normed_residual,
             "num_aux_hidden_states": len(taps),
-            "eagle_aux_hidden_state_layer_ids": [*taps],  # vLLM: the layers that a state enters
+            "eagle_aux_hidden_state_layer_ids": [
+                *taps
+            ],  # vLLM: the layers that a state enters
             "eagle_config": {  # SGLang: those that it leaves, one less
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps],

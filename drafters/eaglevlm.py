@@ -16,16 +16,36 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import Batch, EagleDrafter, Head, KVCache, RMSNorm, Tree, Visual
-from vlmdistill.drafters.core.compressors import Compressor, GroupCompressor, QueryCompressor
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
+from vlmdistill.drafters.core import (
+    Batch,
+    EagleDrafter,
+    Head,
+    KVCache,
+    RMSNorm,
+    Tree,
+    Visual,
+)
+from vlmdistill.drafters.core.compressors import (
+    Compressor,
+    GroupCompressor,
+    QueryCompressor,
+)
+from vlmdistill.drafters.core.config import (
+    ModelConfig,
+    Stage,
+    TrainConfig,
+    at_least,
+    features,
+)
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 TINY = 1e-30  # keeps the logarithm of a draw finite
 
-Choice = Literal["select", "weigh", "concat", "prune", "pool", "convolve", "resample", "none"]
+Choice = Literal[
+    "select", "weigh", "concat", "prune", "pool", "convolve", "resample", "none"
+]
 
 
 class EagleVLM(EagleDrafter):
@@ -48,7 +68,9 @@ class EagleVLM(EagleDrafter):
         def __post_init__(self) -> None:
             at_least(self, 1, "ratio", "kernel", "queries")
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Text states, the last visual state of each span, and the visual embeddings."""
             last = "hidden.visual" if self.compressor == "none" else "hidden.span"
             return features("hidden.text", last, "embed.visual")
@@ -57,7 +79,9 @@ class EagleVLM(EagleDrafter):
     class Training(TrainConfig):
         """Section 4.1 and eq. 3; the five epochs of the abstract."""
 
-        stages: tuple[Stage, ...] = (Stage(name="multimodal", epochs=5, visual=(1, 1), learning_rate=8e-5),)
+        stages: tuple[Stage, ...] = (
+            Stage(name="multimodal", epochs=5, visual=(1, 1), learning_rate=8e-5),
+        )
 
     tree = Tree(60, 7, 10)
     config: Config
@@ -68,7 +92,10 @@ class EagleVLM(EagleDrafter):
         self.compressors = nn.ModuleList(_compressors(config, info))
         self.gate: nn.Linear | None = None
         if config.compressor in ("select", "weigh"):
-            self.gate = nn.Linear(info.hidden_size, len(self.compressors) + (config.compressor == "select"))
+            self.gate = nn.Linear(
+                info.hidden_size,
+                len(self.compressors) + (config.compressor == "select"),
+            )
 
     @property
     def visual(self) -> Visual:
@@ -101,19 +128,31 @@ class EagleVLM(EagleDrafter):
         score_MB = self.gate(batch.feature("hidden", "text")[asked_M]).float()
         if self.config.compressor == "weigh":
             weight_MB = score_MB.softmax(-1).to(read_UD.dtype)
-            mixed_MCD = (weight_MB[:, None, None] * torch.stack(entries, dim=-1)).sum(-1)
+            mixed_MCD = (weight_MB[:, None, None] * torch.stack(entries, dim=-1)).sum(
+                -1
+            )
             self.write_compressed(mixed_MCD, places[0], batch, cache)
             return
-        if cache.generator is not None:  # Gumbel noise, one draw for all images of a sample
+        if (
+            cache.generator is not None
+        ):  # Gumbel noise, one draw for all images of a sample
             draw_TB = score_MB.new_empty(len(batch.ids_T), score_MB.shape[1])
             draw_TB.exponential_(generator=cache.generator)
             score_MB = score_MB - draw_TB.clamp(min=TINY).log()[asked_M]
         chance_MB, chosen_M1 = score_MB.softmax(-1), score_MB.argmax(-1)[:, None]
         # Straight through: one, with the gradient of the chance.
         through_MB = (1 + (chance_MB - chance_MB.detach())).to(read_UD.dtype)
-        entries = [part_MCD * through_MB[:, one, None, None] for one, part_MCD in enumerate(entries)]
-        chosen_M1 = place(chosen_M1, span_U.device)  # a wait for the GPU: it has chosen how many entries
-        places = [torch.where(chosen_M1 == one, place_MC, -1) for one, place_MC in enumerate(places)]
+        entries = [
+            part_MCD * through_MB[:, one, None, None]
+            for one, part_MCD in enumerate(entries)
+        ]
+        chosen_M1 = place(
+            chosen_M1, span_U.device
+        )  # a wait for the GPU: it has chosen how many entries
+        places = [
+            torch.where(chosen_M1 == one, place_MC, -1)
+            for one, place_MC in enumerate(places)
+        ]
         self.write_compressed(torch.cat(entries, 1), torch.cat(places, 1), batch, cache)
 
     def _all(self) -> list[Compressor]:
@@ -129,14 +168,21 @@ class EagleVLM(EagleDrafter):
 def _compressors(config: EagleVLM.Config, info: TargetInfo) -> list[Compressor]:
     """Those that the setting names, in the order of the gate."""
     width, chosen = info.hidden_size, config.compressor
-    ratio = config.kernel if chosen == "weigh" else config.ratio  # what is summed has the same groups
+    ratio = (
+        config.kernel if chosen == "weigh" else config.ratio
+    )  # what is summed has the same groups
     every: dict[str, Compressor] = {
         "prune": GroupCompressor(width, ratio, "prune"),
         "pool": GroupCompressor(width, ratio, "pool"),
         "convolve": GroupCompressor(width, config.kernel, "convolve"),
         "resample": QueryCompressor(info, config.queries),
     }
-    groups = {"select": [*every], "concat": [*every], "weigh": ["prune", "pool", "convolve"], "none": []}
+    groups = {
+        "select": [*every],
+        "concat": [*every],
+        "weigh": ["prune", "pool", "convolve"],
+        "none": [],
+    }
     return [every[name] for name in groups.get(chosen, [chosen])]
 
 
@@ -144,7 +190,8 @@ def _asked(batch: Batch) -> Tensor:
     """The last token of the prompt of each span's sample, as a text index: [M]."""
     text = len(batch.ids_T)
     first_M, end_M = (
-        torch.searchsorted(batch.segment_T, batch.segment_M, right=right) for right in (False, True)
+        torch.searchsorted(batch.segment_T, batch.segment_M, right=right)
+        for right in (False, True)
     )
     answer_A = torch.cat([batch.response_T.nonzero()[:, 0], end_M.new_full((1,), text)])
     answer_M = answer_A[torch.searchsorted(answer_A, first_M)]

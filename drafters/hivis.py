@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, Tree
-from vlmdistill.drafters.core.config import ModelConfig, Positions, Stage, TrainConfig, at_least, features
+from vlmdistill.drafters.core.config import (
+    ModelConfig,
+    Positions,
+    Stage,
+    TrainConfig,
+    at_least,
+    features,
+)
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -35,7 +42,9 @@ class HiViS(EagleDrafter):
         def __post_init__(self) -> None:
             at_least(self, 0, "threshold")
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Text states, and nothing of any image; under `last_visual`, the last state of each."""
             text = features("hidden.text")
             return text | features("hidden.span") if self.last_visual else text
@@ -69,10 +78,16 @@ class HiViS(EagleDrafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.sequence = GuessTable(config.threshold, info.hidden_size)  # the bias of `fc` is e_seq^0
+        self.sequence = GuessTable(
+            config.threshold, info.hidden_size
+        )  # the bias of `fc` is e_seq^0
 
     def fuse(
-        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+        self,
+        embed_ND: Tensor,
+        state_ND: Tensor,
+        guess_1: Tensor,
+        joined_ND: Tensor | None = None,
     ) -> Tensor:
         """Eqs. 5-6: fc([e_{t+1} ; h_t]) + e_seq."""
         x_ND = super().fuse(embed_ND, state_ND, guess_1)

@@ -59,7 +59,10 @@ class Window:
         self.levels = config.level - 1
         words = prompt_T.tolist()
         draw = random.Random(0)
-        self.rows = [[draw.choice(words) for _ in range(config.window)] for _ in range(self.levels)]
+        self.rows = [
+            [draw.choice(words) for _ in range(config.window)]
+            for _ in range(self.levels)
+        ]
         self.pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
         if config.pool_from_prompt:
             for start in range(len(words) - self.levels):
@@ -67,25 +70,36 @@ class Window:
 
     def commit(self, ids_K: Tensor, hidden_KD: Tensor) -> None:
         """The window begins with the last committed token."""
-        self.rows[0][0] = int(ids_K[-1])  # a wait for the GPU, as in `observe`: the pool is on the host
+        self.rows[0][0] = int(
+            ids_K[-1]
+        )  # a wait for the GPU, as in `observe`: the pool is on the host
 
     def grow(self, shape: Tree) -> DraftTree:
         """The window, then the known n-grams of its first token, the latest first, for any `shape`."""
         width, levels = self.config.window, self.levels
         known = list(reversed(self.pool.get(self.rows[0][0], {})))
         # Level 0 is a chain from the root; the nodes of a column descend from its token on level 0.
-        parents = [max(node - (1 if node < width else width), 0) for node in range(levels * width)]
+        parents = [
+            max(node - (1 if node < width else width), 0)
+            for node in range(levels * width)
+        ]
         for first in range(len(parents), len(parents) + len(known) * levels, levels):
             parents += [0, *range(first, first + levels - 1)]
-        ids = [token for row in self.rows for token in row] + [token for one in known for token in one]
+        ids = [token for row in self.rows for token in row] + [
+            token for one in known for token in one
+        ]
         parent_N = torch.tensor(parents, device=self.device)
-        visible_NN = eye_NN = torch.eye(len(parents), dtype=torch.bool, device=self.device)
+        visible_NN = eye_NN = torch.eye(
+            len(parents), dtype=torch.bool, device=self.device
+        )
         for _ in range(levels + width):
             visible_NN = eye_NN | visible_NN[parent_N]
         greedy_N = torch.zeros(len(parents), dtype=torch.bool, device=self.device)
         greedy_N[0] = True
         greedy_N[levels * width : levels * width + (levels if known else 0)] = True
-        return DraftTree(torch.tensor(ids, device=self.device), parent_N, visible_NN, greedy_N)
+        return DraftTree(
+            torch.tensor(ids, device=self.device), parent_N, visible_NN, greedy_N
+        )
 
     def observe(self, logits_NV: Tensor) -> None:
         """Keep the n-gram of every column, and move the window by one position."""

@@ -16,7 +16,13 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core import Drafter, Entries, Head, KVCache, Tree
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
+from vlmdistill.drafters.core.config import (
+    ModelConfig,
+    Stage,
+    TrainConfig,
+    at_least,
+    features,
+)
 from vlmdistill.drafters.core.serving import Feeding, ServedDrafter
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -39,7 +45,9 @@ class Medusa(Drafter):
             """A token for each head."""
             return self.heads
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Text states."""
             return features("hidden.text")
 
@@ -67,12 +75,16 @@ class Medusa(Drafter):
         )
 
     tree = Tree(30, 3, 8)
-    published_names: ClassVar[Mapping[str, str]] = {}  # published heads have LM heads of their own
+    published_names: ClassVar[
+        Mapping[str, str]
+    ] = {}  # published heads have LM heads of their own
     config: Config
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.heads = nn.ModuleList(nn.Linear(info.hidden_size, info.hidden_size) for _ in range(config.heads))
+        self.heads = nn.ModuleList(
+            nn.Linear(info.hidden_size, info.hidden_size) for _ in range(config.heads)
+        )
         for weight in self.heads.parameters():
             nn.init.zeros_(weight)
 

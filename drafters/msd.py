@@ -30,7 +30,9 @@ class MSD(EagleDrafter):
         input_norm: bool = False
         """Norm the layer's input, as the official code does for Qwen2-VL alone."""
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Text states, the last visual state of each span, and the visual embeddings."""
             always = features("hidden.text", "hidden.span")
             if decoding and self.vata:
@@ -51,7 +53,9 @@ class MSD(EagleDrafter):
         **EAGLE_NAMES,
         "layers.0.input_layernorm": "block.layer.input_norm",
     }
-    published_settings: ClassVar[Mapping[str, str]] = {"layers.0.input_layernorm.weight": "input_norm"}
+    published_settings: ClassVar[Mapping[str, str]] = {
+        "layers.0.input_layernorm.weight": "input_norm"
+    }
     config: Config
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:

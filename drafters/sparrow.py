@@ -34,7 +34,9 @@ class Sparrow(EagleDrafter):
         middle_norm: bool = True
         """A norm of our own on the middle-layer states; off: as they are, as eq. 3 has them."""
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Text states, the last visual state of each span; in training the middle layer's visual ones."""
             always = features("hidden.text", "hidden.span")
             if decoding and self.vata:
@@ -70,7 +72,9 @@ class Sparrow(EagleDrafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         normed = config.ivsb and config.middle_norm
-        self.visual_norm = RMSNorm(info.hidden_size, info.rms_norm_eps) if normed else nn.Identity()
+        self.visual_norm = (
+            RMSNorm(info.hidden_size, info.rms_norm_eps) if normed else nn.Identity()
+        )
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
         """Visual tokens enter in training as the middle layer's states, unfused; in decoding not at all."""

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from vlmdistill.drafters.core import EagleDrafter, Entries, Head, KVCache, Tree, Visual
 from vlmdistill.drafters.core.compressors import attend_spans, spread
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, at_least, features
+from vlmdistill.drafters.core.config import (
+    ModelConfig,
+    Stage,
+    TrainConfig,
+    at_least,
+    features,
+)
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -46,14 +52,18 @@ class SpecFlash(EagleDrafter):
             at_least(self, 0, "queries")
             at_least(self, 1, "ratio", "group", "passes")
             if self.group == 1 and self.passes > 1:
-                raise DataError(f"passes={self.passes}: with group=1, set stages.*.hops to train more tokens")
+                raise DataError(
+                    f"passes={self.passes}: with group=1, set stages.*.hops to train more tokens"
+                )
 
         @property
         def max_hops(self) -> int | None:
             """The tokens of all passes; one token a pass is an ordinary drafter without a limit."""
             return self.group * self.passes if self.group > 1 else None
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """States everywhere; without compression the visual embeddings too."""
             states = features("hidden.text", "hidden.visual")
             return states if self.compress else states | features("embed.visual")
@@ -62,7 +72,9 @@ class SpecFlash(EagleDrafter):
     class Training(TrainConfig):
         """Losses, learning rate and epochs of the released code."""
 
-        stages: tuple[Stage, ...] = (Stage(name="multimodal", epochs=20, visual=(1, 1), learning_rate=3e-5),)
+        stages: tuple[Stage, ...] = (
+            Stage(name="multimodal", epochs=20, visual=(1, 1), learning_rate=3e-5),
+        )
 
     tree = Tree(5, 3, 1)
     config: Config
@@ -70,7 +82,9 @@ class SpecFlash(EagleDrafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         width = info.hidden_size
-        self.query_CD = nn.Parameter(torch.randn(config.queries if config.compress else 0, width))
+        self.query_CD = nn.Parameter(
+            torch.randn(config.queries if config.compress else 0, width)
+        )
         self.placeholder_D = nn.Parameter(torch.randn(width) * width**-0.5)
 
     @property
@@ -90,14 +104,27 @@ class SpecFlash(EagleDrafter):
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
         """Positions spread over each span, of one entry for `ratio` visual tokens."""
-        return spread(start_M, length_M, (length_M - 1) // self.config.ratio + 1, len(self.query_CD))
+        return spread(
+            start_M,
+            length_M,
+            (length_M - 1) // self.config.ratio + 1,
+            len(self.query_CD),
+        )
 
     def fuse(
-        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+        self,
+        embed_ND: Tensor,
+        state_ND: Tensor,
+        guess_1: Tensor,
+        joined_ND: Tensor | None = None,
     ) -> Tensor:
         """fc([e_{t+1} ; h_t]); guesses are placeholders where one pass makes several tokens."""
         x_ND = super().fuse(embed_ND, state_ND, guess_1)
-        return x_ND if self.config.group == 1 else torch.where(guess_1 > 0, self.placeholder_D, x_ND)
+        return (
+            x_ND
+            if self.config.group == 1
+            else torch.where(guess_1 > 0, self.placeholder_D, x_ND)
+        )
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """Section 3.3: one pass makes the states of a group, [R, G * D]; the hops within it return them."""
@@ -106,12 +133,18 @@ class SpecFlash(EagleDrafter):
         starts = entries.hop % group == 0
         if starts or entries.hop < last:
             hidden_ND = (
-                self.estimate(entries.hidden_ND, entries.hop - 1) if entries.hop else entries.hidden_ND
+                self.estimate(entries.hidden_ND, entries.hop - 1)
+                if entries.hop
+                else entries.hidden_ND
             )
-            x_ND = self.block.fc(torch.cat([self.embed(entries.ids_N), hidden_ND], dim=-1))
+            x_ND = self.block.fc(
+                torch.cat([self.embed(entries.ids_N), hidden_ND], dim=-1)
+            )
             if starts:
                 return self._ahead(x_ND, entries, cache).flatten(1)
-            self.block.layer.write_kv(x_ND, entries.rotary_N, entries.tokens, cache, entries.hop)
+            self.block.layer.write_kv(
+                x_ND, entries.rotary_N, entries.tokens, cache, entries.hop
+            )
         return entries.hidden_ND if rows_R is None else entries.hidden_ND[rows_R]
 
     def _ahead(self, x_ND: Tensor, entries: Entries, cache: KVCache) -> Tensor:
@@ -124,14 +157,25 @@ class SpecFlash(EagleDrafter):
         if tokens.rows_R is not None:
             x_ND, rotary_N = x_ND[tokens.rows_R], rotary_N[tokens.rows_R]
         rows, group = len(x_ND), self.config.group
-        x_RGD = torch.cat([x_ND[:, None], self.placeholder_D.expand(rows, group - 1, -1)], dim=1)
-        rotary_Q = (rotary_N[:, None] + torch.arange(group, device=x_ND.device)).flatten()
+        x_RGD = torch.cat(
+            [x_ND[:, None], self.placeholder_D.expand(rows, group - 1, -1)], dim=1
+        )
+        rotary_Q = (
+            rotary_N[:, None] + torch.arange(group, device=x_ND.device)
+        ).flatten()
         x_QD = x_RGD.flatten(0, 1)
         query_QHd, key_QKd, value_QKd = layer.qkv(x_QD, rotary_Q)
-        key_RGKd, value_RGKd = (part.view(rows, group, *part.shape[1:]) for part in (key_QKd, value_QKd))
+        key_RGKd, value_RGKd = (
+            part.view(rows, group, *part.shape[1:]) for part in (key_QKd, value_QKd)
+        )
         with cache.temporary():
             for ahead in range(1, group):
-                cache.update(key_RGKd[:, ahead], value_RGKd[:, ahead], tokens.at_rows(), entries.hop + ahead)
+                cache.update(
+                    key_RGKd[:, ahead],
+                    value_RGKd[:, ahead],
+                    tokens.at_rows(),
+                    entries.hop + ahead,
+                )
             mixed_QHd = cache.attend(query_QHd, tokens, entries.hop)
         return layer.finish(x_QD, mixed_QHd).view(rows, group, x_ND.shape[-1])
 
@@ -143,6 +187,8 @@ class SpecFlash(EagleDrafter):
 
     def published(self) -> ServedDrafter:
         """As vLLM runs it: one pass for each placeholder; TrainingError for `passes` above 1."""
-        if self.config.passes > 1:  # vLLM would have to write an entry in the pass that reads a placeholder
+        if (
+            self.config.passes > 1
+        ):  # vLLM would have to write an entry in the pass that reads a placeholder
             raise unserved("passes", self.config.passes, 1)
         return super().published()

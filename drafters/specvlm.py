@@ -64,7 +64,9 @@ class SpecVLM(Drafter):
     def draft(self, prompt: Batch, target: Target) -> DraftSession:
         """Let the target read the prompt again without the visual tokens that matter little."""
         if not prunable(target):
-            raise TrainingError("specvlm needs a target that can leave out visual tokens: this one cannot")
+            raise TrainingError(
+                "specvlm needs a target that can leave out visual tokens: this one cannot"
+            )
         keep_U = kept(target.attention(), self.config.drop, self.config.share)
         return TreeDrafter(self, prompt, PrunedCache(target.without(keep_U)))
 
@@ -72,7 +74,9 @@ class SpecVLM(Drafter):
         """None: the prompt has been read."""
         none_N = batch.ids_T[:0]
         hidden_ND = self.embed_VD[:0]
-        return Entries(none_N, hidden_ND, none_N, TokenIndex(none_N, none_N, none_N)), none_N
+        return Entries(
+            none_N, hidden_ND, none_N, TokenIndex(none_N, none_N, none_N)
+        ), none_N
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """The target's own state after each entry; committed tokens are read for good, guesses are not."""
@@ -114,7 +118,9 @@ class PrunedCache(GrowingKVCache):
         ids_N, count = entries.ids_N, len(entries.ids_N)
         if entries.hop == 0:
             step_N = torch.arange(count, device=ids_N.device)
-            state_ND = self.reader.extend(ids_N, step_N + 1, None, ("hidden",))["hidden"]
+            state_ND = self.reader.extend(ids_N, step_N + 1, None, ("hidden",))[
+                "hidden"
+            ]
             self.reader.commit(range(count))
             return state_ND
         if entries.hop == 1:
@@ -124,8 +130,12 @@ class PrunedCache(GrowingKVCache):
         self.ids_A = torch.cat([self.ids_A, ids_N])
         visible_FA = entries.tokens.visible_NA
         if visible_FA is None:  # a chain
-            visible_FA = torch.ones(count, above + count, dtype=torch.bool, device=ids_N.device)
+            visible_FA = torch.ones(
+                count, above + count, dtype=torch.bool, device=ids_N.device
+            )
         old_AA = torch.nn.functional.pad(self.visible_AA, (0, count))
         self.visible_AA = torch.cat([old_AA, visible_FA])
         depth_A = self.visible_AA.sum(1)
-        return self.reader.extend(self.ids_A, depth_A, self.visible_AA, ("hidden",))["hidden"][above:]
+        return self.reader.extend(self.ids_A, depth_A, self.visible_AA, ("hidden",))[
+            "hidden"
+        ][above:]

@@ -21,7 +21,9 @@ class TextOnly(EagleDrafter):
     class Config(ModelConfig):
         """EAGLE's layer has no switches."""
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Text states."""
             return features("hidden.text")
 
@@ -29,6 +31,8 @@ class TextOnly(EagleDrafter):
     class Training(TrainConfig):
         """EAGLE's losses, and twice its epochs, since the other drafters have two stages."""
 
-        stages: tuple[Stage, ...] = (Stage(name="text", epochs=40, visual=(0, 0), learning_rate=3e-5),)
+        stages: tuple[Stage, ...] = (
+            Stage(name="text", epochs=40, visual=(0, 0), learning_rate=3e-5),
+        )
 
     config: Config

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from vlmdistill.drafters.core import EagleDrafter, Head, Tree
 from vlmdistill.drafters.core.compressors import QueryCompressor
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TwoPasses, at_least, features
+from vlmdistill.drafters.core.config import (
+    ModelConfig,
+    Stage,
+    TwoPasses,
+    at_least,
+    features,
+)
 from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -37,9 +43,13 @@ class ViSpec(EagleDrafter):
         """Add g to later text (section 4.2); off: compressed tokens alone (table 3, second row)."""
 
         def __post_init__(self) -> None:
-            at_least(self, 1 if self.injection else 2, "num_q")  # the adaptor needs one query
+            at_least(
+                self, 1 if self.injection else 2, "num_q"
+            )  # the adaptor needs one query
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Text states, the last visual state of each span, and the visual embeddings."""
             return features("hidden.text", "hidden.span", "embed.visual")
 
@@ -79,12 +89,16 @@ class ViSpec(EagleDrafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.adaptor = QueryCompressor(info, config.num_q if config.injection else config.num_q - 1)
+        self.adaptor = QueryCompressor(
+            info, config.num_q if config.injection else config.num_q - 1
+        )
         self.img_fc: nn.Linear | None = None
         if config.injection:
             self.img_fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
             with torch.no_grad():  # [I | 0]: at first an image changes no state
-                self.img_fc.weight.copy_(torch.eye(info.hidden_size, 2 * info.hidden_size))
+                self.img_fc.weight.copy_(
+                    torch.eye(info.hidden_size, 2 * info.hidden_size)
+                )
                 self.img_fc.bias.zero_()
 
     @property
@@ -108,7 +122,11 @@ class ViSpec(EagleDrafter):
         return torch.maximum((start_M + length_M)[:, None] - back_C, start_M[:, None])
 
     def fuse(
-        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+        self,
+        embed_ND: Tensor,
+        state_ND: Tensor,
+        guess_1: Tensor,
+        joined_ND: Tensor | None = None,
     ) -> Tensor:
         """Eq. 5 within EAGLE's step: fc([e_{t+1} ; img_fc([h_t ; g])]), at every hop."""
         if self.img_fc is not None and joined_ND is not None:

@@ -20,7 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlmdistill.drafters.core import EagleDrafter, Entries, GuessTable, Head, KVCache, RMSNorm, Tree
+from vlmdistill.drafters.core import (
+    EagleDrafter,
+    Entries,
+    GuessTable,
+    Head,
+    KVCache,
+    RMSNorm,
+    Tree,
+)
 from vlmdistill.drafters.core.config import (
     ModelConfig,
     Positions,
@@ -54,9 +62,13 @@ class Wren(EagleDrafter):
         def __post_init__(self) -> None:
             at_least(self, 0, "threshold", "cell")
 
-        def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
+        def needs(
+            self, info: TargetInfo, *, decoding: bool = False
+        ) -> frozenset[Feature]:
             """Text states of one depth or of four, and nothing of any image."""
-            return features("hidden.text", *(f"{source}.text" for source in self.more(info)))
+            return features(
+                "hidden.text", *(f"{source}.text" for source in self.more(info))
+            )
 
         def more(self, info: TargetInfo) -> tuple[str, ...]:
             """The states that join the last one."""
@@ -114,7 +126,9 @@ class Wren(EagleDrafter):
             return super().step(entries, cache)
         state_ND = entries.hidden_ND
         read_N2D = torch.stack([self.embed(entries.ids_N), state_ND], dim=1)
-        added_ND: Tensor = self.cell_out(F.silu(self.cell_in(self.cell_norm(read_N2D).flatten(1))))
+        added_ND: Tensor = self.cell_out(
+            F.silu(self.cell_in(self.cell_norm(read_N2D).flatten(1)))
+        )
         return state_ND + added_ND
 
     def published(self) -> ServedDrafter:
@@ -126,14 +140,20 @@ class Wren(EagleDrafter):
     def combine(self, states_NS: Tensor) -> Tensor:
         """The part of `fc` that reads norm(h_t), and for committed tokens the depths; [N, D]."""
         width = self.info.hidden_size
-        x_ND = F.linear(self.hidden_norm(states_NS[:, :width]), self.block.fc.weight[:, width:])
+        x_ND = F.linear(
+            self.hidden_norm(states_NS[:, :width]), self.block.fc.weight[:, width:]
+        )
         if states_NS.shape[1] > width:
             depths_N3D = states_NS[:, width:].reshape(-1, 3, width)
             x_ND = x_ND + self.depth_fc(self.depth_norm(depths_N3D).flatten(1))
         return x_ND
 
     def fuse(
-        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+        self,
+        embed_ND: Tensor,
+        state_ND: Tensor,
+        guess_1: Tensor,
+        joined_ND: Tensor | None = None,
     ) -> Tensor:
         """fc([norm(e_{t+1}) ; norm(h_t)]) + what only its hop has."""
         of_embed_DD = self.block.fc.weight[:, : self.info.hidden_size]

@@ -19,23 +19,43 @@ RATES: tuple[Rate, ...] = ("tau", "decode_speedup")
 def compare(words: list[str]) -> int:
     """Capture, train, evaluate in one process, print the differences; the first bad exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("methods", nargs=2, metavar="method")
-    parser.add_argument("-m", "--model", default="demo", help="target model; default: demo")
-    parser.add_argument("--runs", default="runs", help="folder or URL of the workspaces; default: runs")
     parser.add_argument(
-        "--seeds", type=int, default=FEWEST_SEEDS, help="of each method; fewer give no interval"
+        "-m", "--model", default="demo", help="target model; default: demo"
+    )
+    parser.add_argument(
+        "--runs", default="runs", help="folder or URL of the workspaces; default: runs"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=FEWEST_SEEDS,
+        help="of each method; fewer give no interval",
     )
     parser.add_argument("--limit", default="50", help="held-out prompts; default: 50")
     given, more = parser.parse_known_args(words)
     if len(set(given.methods)) < 2:
-        parser.error(f"two different methods are compared, not {given.methods[0]} with itself")
+        parser.error(
+            f"two different methods are compared, not {given.methods[0]} with itself"
+        )
     if odd := {"--name", "--seed"} & {word.partition("=")[0] for word in more}:
-        parser.error(f"{odd.pop()} is set for each training: the number of seeds is --seeds")
+        parser.error(
+            f"{odd.pop()} is set for each training: the number of seeds is --seeds"
+        )
     where = ["--model", given.model, "--runs", given.runs]
-    names = {method: [f"{method}-{seed}" for seed in range(given.seeds)] for method in given.methods}
-    jobs = [(method, name, seed) for method in names for seed, name in enumerate(names[method])]
+    names = {
+        method: [f"{method}-{seed}" for seed in range(given.seeds)]
+        for method in given.methods
+    }
+    jobs = [
+        (method, name, seed)
+        for method in names
+        for seed, name in enumerate(names[method])
+    ]
     steps = [
         ["features", "--for", ",".join(names), *where],
         *(
@@ -47,7 +67,10 @@ def compare(words: list[str]) -> int:
     if status := next((status for step in steps if (status := main(step))), 0):
         return status
     workspace = Workspace.of(given.model, given.runs)
-    measured = {one.name: one.measurement for one in reversed(selection.read(workspace.reports).own)}
+    measured = {
+        one.name: one.measurement
+        for one in reversed(selection.read(workspace.reports).own)
+    }
     one, other = ([measured[name] for name in of_seed] for of_seed in names.values())
     for rate in RATES:
         found = difference(one, other, rate)

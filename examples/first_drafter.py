@@ -53,7 +53,9 @@ print(f"{imported.train} prompts to train on, {imported.eval} held out")
 # learns.
 
 # %%
-captured = vlmdistill.features(["wren"], model=MODEL, runs=RUNS, limit=LIMIT, progress=progress)
+captured = vlmdistill.features(
+    ["wren"], model=MODEL, runs=RUNS, limit=LIMIT, progress=progress
+)
 print(f"{captured.samples} samples with {', '.join(captured.features)}")
 
 # %% [markdown]
@@ -63,10 +65,22 @@ print(f"{captured.samples} samples with {', '.join(captured.features)}")
 
 # %%
 settings = {"steps": STEPS}
-trained = vlmdistill.train("wren", model=MODEL, runs=RUNS, settings=settings, progress=progress)
-steps = pl.read_ndjson(trained.folder.with_name("wren.training") / "metrics.jsonl", infer_schema_length=None)
-curve = steps.select("step", "train/agreement/hop0").drop_nulls().gather_every(max(1, STEPS // 10))
-bars = [f"step {step:>4}  {'█' * round(40 * share)} {share:.2f}" for step, share in curve.iter_rows()]
+trained = vlmdistill.train(
+    "wren", model=MODEL, runs=RUNS, settings=settings, progress=progress
+)
+steps = pl.read_ndjson(
+    trained.folder.with_name("wren.training") / "metrics.jsonl",
+    infer_schema_length=None,
+)
+curve = (
+    steps.select("step", "train/agreement/hop0")
+    .drop_nulls()
+    .gather_every(max(1, STEPS // 10))
+)
+bars = [
+    f"step {step:>4}  {'█' * round(40 * share)} {share:.2f}"
+    for step, share in curve.iter_rows()
+]
 Shown(f"<pre>{'<br>'.join(bars)}</pre>")
 
 # %% [markdown]
@@ -76,12 +90,18 @@ Shown(f"<pre>{'<br>'.join(bars)}</pre>")
 # of the target yields.
 
 # %%
-results = vlmdistill.evaluate("wren", model=MODEL, runs=RUNS, max_new_tokens=128, progress=progress)
+results = vlmdistill.evaluate(
+    "wren", model=MODEL, runs=RUNS, max_new_tokens=128, progress=progress
+)
 for result in results:
     same = f"{result.figures.lossless.identical} of {result.figures.prompts} responses identical"
-    print(f"{result.name}: tau {result.figures.tau:.2f}, speedup {result.figures.speedup:.2f}, {same}")
+    print(
+        f"{result.name}: tau {result.figures.tau:.2f}, speedup {result.figures.speedup:.2f}, {same}"
+    )
 page = vlmdistill.report(model=MODEL, runs=RUNS, plots=Path(RUNS) / "plots")
-Shown("".join(file.read_text() for file in sorted((Path(RUNS) / "plots").glob("*.svg"))))
+Shown(
+    "".join(file.read_text() for file in sorted((Path(RUNS) / "plots").glob("*.svg")))
+)
 
 # %% [markdown]
 # ## Side by side
@@ -92,16 +112,26 @@ Shown("".join(file.read_text() for file in sorted((Path(RUNS) / "plots").glob("*
 # %%
 target = vlmdistill.load_target(MODEL)
 drafter = vlmdistill.load_drafter(trained.folder, target)
-image = next(iter(sorted((Path(RUNS) / MODEL / "demo-data" / "eval" / "images").glob("*.png"))))
+image = next(
+    iter(sorted((Path(RUNS) / MODEL / "demo-data" / "eval" / "images").glob("*.png")))
+)
 shown = []
 for name, guesses in (("target alone", None), ("with wren", drafter)):
     began = time.perf_counter()
-    chunks = [*vlmdistill.generate(target, "Describe the scene.", images=[image], drafter=guesses)]
+    chunks = [
+        *vlmdistill.generate(
+            target, "Describe the scene.", images=[image], drafter=guesses
+        )
+    ]
     seconds = time.perf_counter() - began
     text = "".join(
-        f"<span style='color: green'>{escape(chunk.text)}</span>" if chunk.accepted else escape(chunk.text)
+        f"<span style='color: green'>{escape(chunk.text)}</span>"
+        if chunk.accepted
+        else escape(chunk.text)
         for chunk in chunks
     )
-    shown.append(f"<td style='vertical-align: top; width: 50%'><b>{name}, {seconds:.2f} s</b><br>{text}</td>")
+    shown.append(
+        f"<td style='vertical-align: top; width: 50%'><b>{name}, {seconds:.2f} s</b><br>{text}</td>"
+    )
 print(f"replays: {page}")
 Shown(f"<table><tr>{''.join(shown)}</tr></table>")

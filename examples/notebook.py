@@ -19,7 +19,11 @@ def notebook(script: str) -> str:
     for number, (markdown, body) in enumerate(parts):
         text = re.sub(r"^# ?", "", body, flags=re.MULTILINE) if markdown else body
         kind = "markdown" if markdown else "code"
-        cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}}
+        cell: dict[str, Any] = {
+            "cell_type": kind,
+            "id": f"cell-{number}",
+            "metadata": {},
+        }
         if not markdown:
             cell |= {"execution_count": None, "outputs": []}
         cells.append({**cell, "source": text.strip().splitlines(keepends=True)})

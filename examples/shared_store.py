@@ -27,4 +27,6 @@ def shared_store(address: str, samples: int = 100) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.stdout.writelines(f"{name}: {value}\n" for name, value in shared_store(sys.argv[1]).items())
+    sys.stdout.writelines(
+        f"{name}: {value}\n" for name, value in shared_store(sys.argv[1]).items()
+    )

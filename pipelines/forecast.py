@@ -60,7 +60,11 @@ class Speeds:
         found = {}
         for text in stated:
             stage, _, number = text.partition("=")
-            if stage not in STAGES or not re.fullmatch(r"\d+(\.\d+)?", number) or not float(number):
+            if (
+                stage not in STAGES
+                or not re.fullmatch(r"\d+(\.\d+)?", number)
+                or not float(number)
+            ):
                 raise DataError(
                     f"--rate {text}: write one of {', '.join(STAGES)} and its tokens per second, such as "
                     "features=3000"
@@ -68,13 +72,17 @@ class Speeds:
             found[stage] = float(number)
         return cls(root, found)
 
-    def seconds(self, stage: str, tokens: float | None, engine: str = "transformers") -> float | None:
+    def seconds(
+        self, stage: str, tokens: float | None, engine: str = "transformers"
+    ) -> float | None:
         """The time of so many tokens; None where no rate is known."""
         if tokens is None:
             return None
         if not tokens:
             return 0.0
-        if stated := self.stated.get(stage.partition(" ")[0]):  # of a training, for all methods
+        if stated := self.stated.get(
+            stage.partition(" ")[0]
+        ):  # of a training, for all methods
             return tokens / stated
         rate = rates.known(self.root, stage, engine) if self.root else None
         return tokens / rate.tokens_per_second if rate else None
@@ -115,7 +123,9 @@ class CaptureForecast:
         """DataError if the responses and features cannot be made here."""
         self.check_responses(responses)
         if self.to_capture:
-            advice = f"name another --store, or fewer methods in --for; for memory, {LARGER}"
+            advice = (
+                f"name another --store, or fewer methods in --for; for memory, {LARGER}"
+            )
             check("features", self.feature_memory, self.bytes, store, advice)
 
 
@@ -145,7 +155,10 @@ def _described(model: str, drafters: Sequence[str] | None = None) -> dict[str, A
 
 def _generating(info: TargetInfo, batch: int, tokens: int) -> dict[str, int]:
     """The numbers of a batch of responses, each of so many tokens with its prompt."""
-    return {"kv_cache": kv_cache(info, batch * tokens), "logits": 2 * batch * info.vocab_size}
+    return {
+        "kv_cache": kv_cache(info, batch * tokens),
+        "logits": 2 * batch * info.vocab_size,
+    }
 
 
 def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
@@ -158,7 +171,11 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
 
     def gain(part: StorePart, waiting: pl.DataFrame) -> _Gain:
         """What a part gets from the responses that exist, and from those to come, each of the mean size."""
-        held = part.select(drafters, part.store.info) if part.store else map(Feature.parse, needed)
+        held = (
+            part.select(drafters, part.store.info)
+            if part.store
+            else map(Feature.parse, needed)
+        )
         gain = _Gain(frozenset(held), len(waiting) + missing)
         if not len(facts) and missing:
             return gain
@@ -174,8 +191,12 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     gains = [gain(*one) for one in job.waiting(facts)]
     info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
     largest, width = max(gains, key=lambda gain: gain.samples), info.hidden_size
-    captured = sorted({feature.name for one in gains if one.samples for feature in one.features})
-    likely = round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None
+    captured = sorted(
+        {feature.name for one in gains if one.samples for feature in one.features}
+    )
+    likely = (
+        round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None
+    )
     longest = int(facts["prompt_tokens"].max() or 0) + limit  # type: ignore[arg-type]
     at_once = _generating(info, min(job.batch or CPU_BATCH, missing), longest)
     in_pass = {"pass": rows(info, job.settings.batch_tokens, captured)}
@@ -214,20 +235,30 @@ class TrainForecast:
     batch_tokens: int  # of an optimizer step
     parameters: int  # that are trained
     memory: Memory  # of one rank, before ZeRO
-    disk_bytes: int  # of the checkpoint, while its successor is written, and of the drafter
+    disk_bytes: (
+        int  # of the checkpoint, while its successor is written, and of the drafter
+    )
     seconds: float | None  # of the steps that are left; None: no rate is known
     done: int  # steps of an earlier start of the same run
     finished: bool
 
 
-def needs_of_training(run: Run, info: TargetInfo, world: int = 1) -> tuple[int, Memory, int]:
+def needs_of_training(
+    run: Run, info: TargetInfo, world: int = 1
+) -> tuple[int, Memory, int]:
     """The weights that a run trains, the memory of a rank, and the bytes that it writes."""
     with torch.device("meta"):
         table_VD = torch.empty(info.vocab_size, info.hidden_size)
-        drafter = catalogue.trained(run.drafter)(run.config.model, info, Head(table_VD, table_VD))
-    weights = sum(weight.numel() for weight in drafter.parameters() if weight.requires_grad)
+        drafter = catalogue.trained(run.drafter)(
+            run.config.model, info, Head(table_VD, table_VD)
+        )
+    weights = sum(
+        weight.numel() for weight in drafter.parameters() if weight.requires_grad
+    )
     _, tokens = run.packing(world)
-    memory = of_training(info, weights, run.precision, tokens, len(run.config.model.needs(info)))
+    memory = of_training(
+        info, weights, run.precision, tokens, len(run.config.model.needs(info))
+    )
     return weights, memory, (SAVED + 1) * 4 * weights
 
 
@@ -243,21 +274,38 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
     about = _described(model)
     info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
     dtype, answers = "bfloat16", _generating(info, CPU_BATCH, PLANNED_TOKENS)
-    captured = {"pass": rows(info, CaptureSettings.batch_tokens, about["drafters"]["all"]["features"])}
+    captured = {
+        "pass": rows(
+            info, CaptureSettings.batch_tokens, about["drafters"]["all"]["features"]
+        )
+    }
     stages = {
         "responses": on_target(weights, dtype, batch=answers, spread=True),
         "features": on_target(weights, dtype, batch=captured, spread=True),
-        "eval, serve": on_target(weights, dtype, batch={"kv_cache": kv_cache(info, PLANNED_TOKENS)}),
+        "eval, serve": on_target(
+            weights, dtype, batch={"kv_cache": kv_cache(info, PLANNED_TOKENS)}
+        ),
     }
     for name in filter(catalogue.is_trained, catalogue.NAMES):
-        run = Run(drafter=name, config=catalogue.config(name), store="", out=Path(name), dtype=dtype)
+        run = Run(
+            drafter=name,
+            config=catalogue.config(name),
+            store="",
+            out=Path(name),
+            dtype=dtype,
+        )
         stages[f"train {name}"] = needs_of_training(run, info, gpus)[1]
-    return {stage: replace(memory, free=[gpu_bytes] * gpus, device="GPU") for stage, memory in stages.items()}
+    return {
+        stage: replace(memory, free=[gpu_bytes] * gpus, device="GPU")
+        for stage, memory in stages.items()
+    }
 
 
 def check_training(run: Run, world: int = 1) -> None:
     """DataError if a run cannot be trained here."""
-    _, memory, disk = needs_of_training(run, Store.open(run.store, run.cache).info, world)
+    _, memory, disk = needs_of_training(
+        run, Store.open(run.store, run.cache).info, world
+    )
     advice = "use smaller --set batch_tokens or a larger machine; for the disk, another --runs"
     check(f"train {run.out.name}", memory, disk, run.out, advice)
 
@@ -270,7 +318,9 @@ def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainFor
     schedule = Schedule(run.config.training, run.config.schedule, micro)
 
     def batches(keys: Sequence[str]) -> int:
-        return len(Epoch(data.store, data.needs, keys=keys, token_budget=budget, world=world))
+        return len(
+            Epoch(data.store, data.needs, keys=keys, token_budget=budget, world=world)
+        )
 
     def drawn(stage: int, ramp: float) -> Sequence[str]:
         return data.samples[stage].draw(schedule.stages[stage], ramp, 0)
@@ -287,12 +337,17 @@ def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainFor
         text_samples=len(last.text),
         held_out=len(last.held_out),
         steps=steps,
-        stages={one.name: schedule.share(number) for number, one in enumerate(schedule.stages)},
+        stages={
+            one.name: schedule.share(number)
+            for number, one in enumerate(schedule.stages)
+        },
         batch_tokens=run.config.training.batch_tokens,
         parameters=weights,
         memory=memory,
         disk_bytes=disk,
-        seconds=speeds.seconds(f"train {run.drafter}", left * run.config.training.batch_tokens),
+        seconds=speeds.seconds(
+            f"train {run.drafter}", left * run.config.training.batch_tokens
+        ),
         done=done,
         finished=over,
     )
@@ -303,10 +358,14 @@ class EvalForecast:
     """What an evaluation would do."""
 
     prompts: int
-    decodings: int  # of a prompt: plain, and each drafter with each tree, at each temperature
+    decodings: (
+        int  # of a prompt: plain, and each drafter with each tree, at each temperature
+    )
     most_tokens: int
     memory: Memory
-    seconds: float | None  # of decoding, by earlier evaluations here; None where a drafter has none
+    seconds: (
+        float | None
+    )  # of decoding, by earlier evaluations here; None where a drafter has none
 
     def check(self, reports: Path) -> None:
         """DataError if the target does not fit here."""
@@ -332,7 +391,9 @@ def evaluation(
     files = [workspace.drafter(name) / "model.safetensors" for name in drafters]
     more = sum(file.stat().st_size // 4 for file in files if file.is_file())
     weights = parameters_in(resolve(workspace.model))
-    prompts = len(held_out(prompts_file or workspace.prompts, settings.limit, workspace.model))
+    prompts = len(
+        held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
+    )
     temperatures, trees = len(settings.temperatures), max(1, len(settings.trees))
     decodings = temperatures * (1 + len(drafters) * trees)
     return EvalForecast(
@@ -340,13 +401,19 @@ def evaluation(
         decodings=decodings,
         most_tokens=prompts * decodings * settings.max_new_tokens,
         memory=on_target(weights, settings.how.get("dtype", "auto"), more=more),
-        seconds=_seconds(workspace, drafters, prompts * temperatures, trees) if timed else None,
+        seconds=_seconds(workspace, drafters, prompts * temperatures, trees)
+        if timed
+        else None,
     )
 
 
-def _seconds(workspace: Workspace, drafters: Sequence[str], responses: int, trees: int) -> float | None:
+def _seconds(
+    workspace: Workspace, drafters: Sequence[str], responses: int, trees: int
+) -> float | None:
     """The time of so many responses, plain and of each drafter, by the latest measurements here."""
-    machine = hardware.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).name
+    machine = hardware.of(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ).name
     latest = {
         one.drafter: one.measurement.prompts
         for one in reversed(selection.read(workspace.reports).own)
@@ -356,7 +423,10 @@ def _seconds(workspace: Workspace, drafters: Sequence[str], responses: int, tree
         return None
     found = [latest[name] for name in drafters]
     plain = fmean(row.plain.seconds for rows in found for row in rows)
-    return responses * (plain + trees * sum(fmean(row.drafted.seconds for row in rows) for rows in found))
+    return responses * (
+        plain
+        + trees * sum(fmean(row.drafted.seconds for row in rows) for rows in found)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +448,9 @@ class RunForecast:
     capture: CaptureForecast
     training: dict[str, PlannedTraining]
     evaluation: EvalForecast
-    seconds: float | None  # of all stages, one after the other; None: that of some is not known
+    seconds: (
+        float | None
+    )  # of all stages, one after the other; None: that of some is not known
 
 
 def run(
@@ -393,7 +465,10 @@ def run(
     trained = {}
     for name, one in runs.items():
         weights, memory, disk = needs_of_training(one, info)
-        steps, over = one.config.training.steps or None, (one.out / "config.json").exists()
+        steps, over = (
+            one.config.training.steps or None,
+            (one.out / "config.json").exists(),
+        )
         tokens = 0 if over else steps and steps * one.config.training.batch_tokens
         trained[name] = PlannedTraining(
             steps=steps,
@@ -407,4 +482,6 @@ def run(
     parts += [one.seconds for one in trained.values()]
     known = [part for part in parts if part is not None]
     whole = sum(known) if len(known) == len(parts) else None
-    return RunForecast(capture=capture, training=trained, evaluation=evaluation, seconds=whole)
+    return RunForecast(
+        capture=capture, training=trained, evaluation=evaluation, seconds=whole
+    )

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from vlmdistill.pipelines.data.prompts import evaluation_sets
 from vlmdistill.pipelines.data.prompts.formats import Format
-from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts, import_rows
+from vlmdistill.pipelines.data.prompts.importing import (
+    Choices,
+    ImportSummary,
+    import_prompts,
+    import_rows,
+)
 from vlmdistill.pipelines.data.prompts.local_copies import import_set
 from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_demo
 from vlmdistill.pipelines.targets.checkpoints.folder import known_family
@@ -36,9 +41,13 @@ def import_sources(
     choices = replace(choices or Choices(), images_only=_images_only(workspace.model))
     if list(sources) == ["demo"] and not Path("demo").exists():
         if kind != "auto" or choices.split:
-            raise DataError("'demo' has splits and a format of its own: leave out --split and --format")
+            raise DataError(
+                "'demo' has splits and a format of its own: leave out --split and --format"
+            )
         size = AMOUNTS.get(workspace.model, AMOUNTS["demo"])
-        return import_demo(workspace.root / "demo-data", out, size, choices, progress=progress)
+        return import_demo(
+            workspace.root / "demo-data", out, size, choices, progress=progress
+        )
     return import_prompts(sources, out, kind, choices, progress)
 
 
@@ -89,9 +98,18 @@ def import_evaluation_sets(
                 )
             else:
                 rows = evaluation_rows(
-                    folder / "demo", videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0
+                    folder / "demo",
+                    videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0,
                 )
-                choices = Choices(images=folder / "demo", split="eval", limit=limit, fps=fps, frames=frames)
+                choices = Choices(
+                    images=folder / "demo",
+                    split="eval",
+                    limit=limit,
+                    fps=fps,
+                    frames=frames,
+                )
                 (folder / "demo").mkdir(parents=True, exist_ok=True)
-                prompts += import_rows([(name, rows, "chat")], out, choices, progress).added
+                prompts += import_rows(
+                    [(name, rows, "chat")], out, choices, progress
+                ).added
     return out, prompts

@@ -21,7 +21,9 @@ from vlmdistill.stores.schema import Provenance
 from vlmdistill.stores.store import Store
 
 FIRST = "wren"  # the drafter that is suggested where none is trained
-SHARE = 0.8  # of the samples of a store; a drafter that was trained on fewer missed some
+SHARE = (
+    0.8  # of the samples of a store; a drafter that was trained on fewer missed some
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,8 @@ def status(workspace: Workspace) -> WorkspaceStatus:
     stored = store.keys() if store else set[str]()
     measured = selection.last_of_each(workspace.reports)
     drafters = tuple(
-        _drafter(workspace, name, store, measured.get(name, [])) for name in workspace.drafters()
+        _drafter(workspace, name, store, measured.get(name, []))
+        for name in workspace.drafters()
     )
     files = records.files_in(workspace.reports)
     page = workspace.reports / "index.html"
@@ -113,7 +116,10 @@ def _target(model: str) -> str:
 
 
 def _drafter(
-    workspace: Workspace, name: str, store: Store | None, latest: Sequence[DrafterResult]
+    workspace: Workspace,
+    name: str,
+    store: Store | None,
+    latest: Sequence[DrafterResult],
 ) -> DrafterStatus:
     """`latest` are the results of its last evaluation."""
     folder = workspace.drafter(name)
@@ -124,17 +130,33 @@ def _drafter(
         method, training = description["drafter"], description["training"]
         if store and training:
             origin = msgspec.convert(description["provenance"], Provenance)
-            if odd := origin.mismatch(msgspec.structs.replace(store.provenance, features=origin.features)):
+            if odd := origin.mismatch(
+                msgspec.structs.replace(store.provenance, features=origin.features)
+            ):
                 remarks.append(f"trained on another store ({odd})")
-        if store and training and not training.get("view") and training["samples"] < SHARE * len(store):
+        if (
+            store
+            and training
+            and not training.get("view")
+            and training["samples"] < SHARE * len(store)
+        ):
             remarks.append(f"trained on {training['samples']} of {len(store)} samples")
-        if latest and latest[0].evaluation.training.signature != training.get("signature"):
+        if latest and latest[0].evaluation.training.signature != training.get(
+            "signature"
+        ):
             remarks.append("measured before it was trained again")
-        elif latest and latest[0].evaluation.weights not in (None, weights_hash(folder)):
+        elif latest and latest[0].evaluation.weights not in (
+            None,
+            weights_hash(folder),
+        ):
             remarks.append("measured with other weights")
     except (TrainingError, msgspec.ValidationError) as error:
         begun = not (folder / "config.json").exists()
-        remarks.append(f"not finished: `vlmdistill train {name}` continues" if begun else one_line(error))
+        remarks.append(
+            f"not finished: `vlmdistill train {name}` continues"
+            if begun
+            else one_line(error)
+        )
     return DrafterStatus(
         name=name,
         method=method,
@@ -158,9 +180,15 @@ def _next(found: WorkspaceStatus, model: str) -> str:
         return f"vlmdistill features{of}"
     if not found.drafters:
         return f"vlmdistill train {FIRST}{of}"
-    if begun := [one.name for one in found.drafters if any("not finished" in line for line in one.remarks)]:
+    if begun := [
+        one.name
+        for one in found.drafters
+        if any("not finished" in line for line in one.remarks)
+    ]:
         return f"vlmdistill train {begun[0]}{of}"
-    if unmeasured := [one.name for one in found.drafters if one.steps and not one.measured]:
+    if unmeasured := [
+        one.name for one in found.drafters if one.steps and not one.measured
+    ]:
         return f"vlmdistill eval {' '.join(unmeasured)}{of}"
     if not found.report or any("report" in line for line in found.stale):
         return f"vlmdistill report{of}"

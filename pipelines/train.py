@@ -14,7 +14,11 @@ from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
-from vlmdistill.pipelines.cluster.processes import FunctionDone, FunctionProgress, Processes
+from vlmdistill.pipelines.cluster.processes import (
+    FunctionDone,
+    FunctionProgress,
+    Processes,
+)
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
@@ -78,20 +82,30 @@ def _as_rank(plan: Run, force: bool, report: Progress) -> None:
         run(plan, force, report)
 
 
-def launch(plan: Run, processes: int, force: bool = False, report: Progress = silent) -> Path:
+def launch(
+    plan: Run, processes: int, force: bool = False, report: Progress = silent
+) -> Path:
     """Train on several ranks of this machine, unless a launcher has started them; see `run`."""
     if processes == 1 or "RANK" in os.environ:
         _as_rank(plan, force, report)
         return plan.out
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
-        raise DataError(f"--ranks {processes}: this machine has {gpus} GPUs; give at most one rank for each")
+        raise DataError(
+            f"--ranks {processes}: this machine has {gpus} GPUs; give at most one rank for each"
+        )
     with tempfile.TemporaryDirectory() as folder, Processes() as children:
-        common = {ranks.RENDEZVOUS: str(Path(folder) / "ranks"), "WORLD_SIZE": str(processes)}
+        common = {
+            ranks.RENDEZVOUS: str(Path(folder) / "ranks"),
+            "WORLD_SIZE": str(processes),
+        }
         common |= _threads(processes)
         for rank in range(processes):
             children.start(
-                "", _as_rank, (plan, force), {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                "",
+                _as_rank,
+                (plan, force),
+                {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
         for _, message in children.messages():
             if isinstance(message, FunctionProgress):
@@ -118,7 +132,9 @@ def several(
     """
     waiting, free = list(reversed(runs)), list(range(at_once))
     running: dict[str, tuple[Run, int]] = {}
-    steps: dict[str, tuple[int, int]] = {}  # done and total, of each run that has started
+    steps: dict[
+        str, tuple[int, int]
+    ] = {}  # done and total, of each run that has started
 
     with Processes() as children:
 
@@ -127,7 +143,11 @@ def several(
                 plan, slot = waiting.pop(), free.pop()
                 running[plan.out.name] = plan, slot
                 gpus = _gpus()
-                share = {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else _threads(at_once)
+                share = (
+                    {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
+                    if gpus
+                    else _threads(at_once)
+                )
                 children.start(plan.out.name, run, (plan, False), share)
 
         fill()
@@ -141,7 +161,9 @@ def several(
                 on_done(plan, message)
                 fill()
             done, total = (sum(one) for one in zip(*steps.values(), strict=True))
-            remark = ", ".join(f"{one} {steps[one][0]}" for one in running if one in steps)
+            remark = ", ".join(
+                f"{one} {steps[one][0]}" for one in running if one in steps
+            )
             # Runs that have not started count as long as the others.
             report(done, round(total / len(steps) * len(runs)), remark)
 

@@ -40,9 +40,13 @@ TREES = ("chain-4", "chain-7", "chain-8-0.2")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, evaluate all in one process, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="drafters trained in parallel"
+    )
     parser.add_argument("--limit", type=int, default=49, help="held-out prompts")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--runs", type=Path, default=Path("runs"))
@@ -53,15 +57,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     methods = list(dict.fromkeys(CASES[case][0] for case in chosen))
     flow.prepare(workspace, flow.Plan(drafters=methods), say)
     runs = [
-        planned(workspace, CASES[case][0], "demo", CASES[case][1], name=f"{case}-s{seed}", seed=seed)
+        planned(
+            workspace,
+            CASES[case][0],
+            "demo",
+            CASES[case][1],
+            name=f"{case}-s{seed}",
+            seed=seed,
+        )
         for case in chosen
         for seed in range(options.seeds)
     ]
     names = train_missing(workspace, options.jobs, runs)
-    settings = evaluate.Settings(limit=options.limit, threads=1, trees=tuple(map(Tree.parse, TREES)))
+    settings = evaluate.Settings(
+        limit=options.limit, threads=1, trees=tuple(map(Tree.parse, TREES))
+    )
     made = evaluate.evaluate(workspace, names, settings, title="blocks")
     results = {one.name: one for ranking in rank(made) for one in ranking.results}
-    for warning in dict.fromkeys(text for one in results.values() for text in one.warnings):
+    for warning in dict.fromkeys(
+        text for one in results.values() for text in one.warnings
+    ):
         say(f"warning: {warning}")
     first = made[0]
     facts = {
@@ -72,7 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "prompts": len(first.keys),
         },
         "seeds": options.seeds,
-        "rows": [_row(workspace, case, tree, options.seeds, results) for case in chosen for tree in TREES],
+        "rows": [
+            _row(workspace, case, tree, options.seeds, results)
+            for case in chosen
+            for tree in TREES
+        ],
     }
     options.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
     options.out.write_text(page(facts))
@@ -80,7 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _row(
-    workspace: Workspace, case: str, tree: str, seeds: int, results: dict[str, DrafterResult]
+    workspace: Workspace,
+    case: str,
+    tree: str,
+    seeds: int,
+    results: dict[str, DrafterResult],
 ) -> dict[str, Any]:
     """The figures of one case with one tree; a list over seeds for each."""
     names = [f"{case}-s{seed}" for seed in range(seeds)]
@@ -90,7 +113,10 @@ def _row(
         "case": case,
         "tree": tree,
         "parameters": found[0].evaluation.parameters,
-        **{f"tau {kind}": [figures(one[kind]).tau for one in kinds] for kind in kinds[0]},
+        **{
+            f"tau {kind}": [figures(one[kind]).tau for one in kinds]
+            for kind in kinds[0]
+        },
         "speedup": [one.figures.speedup for one in found],
         "cycle": [one.figures.cycle_cost for one in found],
         "draft": [charts.milliseconds(one, charts.CYCLE)["draft"] for one in found],
@@ -107,11 +133,16 @@ def page(facts: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(titles.split(', '))} |", "|---" * 8 + "|"]
     for one in sorted(facts["rows"], key=lambda row: -statistics.mean(row["speedup"])):
         cells = [f"`{one['case']}`", f"`{one['tree']}`"]
-        cells += [spread(one[name]) for name in ("tau image", "tau text", "speedup", "cycle", "draft")]
+        cells += [
+            spread(one[name])
+            for name in ("tau image", "tau text", "speedup", "cycle", "draft")
+        ]
         cells.append(spread(one["cpu_seconds"], 0) if one["cpu_seconds"] else "-")
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
-    identical, compared = (sum(one[name] for one in facts["rows"]) for name in ("identical", "compared"))
+    identical, compared = (
+        sum(one[name] for one in facts["rows"]) for name in ("identical", "compared")
+    )
     return f"""# Block drafters
 
 `python -m research.blocks` writes this page; the raw numbers are in [blocks.json](blocks.json). Target

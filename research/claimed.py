@@ -22,7 +22,11 @@ class Setting:
 
     def __str__(self) -> str:
         return " ".join(
-            [self.drafter, *self.settings, *([f"on samples with {self.where}"] if self.where else [])]
+            [
+                self.drafter,
+                *self.settings,
+                *([f"on samples with {self.where}"] if self.where else []),
+            ]
         )
 
     def but(self, *settings: str, where: str = "") -> "Setting":
@@ -43,7 +47,10 @@ class Claim:
     rate: Rate = "tau"
     expects: Literal["more", "same"] = "more"
     margin: float = 0.1  # within which two rates are the same
-    at: tuple[int, int] = (0, 0)  # visual tokens of the prompts of each side; 0: the held-out prompts
+    at: tuple[int, int] = (
+        0,
+        0,
+    )  # visual tokens of the prompts of each side; 0: the held-out prompts
     ours: str = ""  # what `one` has and the paper has not, so that there is no verdict on the paper
 
 
@@ -58,7 +65,11 @@ class Paper:
     note: str = ""
 
 
-IMAGES, TEXT, MIXED = ("stages.*.visual=[1,1]",), ("stages.*.visual=[0,0]",), "stages.*.visual=[0.5,0.5]"
+IMAGES, TEXT, MIXED = (
+    ("stages.*.visual=[1,1]",),
+    ("stages.*.visual=[0,0]",),
+    "stages.*.visual=[0.5,0.5]",
+)
 
 _msd = Setting("msd")
 _decoupled = _msd.but(*IMAGES)
@@ -411,7 +422,9 @@ LENGTHS = tuple(_printed)
 _unnormed = _rows[5].but("middle_norm=false")
 
 
-def _row(kind: str, says: str, one: int, other: int, at: int, same: bool = False) -> Claim:
+def _row(
+    kind: str, says: str, one: int, other: int, at: int, same: bool = False
+) -> Claim:
     """A claim on two rows of table 6."""
     return Claim(
         name=f"sparrow-{kind}-{at}",
@@ -427,7 +440,10 @@ def _row(kind: str, says: str, one: int, other: int, at: int, same: bool = False
 
 def _normed(at: int) -> Claim:
     """IVSB as `sparrow` has it: with a norm that the paper does not name."""
-    return replace(_row("ivsb", "IVSB, with MTP and VATA", 6, 4, at), ours="middle states are normed")
+    return replace(
+        _row("ivsb", "IVSB, with MTP and VATA", 6, 4, at),
+        ours="middle states are normed",
+    )
 
 
 def _as_printed(at: int) -> Claim:
@@ -446,7 +462,10 @@ SPARROW = Paper(
         *(_as_printed(at) for at in LENGTHS),
         *(_normed(at) for at in LENGTHS),
         *(_row("vata-alone", "VATA alone", 2, 1, at, same=at < 6000) for at in LENGTHS),
-        *(_row("vata", "VATA, with MTP and IVSB", 6, 5, at, same=at < 6000) for at in LENGTHS),
+        *(
+            _row("vata", "VATA, with MTP and IVSB", 6, 5, at, same=at < 6000)
+            for at in LENGTHS
+        ),
         Claim(
             name="sparrow-length",
             says="all three: as good at 25,000 visual tokens as at 500",
@@ -488,7 +507,12 @@ ELASTIC = Paper(
                 other=_left("none"),
             )
             for name, says, source, printed in (
-                ("select", "a gate selects a compressor", "table 3, mean", "3.69 / 3.53"),
+                (
+                    "select",
+                    "a gate selects a compressor",
+                    "table 3, mean",
+                    "3.69 / 3.53",
+                ),
                 ("weigh", "a gate weighs three", "table 3, mean", "3.71 / 3.53"),
                 ("concat", "all four side by side", "table 3, mean", "3.67 / 3.53"),
                 ("prune", "pruning, one of 20", "table 4", "3.40 / 3.29"),

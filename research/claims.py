@@ -21,7 +21,13 @@ from typing import Literal
 from research import say
 from research.claimed import PAPERS, Claim, Paper, Setting
 from research.trial import Run, Trial, compare, cost
-from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_SEEDS, Difference, difference, figures
+from vlmdistill.pipelines.bench.statistics import (
+    FEWEST,
+    FEWEST_SEEDS,
+    Difference,
+    difference,
+    figures,
+)
 from vlmdistill.pipelines.targets import software
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -45,7 +51,11 @@ def judge(claim: Claim, found: Difference) -> Verdict:
         return "holds" if low > 0 else "does not hold" if high < 0 else "cannot be told"
     if -claim.margin <= low and high <= claim.margin:
         return "holds"
-    return "does not hold" if low > claim.margin or high < -claim.margin else "cannot be told"
+    return (
+        "does not hold"
+        if low > claim.margin or high < -claim.margin
+        else "cannot be told"
+    )
 
 
 def run(trial: Trial, claim: Claim) -> None:
@@ -59,7 +69,9 @@ def run(trial: Trial, claim: Claim) -> None:
         trial.race(claim.name, both)
 
 
-Sides = tuple[Sequence[Run], Sequence[Run]]  # of both settings, a run for each seed; empty: not measured
+Sides = tuple[
+    Sequence[Run], Sequence[Run]
+]  # of both settings, a run for each seed; empty: not measured
 
 
 @dataclass(frozen=True)
@@ -72,18 +84,26 @@ class Conditions:
     alike: int = 0  # of these, with the same cycles and accepted tokens
 
 
-def page(papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Conditions) -> str:
+def page(
+    papers: Sequence[Paper], sides: Mapping[str, Sides], conditions: Conditions
+) -> str:
     """The claims of each paper as Markdown, with what was found."""
     ran = [one for pair in sides.values() for runs in pair for one in runs]
     counts = [_verdict(claim, sides)[0] for paper in papers for claim in paper.claims]
-    summary = ", ".join(f"{counts.count(one)} {many}" for one, many in MANY.items() if one in counts)
+    summary = ", ".join(
+        f"{counts.count(one)} {many}" for one, many in MANY.items() if one in counts
+    )
     hardware = sorted({one.measured.hardware for one in ran})
     days = sorted({one.measured.day for one in ran})
     commits = sorted({one.cost.commit for one in ran})
     facts = [
         f"Seeds per setting: {conditions.seeds}; optimizer steps of every drafter: {conditions.steps}",
-        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "Measured: nothing yet",
-        f"Commit {', '.join(commits)}; {', '.join(hardware)}" if ran else f"Commit {software.commit()}",
+        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+        if days
+        else "Measured: nothing yet",
+        f"Commit {', '.join(commits)}; {', '.join(hardware)}"
+        if ran
+        else f"Commit {software.commit()}",
     ]
     sections = "\n\n".join(_section(paper, sides) for paper in papers)
     return f"""# The papers on trial
@@ -121,16 +141,31 @@ def _section(paper: Paper, sides: Mapping[str, Sides]) -> str:
     lines = [f"| {' | '.join(titles.split(', '))} |", "|---" * 8 + "|"]
     for claim in paper.claims:
         verdict, one, other, between, cost = _verdict(claim, sides)
-        wanted = claim.says if claim.expects == "more" else f"{claim.says} (within {claim.margin})"
+        wanted = (
+            claim.says
+            if claim.expects == "more"
+            else f"{claim.says} (within {claim.margin})"
+        )
         wanted += f"; ours: {claim.ours}" if claim.ours else ""
         rate = claim.rate.replace("_", " ")
         found = f"{one} / {other}" if one else "-"
-        cells = [wanted, claim.source, claim.printed, rate, found, between, verdict, cost]
+        cells = [
+            wanted,
+            claim.source,
+            claim.printed,
+            rate,
+            found,
+            between,
+            verdict,
+            cost,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
     settings = "\n".join(
         f"- `{name}`: `{one}` against `{other}`"
-        for name, one, other in ((claim.name, claim.one, claim.other) for claim in paper.claims)
+        for name, one, other in (
+            (claim.name, claim.one, claim.other) for claim in paper.claims
+        )
     )
     missing = "\n".join(f"- {text}" for text in paper.not_built)
     more = f"\n\nNot built:\n\n{missing}" if missing else ""
@@ -138,13 +173,18 @@ def _section(paper: Paper, sides: Mapping[str, Sides]) -> str:
     return f"## {paper.title}\n\nTarget `{paper.model}`.{note}\n\n{table}\n\nSettings:\n\n{settings}{more}"
 
 
-def _verdict(claim: Claim, sides: Mapping[str, Sides]) -> tuple[str, str, str, str, str]:
+def _verdict(
+    claim: Claim, sides: Mapping[str, Sides]
+) -> tuple[str, str, str, str, str]:
     """Verdict, the two rates, their difference and the costs of a claim, as text."""
     pair = sides.get(claim.name, ((), ()))
     if not all(pair):
         return "not run yet", "", "", "-", "-"
     one, other = arms = [[run.pictured for run in runs] for runs in pair]
-    rates = [f"{statistics.fmean(getattr(figures(at), claim.rate) for at in arm):.2f}" for arm in arms]
+    rates = [
+        f"{statistics.fmean(getattr(figures(at), claim.rate) for at in arm):.2f}"
+        for arm in arms
+    ]
     costs = " / ".join(cost(runs) for runs in pair)
     found = difference(one, other, claim.rate)
     doubtful = any(figures(at).warnings for arm in arms for at in arm)
@@ -154,14 +194,26 @@ def _verdict(claim: Claim, sides: Mapping[str, Sides]) -> tuple[str, str, str, s
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Try the claims, and write the page after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", action="append", help="claims whose names begin so; may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", help="claims whose names begin so; may be repeated"
+    )
     parser.add_argument("--paper", default="", help="the papers whose titles begin so")
-    parser.add_argument("--page", action="store_true", help="only write the page, of what is measured")
+    parser.add_argument(
+        "--page", action="store_true", help="only write the page, of what is measured"
+    )
     parser.add_argument("--seeds", type=int, default=FEWEST_SEEDS)
-    parser.add_argument("--steps", type=int, help="300, or for another target those of the recipe `fair`")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="300, or for another target those of the recipe `fair`",
+    )
     parser.add_argument("--limit", type=int, default=50, help="held-out prompts")
-    parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="drafters trained in parallel"
+    )
     parser.add_argument("--model", help="another target, for all claims")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("docs/measurements/claims.md"))
@@ -182,13 +234,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for model in dict.fromkeys(one.model for one in papers)
     }
     pairs = [(trials[paper.model], claim) for paper in papers for claim in paper.claims]
-    chosen = [pair for start in options.only or [""] for pair in pairs if pair[1].name.startswith(start)]
+    chosen = [
+        pair
+        for start in options.only or [""]
+        for pair in pairs
+        if pair[1].name.startswith(start)
+    ]
     chosen.sort(key=lambda pair: pair[1].rate != "tau")
     if not chosen:
         raise SystemExit(
             f"--paper {options.paper!r} --only {options.only}: no claim has a name that begins so"
         )
-    sides: dict[str, Sides] = {claim.name: _read(trial, claim) for trial, claim in pairs}
+    sides: dict[str, Sides] = {
+        claim.name: _read(trial, claim) for trial, claim in pairs
+    }
     steps = next(iter(trials.values())).steps or "those of the recipe `fair`"
 
     checks: dict[tuple[str, Setting], tuple[int, int]] = {}
@@ -207,7 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def write() -> None:
         compared = checks.values() or [(0, 0)]
-        conditions = Conditions(options.seeds, steps, *(sum(some) for some in zip(*compared, strict=True)))
+        conditions = Conditions(
+            options.seeds, steps, *(sum(some) for some in zip(*compared, strict=True))
+        )
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(page(papers, sides, conditions))
 
@@ -215,8 +276,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.page:
         return
     for model in dict.fromkeys(trial.base.model for trial, _ in chosen):
-        claims = [claim for paper in papers if paper.model == model for claim in paper.claims]
-        trials[model].prepare([side for claim in claims for side in (claim.one, claim.other)])
+        claims = [
+            claim for paper in papers if paper.model == model for claim in paper.claims
+        ]
+        trials[model].prepare(
+            [side for claim in claims for side in (claim.one, claim.other)]
+        )
     started, failed = time.monotonic(), list[str]()
     for number, (trial, claim) in enumerate(chosen, 1):
         if not all(sides[claim.name]):
@@ -231,7 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check(trial, claim)
             write()
         hours = (time.monotonic() - started) / 3600
-        say(f"{number} of {len(chosen)}: {claim.name} {_verdict(claim, sides)[0]}, after {hours:.1f} hours")
+        say(
+            f"{number} of {len(chosen)}: {claim.name} {_verdict(claim, sides)[0]}, after {hours:.1f} hours"
+        )
     say(f"wrote {options.out}")
     if failed:
         raise SystemExit("\n".join(failed))

@@ -60,7 +60,9 @@ class Setting:
     @property
     def options(self) -> str:
         """Those of `vlmdistill adapt`."""
-        return " ".join([f"--steps {self.steps}", *(f"--set {one}" for one in self.settings)])
+        return " ".join(
+            [f"--steps {self.steps}", *(f"--set {one}" for one in self.settings)]
+        )
 
 
 SETTINGS = {
@@ -86,10 +88,18 @@ class Phase:
 
 PHASES = {
     "a": Phase(("describe", "list"), ("shape",), ("black", "navy"), ""),
-    "b": Phase(("count", "story"), ("tale",), ("maroon",), " Please write as much as you can."),
+    "b": Phase(
+        ("count", "story"), ("tale",), ("maroon",), " Please write as much as you can."
+    ),
     "c": Phase(("rows", "sizes"), ("draw", "colour"), ("olive",), " Be precise."),
 }
-ROUNDS = {"a0": 420, "b1": 160, "b2": 160, "c1": 160, "c2": 160}  # requests; the phase is the first letter
+ROUNDS = {
+    "a0": 420,
+    "b1": 160,
+    "b2": 160,
+    "c1": 160,
+    "c2": 160,
+}  # requests; the phase is the first letter
 LATER = [*ROUNDS][1:]
 
 
@@ -101,10 +111,15 @@ def requests(name: str) -> Iterator[tuple[list[dict[str, Any]], Any]]:
         if rng.random() < 0.8:
             scene = scenes.random_scene(rng, "drafter")
             scene = replace(scene, background=rng.choice(phase.grounds))
-            question, picture = wording.ask(scene, rng.choice(phase.tasks), rng)[0], scenes.draw(scene)
+            question, picture = (
+                wording.ask(scene, rng.choice(phase.tasks), rng)[0],
+                scenes.draw(scene),
+            )
         else:
             question = chats._KINDS[rng.choice(phase.talks)](rng)[0]
-        content: list[dict[str, Any]] = [{"type": "text", "text": question + phase.suffix}]
+        content: list[dict[str, Any]] = [
+            {"type": "text", "text": question + phase.suffix}
+        ]
         if picture is not None:
             content.insert(0, {"type": "image", "image": picture})
         yield [{"role": "user", "content": content}], picture
@@ -123,7 +138,9 @@ def serve(model: str, folder: Path, rounds: Sequence[str]) -> None:
         for start in range(0, len(asked), BATCH):
             some = asked[start : start + BATCH]
             encoded = [target.encode(messages) for messages, _ in some]
-            said = target.generate(encoded, max_new_tokens=LONGEST, temperature=0.0, top_p=1.0, seed=0)
+            said = target.generate(
+                encoded, max_new_tokens=LONGEST, temperature=0.0, top_p=1.0, seed=0
+            )
             for at, ((messages, picture), prompt, response) in enumerate(
                 zip(some, encoded, said, strict=True)
             ):
@@ -131,29 +148,50 @@ def serve(model: str, folder: Path, rounds: Sequence[str]) -> None:
                 parts = [part for part in turn["content"] if part["type"] == "text"]
                 if picture is not None:
                     picture.save(log.with_name(f"{start + at}.png"))
-                    parts.insert(0, {"type": "image_url", "image_url": {"url": f"{start + at}.png"}})
+                    parts.insert(
+                        0,
+                        {
+                            "type": "image_url",
+                            "image_url": {"url": f"{start + at}.png"},
+                        },
+                    )
                 choice = {
                     "message": {"role": "assistant", "content": response.text},
                     "finish_reason": response.finish,
                     "token_ids": [int(one) for one in response.ids],
                 }
                 body = {"choices": [choice], "usage": {"prompt_tokens": prompt.length}}
-                sent = {"messages": [{"role": "user", "content": parts}], "temperature": 0}
+                sent = {
+                    "messages": [{"role": "user", "content": parts}],
+                    "temperature": 0,
+                }
                 when = SECONDS_2026 + 86400 * number + start + at
                 lines.append({"time": when, "request": sent, "response": body})
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
         say(f"served {name}: {len(lines)} requests")
 
 
-def prepare(workspace: Workspace, drafter: str, rounds: Sequence[str]) -> tuple[Store, Store]:
+def prepare(
+    workspace: Workspace, drafter: str, rounds: Sequence[str]
+) -> tuple[Store, Store]:
     """Serve, harvest and capture rounds: the store to train on, and that of the held-out requests."""
     logs = workspace.root / "logs"
     serve(workspace.model, logs, rounds)
     for name in rounds:
-        made = harvest(workspace, [str(logs / name / "log.jsonl")], round_name=name, eval_share=HELD_OUT)
-        say(f"harvested {name}: {made.kept} of {made.exchanges}, dropped {made.dropped}")
+        made = harvest(
+            workspace,
+            [str(logs / name / "log.jsonl")],
+            round_name=name,
+            eval_share=HELD_OUT,
+        )
+        say(
+            f"harvested {name}: {made.kept} of {made.exchanges}, dropped {made.dropped}"
+        )
     stores = []
-    for split, folder, dtype in (("train", "features", None), ("eval", "held-out", "float32")):
+    for split, folder, dtype in (
+        ("train", "features", None),
+        ("eval", "held-out", "float32"),
+    ):
         part = StorePart(workspace.root / folder)
         job = CaptureJob(
             workspace=workspace,
@@ -191,7 +229,10 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         """Both together."""
-        return Cost(cpu_seconds=self.cpu_seconds + other.cpu_seconds, guesses=self.guesses + other.guesses)
+        return Cost(
+            cpu_seconds=self.cpu_seconds + other.cpu_seconds,
+            guesses=self.guesses + other.guesses,
+        )
 
 
 @dataclass(frozen=True)
@@ -215,14 +256,24 @@ class Lab:
             guesses += int(progress.sums_H3[:, 2].sum())
 
         start, keys = time.process_time(), self._keys(one)
-        filter_store(self.store, one.name, filters=[Filter("other", lambda rows: rows["key"].is_in(keys))])
+        filter_store(
+            self.store,
+            one.name,
+            filters=[Filter("other", lambda rows: rows["key"].is_in(keys))],
+        )
         init = self.workspace.drafter(one.init).absolute() if one.init else None
         settings = [f"steps={one.steps}", *one.settings]
-        plan = train.planned(self.workspace, self.drafter, "demo", settings, name=one.name, seed=one.seed)
-        trainer.train(replace(plan, view=one.name, init=init, save_every=10**6), note, force=True)
+        plan = train.planned(
+            self.workspace, self.drafter, "demo", settings, name=one.name, seed=one.seed
+        )
+        trainer.train(
+            replace(plan, view=one.name, init=init, save_every=10**6), note, force=True
+        )
         cost = Cost(cpu_seconds=time.process_time() - start, guesses=guesses)
         file.write_bytes(msgspec.json.encode(cost))
-        say(f"trained {one.name}: {cost.cpu_seconds:.0f} CPU seconds, {guesses} guesses")
+        say(
+            f"trained {one.name}: {cost.cpu_seconds:.0f} CPU seconds, {guesses} guesses"
+        )
         return cost
 
     def measure(self, name: str, round_name: str) -> Measurement:
@@ -241,9 +292,22 @@ class Lab:
 
     def _keys(self, one: Training) -> list[str]:
         rows = self.store.index.select("key", "dataset").rows()
-        new = [key for key, where in rows if where in {dataset_of(name) for name in one.rounds}]
-        old = [key for key, where in rows if where in {dataset_of(name) for name in one.old}]
-        return new + sorted(old, key=lambda key: content_hash([one.rounds, one.seed, key]))[: len(new)]
+        new = [
+            key
+            for key, where in rows
+            if where in {dataset_of(name) for name in one.rounds}
+        ]
+        old = [
+            key
+            for key, where in rows
+            if where in {dataset_of(name) for name in one.old}
+        ]
+        return (
+            new
+            + sorted(old, key=lambda key: content_hash([one.rounds, one.seed, key]))[
+                : len(new)
+            ]
+        )
 
     def _file(self, name: str) -> Path:
         folder = self.workspace.root / "found"
@@ -284,19 +348,31 @@ def adaptation(number: int, how: Setting, init: str, seed: int) -> Training:
 def retrained(seed: int) -> Training:
     """The training from nothing on what was before the first shift and on the round after it."""
     rounds = tuple(ROUNDS)[:2]
-    return Training(name=f"retrained-{rounds[-1]}-{seed}", rounds=rounds, steps=STEPS + FEW, seed=seed)
+    return Training(
+        name=f"retrained-{rounds[-1]}-{seed}",
+        rounds=rounds,
+        steps=STEPS + FEW,
+        seed=seed,
+    )
 
 
 def drift(lab: Lab, seed: int) -> list[Served]:
     """The strategies, round after round: each round is served, then trained on."""
     first = static(seed)
     lab.train(first)
-    in_use, spent = dict.fromkeys(STRATEGIES, first.name), dict.fromkeys(STRATEGIES, Cost())
+    in_use, spent = (
+        dict.fromkeys(STRATEGIES, first.name),
+        dict.fromkeys(STRATEGIES, Cost()),
+    )
     found = []
     for number, name in enumerate(LATER, 1):
         for strategy, drafter in in_use.items():
             on, old = (lab.measure(drafter, one) for one in (name, "a0"))
-            found.append(Served(round=name, strategy=strategy, cost=spent[strategy], on=on, old=old))
+            found.append(
+                Served(
+                    round=name, strategy=strategy, cost=spent[strategy], on=on, old=old
+                )
+            )
         if name == LATER[-1]:
             break
         adapted = adaptation(number, SETTINGS[CHOSEN], in_use["each"], seed)

@@ -26,7 +26,11 @@ from vlmdistill.pipelines.bench.statistics import advantage, figures, rates
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.page import as_svg, write
 
-GAIN, SHARE, REACHED = 1.15, 0.1, 0.95  # the goal: more accepted tokens, of the first cost, of retraining
+GAIN, SHARE, REACHED = (
+    1.15,
+    0.1,
+    0.95,
+)  # the goal: more accepted tokens, of the first cost, of retraining
 SAID = {
     "static": "static",
     "once": "adapted once",
@@ -45,12 +49,17 @@ def keep(
 ) -> None:
     """Write the page with what was found of a model, by seed, and what is there of other models."""
     file = out.with_suffix(".json")
-    facts = json.loads(file.read_text()) if file.exists() else {"drift": {}, "settings": {}}
+    facts = (
+        json.loads(file.read_text()) if file.exists() else {"drift": {}, "settings": {}}
+    )
     facts["phases"] = {name: asdict(one) for name, one in PHASES.items()}
     common = {"drafter": drafter, "first": costs(first)}
     if served:
         facts["drift"][model] = {**common, **drift_facts(served)}
-        write(as_svg(picture(model, facts["drift"][model])), out.with_name(f"drift-{model}.svg"))
+        write(
+            as_svg(picture(model, facts["drift"][model])),
+            out.with_name(f"drift-{model}.svg"),
+        )
     if settings:
         facts["settings"][model] = {**common, **settings_facts(settings)}
     file.write_text(json.dumps(facts, indent=1) + "\n")
@@ -70,8 +79,13 @@ def _sum(same: Sequence[PromptResult]) -> PromptResult:
     """The counts of a prompt in all seeds; of each response the first token is of no call."""
     drafted = [one.drafted for one in same]
     tokens = 1 + sum(one.tokens - 1 for one in drafted)
-    calls, accepted = (sum(getattr(one, name) for one in drafted) for name in ("calls", "accepted"))
-    return replace(same[0], drafted=replace(drafted[0], tokens=tokens, calls=calls, accepted=accepted))
+    calls, accepted = (
+        sum(getattr(one, name) for one in drafted) for name in ("calls", "accepted")
+    )
+    return replace(
+        same[0],
+        drafted=replace(drafted[0], tokens=tokens, calls=calls, accepted=accepted),
+    )
 
 
 def drift_facts(seeds: Sequence[Sequence[Served]]) -> dict[str, Any]:
@@ -79,16 +93,33 @@ def drift_facts(seeds: Sequence[Sequence[Served]]) -> dict[str, Any]:
     found = []
     for number, name in enumerate([*ROUNDS][1:]):
         mine = {
-            strategy: [one for seed in seeds for one in seed if (one.round, one.strategy) == (name, strategy)]
+            strategy: [
+                one
+                for seed in seeds
+                for one in seed
+                if (one.round, one.strategy) == (name, strategy)
+            ]
             for strategy in STRATEGIES
         }
-        on = {strategy: pooled([one.on for one in some]) for strategy, some in mine.items()}
-        row: dict[str, Any] = {"round": name, "prompts": len(on["static"].prompts), "trained": number}
+        on = {
+            strategy: pooled([one.on for one in some])
+            for strategy, some in mine.items()
+        }
+        row: dict[str, Any] = {
+            "round": name,
+            "prompts": len(on["static"].prompts),
+            "trained": number,
+        }
         for strategy, some in mine.items():
             interval = figures(on[strategy]).intervals["tau"]
             row[strategy] = {
                 "tau": [
-                    round(value, 3) for value in (rates(on[strategy])["tau"], interval.low, interval.high)
+                    round(value, 3)
+                    for value in (
+                        rates(on[strategy])["tau"],
+                        interval.low,
+                        interval.high,
+                    )
                 ],
                 "tau_by_seed": [round(rates(one.on)["tau"], 3) for one in some],
                 "accepted": round(rates(on[strategy])["accepted"], 3),
@@ -97,7 +128,8 @@ def drift_facts(seeds: Sequence[Sequence[Served]]) -> dict[str, Any]:
             }
             if number and strategy != "static":
                 row[strategy]["over_static"] = {
-                    rate: ratio(on[strategy], on["static"], rate) for rate in ("tau", "accepted")
+                    rate: ratio(on[strategy], on["static"], rate)
+                    for rate in ("tau", "accepted")
                 }
         if number:
             row["of_retrained"] = ratio(on["each"], on["retrained"], "accepted")
@@ -114,10 +146,15 @@ def settings_facts(seeds: Sequence[Sequence[Adapted]]) -> dict[str, Any]:
         found[one.setting] = {
             "new": [round(rates(some.new)["tau"], 3) for some in mine],
             "old": [round(rates(some.old)["tau"], 3) for some in mine],
-            "of_retrained": ratio(pooled([some.new for some in mine]), retrained, "accepted"),
+            "of_retrained": ratio(
+                pooled([some.new for some in mine]), retrained, "accepted"
+            ),
             **costs([some.cost for some in mine]),
         }
-    return {"settings": found, "prompts": [len(retrained.prompts), len(seeds[0][0].old.prompts)]}
+    return {
+        "settings": found,
+        "prompts": [len(retrained.prompts), len(seeds[0][0].old.prompts)],
+    }
 
 
 def costs(seeds: Sequence[Cost]) -> dict[str, Any]:
@@ -132,20 +169,35 @@ def ratio(one: Measurement, other: Measurement, rate: Any) -> list[float]:
     """The ratio of two rates, and its interval."""
     interval = advantage(one, other, rate)
     assert interval is not None, "rounds have enough prompts for an interval"
-    return [round(value, 3) for value in (rates(one)[rate] / rates(other)[rate], interval.low, interval.high)]
+    return [
+        round(value, 3)
+        for value in (
+            rates(one)[rate] / rates(other)[rate],
+            interval.low,
+            interval.high,
+        )
+    ]
 
 
 def picture(model: str, facts: dict[str, Any]) -> charts.Chart:
     """Tau over the rounds."""
     rows = facts["rounds"]
     lines = [
-        charts.Line(SAID[name], at, [(number, row[name]["tau"][0]) for number, row in enumerate(rows, 1)])
+        charts.Line(
+            SAID[name],
+            at,
+            [(number, row[name]["tau"][0]) for number, row in enumerate(rows, 1)],
+        )
         for at, name in enumerate(STRATEGIES)
     ]
     phases = [row["round"][0] for row in rows]
-    (second,) = (at for at, (one, other) in enumerate(pairwise(phases), 2) if one != other)
+    (second,) = (
+        at for at, (one, other) in enumerate(pairwise(phases), 2) if one != other
+    )
     title = f"Tau on {model}, first shift before round 1"
-    return charts.curves(title, "round", lines, up="tokens per call", stages={"second shift": second})
+    return charts.curves(
+        title, "round", lines, up="tokens per call", stages={"second shift": second}
+    )
 
 
 def page(facts: dict[str, Any]) -> str:
@@ -168,10 +220,15 @@ def page(facts: dict[str, Any]) -> str:
 
 
 def _phases(phases: dict[str, Any]) -> str:
-    lines = ["| traffic | about pictures | background | without one | ends in |", "|---|---|---|---|---|"]
+    lines = [
+        "| traffic | about pictures | background | without one | ends in |",
+        "|---|---|---|---|---|",
+    ]
     for name, one in phases.items():
         cells = [", ".join(one[part]) for part in ("tasks", "grounds", "talks")]
-        lines.append(f"| {name} | {' | '.join(cells)} | {one['suffix'].strip() or '-'} |")
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {one['suffix'].strip() or '-'} |"
+        )
     return "\n".join(lines)
 
 
@@ -180,9 +237,20 @@ def _interval(values: Sequence[float]) -> str:
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
-def _table(title: str, rows: Sequence[Any], cell: Callable[[Any, str], str], names: Sequence[str]) -> str:
-    lines = [f"| {title} | {' | '.join(row['round'] for row in rows)} |", "|---" * (len(rows) + 1) + "|"]
-    lines += [f"| {SAID[name]} | {' | '.join(cell(row, name) for row in rows)} |" for name in names]
+def _table(
+    title: str,
+    rows: Sequence[Any],
+    cell: Callable[[Any, str], str],
+    names: Sequence[str],
+) -> str:
+    lines = [
+        f"| {title} | {' | '.join(row['round'] for row in rows)} |",
+        "|---" * (len(rows) + 1) + "|",
+    ]
+    lines += [
+        f"| {SAID[name]} | {' | '.join(cell(row, name) for row in rows)} |"
+        for name in names
+    ]
     return "\n".join(lines)
 
 
@@ -225,7 +293,9 @@ def _verdict(facts: dict[str, Any]) -> str:
     """Whether the goal is met, by the round after the first adaptation."""
     row = facts["rounds"][1]
     gain, reached = row["each"]["over_static"]["accepted"], row["of_retrained"]
-    cost, guesses = (_share(row["each"], facts["first"], what) for what in ("cpu_seconds", "guesses"))
+    cost, guesses = (
+        _share(row["each"], facts["first"], what) for what in ("cpu_seconds", "guesses")
+    )
     goals = [
         (
             gain[0] >= GAIN,
@@ -243,7 +313,9 @@ def _verdict(facts: dict[str, Any]) -> str:
             f"interval {reached[1]:.0%} to {reached[2]:.0%} (goal: {REACHED:.0%})",
         ),
     ]
-    return "\n".join(f"- **{'Met' if met else 'Not met'}**: {text}." for met, text in goals)
+    return "\n".join(
+        f"- **{'Met' if met else 'Not met'}**: {text}." for met, text in goals
+    )
 
 
 def _settings(model: str, facts: dict[str, Any]) -> str:
@@ -260,12 +332,21 @@ def _settings(model: str, facts: dict[str, Any]) -> str:
         shares = [_share(one, first, what) for what in ("cpu_seconds", "guesses")]
         steps = str(SETTINGS[name].steps) if name in SETTINGS else "-"
         costs = [f"{share:.1%}" if share else "-" for share in shares]
-        cells = [name, steps, spread(one["new"]), _interval(one["of_retrained"]), spread(one["old"]), *costs]
+        cells = [
+            name,
+            steps,
+            spread(one["new"]),
+            _interval(one["of_retrained"]),
+            spread(one["old"]),
+            *costs,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
         for met, share in zip(both.values(), shares, strict=True):
             if share <= SHARE and one["of_retrained"][0] >= REACHED:
                 met.append(name)
-    said = (f"{' and '.join(met) or 'none'} counted in {what}" for what, met in both.items())
+    said = (
+        f"{' and '.join(met) or 'none'} counted in {what}" for what, met in both.items()
+    )
     return "\n".join([*lines, f"\nWhat meets both goals: {', '.join(said)}.\n"])
 
 

@@ -41,15 +41,25 @@ EQUAL = "eagle2"  # whose CPU seconds the others have
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train missing drafters, evaluate all in one process, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="drafters trained in parallel"
+    )
     parser.add_argument("--limit", type=int, default=50, help="held-out prompts")
     parser.add_argument("--drafters", default="all")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=Path("docs/measurements/results.md"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/measurements/results.md")
+    )
     options = parser.parse_args(arguments)
-    names = catalogue.NAMES if options.drafters == "all" else tuple(options.drafters.split(","))
+    names = (
+        catalogue.NAMES
+        if options.drafters == "all"
+        else tuple(options.drafters.split(","))
+    )
     workspace = Workspace.of("demo", options.runs)
     trained = [name for name in names if catalogue.is_trained(name)]
     flow.prepare(workspace, flow.Plan(drafters=names), say)
@@ -57,23 +67,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pairs = [(name, seed) for seed in range(options.seeds) for name in trained]
     made = partial(train_missing, workspace, options.jobs)
     planned = partial(train.planned, workspace)
-    folders = made([planned(name, "demo", name=_folder(name, seed), seed=seed) for name, seed in pairs])
+    folders = made(
+        [
+            planned(name, "demo", name=_folder(name, seed), seed=seed)
+            for name, seed in pairs
+        ]
+    )
     paced = []
     for name, seed in ((name, seed) for name, seed in pairs if name != EQUAL):
         other, own = (
-            cpu_seconds(workspace, [_folder(one, at) for at in range(options.seeds)]) for one in (EQUAL, name)
+            cpu_seconds(workspace, [_folder(one, at) for at in range(options.seeds)])
+            for one in (EQUAL, name)
         )
         share = statistics.mean(other) / statistics.mean(own)
         steps = f"steps={round(resolve(name, 'demo', ()).training.steps * share)}"
-        paced.append(planned(name, "demo", [steps], name=_folder(name, seed, "-equal"), seed=seed))
+        paced.append(
+            planned(
+                name, "demo", [steps], name=_folder(name, seed, "-equal"), seed=seed
+            )
+        )
     folders += made(paced)
-    folders += made([planned(name, "demo-paper", name=_folder(name, 0, "-paper")) for name in trained])
+    folders += made(
+        [
+            planned(name, "demo-paper", name=_folder(name, 0, "-paper"))
+            for name in trained
+        ]
+    )
     folders += [name for name in names if name not in trained]
     tree = resolve(EQUAL, "demo", ()).tree
-    settings = evaluate.Settings(temperatures=(0.0, 1.0), limit=options.limit, trees=(tree,))
+    settings = evaluate.Settings(
+        temperatures=(0.0, 1.0), limit=options.limit, trees=(tree,)
+    )
     reports = evaluate.kept(workspace, folders, settings)
-    reports = reports or evaluate.evaluate(workspace, folders, settings, on_prompt=_progress)
-    for warning in (text for ranking in rank(reports) for one in ranking.results for text in one.warnings):
+    reports = reports or evaluate.evaluate(
+        workspace, folders, settings, on_prompt=_progress
+    )
+    for warning in (
+        text
+        for ranking in rank(reports)
+        for one in ranking.results
+        for text in one.warnings
+    ):
         say(f"warning: {warning}")
     first, of_folder = reports[0], {one.name: one for one in reports}
     results = {
@@ -85,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "max_new_tokens": first.max_new_tokens,
         },
         "seeds": options.seeds,
-        "methods": [_method(workspace, name, options.seeds, of_folder) for name in names],
+        "methods": [
+            _method(workspace, name, options.seeds, of_folder) for name in names
+        ],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
@@ -102,7 +138,9 @@ def _folder(name: str, seed: int, kind: str = "") -> str:
     return f"{name}{kind}" if seed == 0 else f"{name}{kind}-seed{seed}"
 
 
-def train_missing(workspace: Workspace, parallel: int, runs: Sequence[Run]) -> list[str]:
+def train_missing(
+    workspace: Workspace, parallel: int, runs: Sequence[Run]
+) -> list[str]:
     """Train the drafters that are not there, and keep what each took; the names of all."""
 
     def keep(run: Run, cost: FunctionDone) -> None:
@@ -116,16 +154,26 @@ def train_missing(workspace: Workspace, parallel: int, runs: Sequence[Run]) -> l
 def cpu_seconds(workspace: Workspace, names: Iterable[str]) -> list[float]:
     """What each training took, of those of which it was kept."""
     files = (_cost(workspace, name) for name in names)
-    return [float(json.loads(file.read_text())["cpu_seconds"]) for file in files if file.exists()]
+    return [
+        float(json.loads(file.read_text())["cpu_seconds"])
+        for file in files
+        if file.exists()
+    ]
 
 
 def _cost(workspace: Workspace, name: str) -> Path:
     return workspace.drafter(f"{name}.training") / "cost.json"
 
 
-def _method(workspace: Workspace, name: str, seeds: int, reports: Mapping[str, Evaluation]) -> dict[str, Any]:
+def _method(
+    workspace: Workspace, name: str, seeds: int, reports: Mapping[str, Evaluation]
+) -> dict[str, Any]:
     """The results of one method; a list over seeds for each metric and temperature."""
-    of_seeds = [reports[_folder(name, seed)] for seed in range(seeds) if _folder(name, seed) in reports]
+    of_seeds = [
+        reports[_folder(name, seed)]
+        for seed in range(seeds)
+        if _folder(name, seed) in reports
+    ]
     result: dict[str, Any] = {
         "name": name,
         "tree": of_seeds[0].tree,
@@ -135,26 +183,46 @@ def _method(workspace: Workspace, name: str, seeds: int, reports: Mapping[str, E
     kinds = {"": range(seeds), "-equal": range(seeds), "-paper": range(1)}
     for trained, numbers in kinds.items():
         suffix = "" if name == EQUAL and trained == "-equal" else trained
-        some_seeds = [reports[one] for seed in numbers if (one := _folder(name, seed, suffix)) in reports]
+        some_seeds = [
+            reports[one]
+            for seed in numbers
+            if (one := _folder(name, seed, suffix)) in reports
+        ]
         for kind in ("image", "text"):
-            some = [one.temperatures[0].by(lambda row: row.kind).get(kind) for one in some_seeds]
+            some = [
+                one.temperatures[0].by(lambda row: row.kind).get(kind)
+                for one in some_seeds
+            ]
             result[f"tau@0 {kind}{trained}"] = [figures(one).tau for one in some if one]
     for temperature in (0, 1):
         measured = [
-            figures(at) for one in of_seeds for at in one.temperatures if at.temperature == temperature
+            figures(at)
+            for one in of_seeds
+            for at in one.temperatures
+            if at.temperature == temperature
         ]
         result[f"tau@{temperature}"] = [one.tau for one in measured]
         result[f"accepted@{temperature}"] = [one.accepted for one in measured]
         result[f"speedup@{temperature}"] = [one.speedup for one in measured]
-        result[f"decode_speedup@{temperature}"] = [one.decode_speedup for one in measured]
-        result[f"intervals@{temperature}"] = [
-            {rate: [between.low, between.high] for rate, between in one.intervals.items()} for one in measured
+        result[f"decode_speedup@{temperature}"] = [
+            one.decode_speedup for one in measured
         ]
-        result[f"accounted@{temperature}"] = [min(one.accounted, one.plain_accounted) for one in measured]
+        result[f"intervals@{temperature}"] = [
+            {
+                rate: [between.low, between.high]
+                for rate, between in one.intervals.items()
+            }
+            for one in measured
+        ]
+        result[f"accounted@{temperature}"] = [
+            min(one.accounted, one.plain_accounted) for one in measured
+        ]
         result[f"alpha@{temperature}"] = measured[0].alpha
         result[f"lossless@{temperature}"] = [asdict(one.lossless) for one in measured]
     if catalogue.is_trained(name):
-        result["cpu_seconds"] = cpu_seconds(workspace, [_folder(name, seed) for seed in range(seeds)])
+        result["cpu_seconds"] = cpu_seconds(
+            workspace, [_folder(name, seed) for seed in range(seeds)]
+        )
         result["untrained_tau"] = _untrained(workspace, name)
     return result
 
@@ -164,11 +232,15 @@ def _untrained(workspace: Workspace, name: str) -> float:
     target = load(workspace.model)
     torch.manual_seed(0)
     config = resolve(name, "demo", ())
-    drafter: Proposer = catalogue.load(name)(config.model, target.info, target.head).eval()
+    drafter: Proposer = catalogue.load(name)(
+        config.model, target.info, target.head
+    ).eval()
     gained = calls = 0
     for prompt in evaluate.held_out(workspace.prompts, UNTRAINED):
         encoded = target.encode(prompt.messages)
-        cycles = list(speculate(target, drafter, encoded, tree=config.tree, max_new_tokens=128))
+        cycles = list(
+            speculate(target, drafter, encoded, tree=config.tree, max_new_tokens=128)
+        )
         gained += sum(len(cycle.ids) for cycle in cycles[1:])
         calls += len(cycles) - 1
     return gained / max(1, calls)
@@ -177,7 +249,9 @@ def _untrained(workspace: Workspace, name: str) -> float:
 def page(results: dict[str, Any]) -> str:
     """The results as Markdown: one row per method, the best first."""
     where = results["conditions"]
-    rows = sorted(results["methods"], key=lambda one: -statistics.mean(one["tau@0 image"]))
+    rows = sorted(
+        results["methods"], key=lambda one: -statistics.mean(one["tau@0 image"])
+    )
     titles = "method, tau on images, on text, speedup, tau at T=1, speedup, equal CPU-s: images, text, CPU-s"
     lines = [f"| {' | '.join(titles.split(', '))} |", "|---" * 9 + "|"]
     for one in rows:
@@ -198,19 +272,27 @@ def page(results: dict[str, Any]) -> str:
     for one in rows:
         if one["tau@0 image-paper"]:
             image, text = one["tau@0 image-paper"][0], one["tau@0 text-paper"][0]
-            own.append(f"| `{one['name']}`, its paper's schedule | {image:.2f} | {text:.2f} |")
+            own.append(
+                f"| `{one['name']}`, its paper's schedule | {image:.2f} | {text:.2f} |"
+            )
     schedules = "\n".join(own)
     positions = max(len(one["alpha@0"]) for one in rows)
     numbers = " | ".join(str(position + 1) for position in range(positions))
     header = f"| method | {numbers} |\n{'|---' * (positions + 1)}|"
     alphas = "\n".join(
-        f"| `{one['name']}` | {' | '.join(f'{value:.2f}' for value in one['alpha@0'])} |" for one in rows
+        f"| `{one['name']}` | {' | '.join(f'{value:.2f}' for value in one['alpha@0'])} |"
+        for one in rows
     )
     counts = [verdict for one in rows for verdict in one["lossless@0"]]
     total = sum(sum(one.values()) for one in counts)
     same = sum(one["identical"] for one in counts)
     ties = sum(one["near_tie"] for one in counts)
-    least = min(share for one in rows for temperature in (0, 1) for share in one[f"accounted@{temperature}"])
+    least = min(
+        share
+        for one in rows
+        for temperature in (0, 1)
+        for share in one[f"accounted@{temperature}"]
+    )
     untrained = max(one.get("untrained_tau", 0) for one in rows)
     more = f" ({ties} of the others differ only from a near-tie on)" if ties else ""
     seeds = "One seed per method, with 95% intervals over prompts in parentheses"

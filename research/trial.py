@@ -35,7 +35,12 @@ from vlmdistill.drafters.training.run import Run as TrainingRun
 from vlmdistill.drafters.training.unroll import supervised
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
-from vlmdistill.pipelines.bench.records import Decoding, Measurement, PromptKind, PromptResult
+from vlmdistill.pipelines.bench.records import (
+    Decoding,
+    Measurement,
+    PromptKind,
+    PromptResult,
+)
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.cluster.reporting import check_failed
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
@@ -108,16 +113,25 @@ class Trial:
     def recipe(self) -> tuple[str, ...]:
         """Settings of all drafters; stages keep the ratio of their paper's epochs."""
         shared = RECIPES["demo-paper" if self.base.model in EMBEDDED else "fair-paper"]
-        return (*shared.settings.split(), *([f"steps={self.steps}"] if self.steps else []))
+        return (
+            *shared.settings.split(),
+            *([f"steps={self.steps}"] if self.steps else []),
+        )
 
     def at(self, length: int, race: str = "") -> Workspace:
         """A workspace with the base's store, and its own reports; for a length, its own prompts too."""
-        root = self.base.root / "claims" / (race or (str(length) if length else "held-out"))
+        root = (
+            self.base.root
+            / "claims"
+            / (race or (str(length) if length else "held-out"))
+        )
         root.mkdir(parents=True, exist_ok=True)
         (self.base.root / "claims" / "drafters").mkdir(exist_ok=True)
         links = {"drafters": Path("../drafters"), "features": Path("../../features")}
         if not length:
-            links |= {name: Path("../..") / name for name in ("prompts.parquet", "demo-data")}
+            links |= {
+                name: Path("../..") / name for name in ("prompts.parquet", "demo-data")
+            }
         for name, to in links.items():
             if not (root / name).is_symlink():
                 (root / name).symlink_to(to)
@@ -130,7 +144,9 @@ class Trial:
 
     def folders(self, setting: Setting) -> list[str]:
         """The drafters of a setting by seed. The names contain a hash of the whole configuration."""
-        config = resolve(setting.drafter, "paper", (*self.recipe, *self.settings(setting)))
+        config = resolve(
+            setting.drafter, "paper", (*self.recipe, *self.settings(setting))
+        )
         digest = content_hash([catalogue.base(setting.drafter), to_dict(config)])[:10]
         return [f"{setting.drafter}.{digest}.{seed}" for seed in range(self.seeds)]
 
@@ -164,9 +180,15 @@ class Trial:
                 "another --runs folder with `vlmdistill prompts --split eval`, and copy its prompts.parquet"
             )
         films = files.write_videos(
-            workspace.root / "demo-data", videos=self.clips, seed=0, tokens=length, split="evaluation"
+            workspace.root / "demo-data",
+            videos=self.clips,
+            seed=0,
+            tokens=length,
+            split="evaluation",
         )
-        choices = Choices(images=films.videos, split="eval", fps=None, frames=2 * patches_for(length))
+        choices = Choices(
+            images=films.videos, split="eval", fps=None, frames=2 * patches_for(length)
+        )
         import_prompts([str(films.llava)], workspace.prompts, choices=choices)
 
     def train(self, settings: Sequence[Setting]) -> None:
@@ -189,14 +211,19 @@ class Trial:
             )
             for folder, (setting, seed) in missing.items()
         ]
-        resumed = {folder for folder in missing if self._beside(folder, "checkpoint").exists()}
+        resumed = {
+            folder for folder in missing if self._beside(folder, "checkpoint").exists()
+        }
 
         def keep(run: TrainingRun, done: FunctionDone) -> None:
             name = run.out.name
             for old in self._beside(name, "").parent.glob("counted-*.json"):
                 old.unlink()
             seconds = None if name in resumed else done.cpu_seconds
-            _write(Cost(seconds, software.commit() or "unknown"), self._beside(name, "cost"))
+            _write(
+                Cost(seconds, software.commit() or "unknown"),
+                self._beside(name, "cost"),
+            )
             shown = " ".join(self.settings(missing[name][0]))
             say(f"trained {name} {shown}, {done.cpu_seconds:.0f} CPU-seconds")
 
@@ -230,7 +257,11 @@ class Trial:
 
     def raced(self, name: str, settings: Sequence[Setting]) -> list[list[Run]]:
         """What a race found, by setting and seed; empty lists if it has not been run."""
-        found = self._decoded(self.at(0, name), settings) if self.at(0).prompts.exists() else []
+        found = (
+            self._decoded(self.at(0, name), settings)
+            if self.at(0).prompts.exists()
+            else []
+        )
         parts = zip(settings, self.by_setting(found, len(settings)), strict=True)
         return [self._runs(setting, part) for setting, part in parts]
 
@@ -242,14 +273,22 @@ class Trial:
         if not self._decoded(workspace, settings):
             evaluate.evaluate(workspace, self.all_folders(settings), self.evaluation())
 
-    def _decoded(self, workspace: Workspace, settings: Sequence[Setting]) -> list[Measured]:
+    def _decoded(
+        self, workspace: Workspace, settings: Sequence[Setting]
+    ) -> list[Measured]:
         kept = evaluate.kept(workspace, self.all_folders(settings), self.evaluation())
-        return [Measured(one.temperatures[0], one.hardware, one.measured[:10]) for one in kept]
+        return [
+            Measured(one.temperatures[0], one.hardware, one.measured[:10])
+            for one in kept
+        ]
 
     def _runs(self, setting: Setting, found: Sequence[Measured]) -> list[Run]:
         files = [self._beside(folder, "cost") for folder in self.folders(setting)]
         costs = [
-            msgspec.json.decode(file.read_bytes(), type=Cost) if file.exists() else Cost() for file in files
+            msgspec.json.decode(file.read_bytes(), type=Cost)
+            if file.exists()
+            else Cost()
+            for file in files
         ]
         return [Run(*one) for one in zip(costs, found, strict=True)] if found else []
 
@@ -269,7 +308,10 @@ class Trial:
             drafter = checkpoint.load(self.at(0).drafter(folder), head, store.info)
             assert isinstance(drafter, Drafter)
             found = count(drafter, store, there)
-            _write(Measured(found, machine, day), self._beside(folder, _record(length, keys)))
+            _write(
+                Measured(found, machine, day),
+                self._beside(folder, _record(length, keys)),
+            )
 
     def keys(self, length: int) -> tuple[str, ...]:
         """The held-out prompts of a length."""
@@ -303,16 +345,22 @@ class Trial:
 @torch.no_grad()
 def count(drafter: Drafter, store: Store, keys: Sequence[str]) -> Measurement:
     """The counts of decoding responses of a store with the drafter's chain; no seconds."""
-    assert drafter.tree.k == 1, "a tree keeps what a walk along the response does not see"
+    assert drafter.tree.k == 1, (
+        "a tree keeps what a walk along the response does not see"
+    )
     rows = []
     for key in keys:
-        (samples,) = Epoch(store, drafter.config.needs(store.info), keys=[key], token_budget=1)
+        (samples,) = Epoch(
+            store, drafter.config.needs(store.info), keys=[key], token_budget=1
+        )
         batch = as_batch(samples, store.provenance.dtype).to("cpu", torch.float32)
         right_R, able_R = right_guesses(drafter, batch, drafter.tree.total - 1)
         assert len(right_R) == int(supervised(batch).sum())
         plain, own = counts(walk(right_R.tolist(), able_R.tolist()), len(right_R))
         kind: PromptKind = "image" if len(batch.start_M) else "text"
-        rows.append(PromptResult(key=key, dataset="", kind=kind, plain=plain, drafted=own))
+        rows.append(
+            PromptResult(key=key, dataset="", kind=kind, plain=plain, drafted=own)
+        )
     return Measurement(temperature=0.0, prompts=tuple(rows))
 
 
@@ -321,7 +369,14 @@ def counts(found: Walk, end: int) -> tuple[Decoding, Decoding]:
 
     By position nothing is counted: what the chain guesses beyond the end of the response is not known.
     """
-    plain = Decoding(tokens=end + 1, calls=end, accepted=0, seconds=0, prefill_seconds=0, decode_seconds=0)
+    plain = Decoding(
+        tokens=end + 1,
+        calls=end,
+        accepted=0,
+        seconds=0,
+        prefill_seconds=0,
+        decode_seconds=0,
+    )
     return plain, replace(plain, calls=found.calls, accepted=found.accepted)
 
 

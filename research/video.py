@@ -44,7 +44,15 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.store import Store
 
-DEFAULT = ("wren", "hivis", "dflash-text", "dflash-all", "dspark-text", "dspark-all", "eagle3")
+DEFAULT = (
+    "wren",
+    "hivis",
+    "dflash-text",
+    "dflash-all",
+    "dspark-text",
+    "dspark-all",
+    "eagle3",
+)
 LENGTHS = (500, 1500, 6000, 12000, 25000)
 TREE = "chain-7"
 MIB, MB = 2**20, 10**6
@@ -61,7 +69,9 @@ class Timing:
     drafter_prefill: float  # the median over clips
     target_prefill: float  # the same
     kept: int  # bytes that the drafter keeps at the end of a clip, the most
-    cpu_share: float  # of the elapsed time, in which this program had the CPU; the least
+    cpu_share: (
+        float  # of the elapsed time, in which this program had the CPU; the least
+    )
     identical: int  # responses equal to those of plain decoding
     clips: int
 
@@ -89,9 +99,15 @@ class Clocked:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        return partial(self._run, name, found) if name in (self._begins, *self._more) else found
+        return (
+            partial(self._run, name, found)
+            if name in (self._begins, *self._more)
+            else found
+        )
 
-    def _run(self, name: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _run(
+        self, name: str, call: Callable[..., Any], *given: Any, **named: Any
+    ) -> Any:
         if name == self._begins:
             self._spent.append(0.0)
         start = time.thread_time()
@@ -142,13 +158,21 @@ def measure(trial: Trial, cases: Sequence[str], length: int, clips: int) -> Timi
         if {*cases} <= {*found.of}:
             return found
     target = load(workspace.model)
-    drafters = {case: target.drafter(workspace.drafter(trial.folders(setting(case))[0])) for case in cases}
-    prompts = [target.encode(one.messages) for one in evaluate.held_out(workspace.prompts, clips)]
+    drafters = {
+        case: target.drafter(workspace.drafter(trial.folders(setting(case))[0]))
+        for case in cases
+    }
+    prompts = [
+        target.encode(one.messages)
+        for one in evaluate.held_out(workspace.prompts, clips)
+    ]
     of_plain, of_case = race(target, drafters, prompts)
     made = Timings(
         hardware=hardware.of(target.device).name,
         threads=torch.get_num_threads(),
-        visual=round(statistics.fmean(int(prompt.visual_L.sum()) for prompt in prompts)),
+        visual=round(
+            statistics.fmean(int(prompt.visual_L.sum()) for prompt in prompts)
+        ),
         text=round(
             statistics.fmean(
                 prompt.length - int(prompt.visual_L.sum()) + len(one.response.ids)
@@ -164,33 +188,47 @@ def measure(trial: Trial, cases: Sequence[str], length: int, clips: int) -> Timi
 
 
 def race(
-    target: VisionLanguageTarget, drafters: Mapping[str, Proposer], prompts: Sequence[EncodedPrompt]
+    target: VisionLanguageTarget,
+    drafters: Mapping[str, Proposer],
+    prompts: Sequence[EncodedPrompt],
 ) -> tuple[list[Decoded], dict[str, list[Decoded]]]:
     """Decode every prompt plainly and with each drafter, in turn."""
     of_plain: list[Decoded] = []
     of_case: dict[str, list[Decoded]] = {case: [] for case in drafters}
-    warm = target.encode([{"role": "user", "content": [{"type": "text", "text": "Hello."}]}])
+    warm = target.encode(
+        [{"role": "user", "content": [{"type": "text", "text": "Hello."}]}]
+    )
     for drafter in (None, *drafters.values()):  # the first call of each kind allocates
         decode(target, drafter, warm, 8)
     for turn, prompt in enumerate(prompts):
         order = ["", *drafters]
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            of_case.get(name, of_plain).append(decode(target, drafters.get(name), prompt, LONGEST))
+            of_case.get(name, of_plain).append(
+                decode(target, drafters.get(name), prompt, LONGEST)
+            )
     return of_plain, of_case
 
 
 def decode(
-    target: VisionLanguageTarget, drafter: Proposer | None, prompt: EncodedPrompt, limit: int
+    target: VisionLanguageTarget,
+    drafter: Proposer | None,
+    prompt: EncodedPrompt,
+    limit: int,
 ) -> Decoded:
     """Decode a prompt once, plainly without a drafter."""
     of_target, of_drafter = [0.0], [0.0]
     clocked: Any = Clocked(target, of_target, "extend", "prefill", "logits")
     if drafter is None:
-        response = timed(lambda: plain(clocked, prompt, max_new_tokens=limit), target.device)
+        response = timed(
+            lambda: plain(clocked, prompt, max_new_tokens=limit), target.device
+        )
         return Decoded(response, of_target, of_drafter)
     watched: Any = Watched(drafter, of_drafter)
     response = timed(
-        lambda: speculate(clocked, watched, prompt, tree=drafter.tree, max_new_tokens=limit), target.device
+        lambda: speculate(
+            clocked, watched, prompt, tree=drafter.tree, max_new_tokens=limit
+        ),
+        target.device,
     )
     own = {buffer.data_ptr() for buffer in (*drafter.parameters(), *drafter.buffers())}
     return Decoded(response, of_target, of_drafter, _held(watched.last, own))
@@ -212,8 +250,12 @@ def timing(of_plain: Sequence[Decoded], own: Sequence[Decoded]) -> Timing:
         drafter_prefill=statistics.median(one.of_drafter[0] for one in own),
         target_prefill=statistics.median(one.of_target[0] for one in own),
         kept=max(one.kept for one in own),
-        cpu_share=min(one.response.cpu_seconds / one.response.seconds for one in (*of_plain, *own)),
-        identical=sum(a.response.ids == b.response.ids for a, b in zip(of_plain, own, strict=True)),
+        cpu_share=min(
+            one.response.cpu_seconds / one.response.seconds for one in (*of_plain, *own)
+        ),
+        identical=sum(
+            a.response.ids == b.response.ids for a, b in zip(of_plain, own, strict=True)
+        ),
         clips=len(own),
     )
 
@@ -261,15 +303,21 @@ class Result:
         return [figures(run.measured.measurement).tau for run in self.runs[length]]
 
 
-def page(results: Mapping[str, Result], times: Mapping[int, Timings], steps: int) -> str:
+def page(
+    results: Mapping[str, Result], times: Mapping[int, Timings], steps: int
+) -> str:
     """The results as Markdown: a table of each quantity, a row for each case, a column for each length."""
     any_of = next(iter(times.values()))
 
     def table(title: str, cell: Callable[[str, int], str]) -> str:
-        lines = [f"| {title} | {' | '.join(f'{one.visual:,}' for one in times.values())} |"]
+        lines = [
+            f"| {title} | {' | '.join(f'{one.visual:,}' for one in times.values())} |"
+        ]
         lines += ["|---" * (len(times) + 1) + "|"]
         for case in results:
-            lines.append(f"| `{case}` | {' | '.join(cell(case, length) for length in times)} |")
+            lines.append(
+                f"| `{case}` | {' | '.join(cell(case, length) for length in times)} |"
+            )
         return "\n".join(lines)
 
     def quartiles(values: tuple[float, float, float]) -> str:
@@ -286,26 +334,54 @@ def page(results: Mapping[str, Result], times: Mapping[int, Timings], steps: int
     tables = "\n\n".join(
         [
             table("tau", lambda case, length: spread(results[case].tau(length))),
-            table("drafting, CPU ms of a cycle", lambda case, length: quartiles(at(case, length).draft)),
+            table(
+                "drafting, CPU ms of a cycle",
+                lambda case, length: quartiles(at(case, length).draft),
+            ),
             table(
                 "cycle, in plain steps",
-                lambda case, length: f"{at(case, length).cycle[1] / at(case, length).step:.2f}",
+                lambda case, length: (
+                    f"{at(case, length).cycle[1] / at(case, length).step:.2f}"
+                ),
             ),
             table("speedup after the prefill", faster),
             table(
-                "drafter's prefill, CPU ms", lambda case, length: f"{at(case, length).drafter_prefill:.1f}"
+                "drafter's prefill, CPU ms",
+                lambda case, length: f"{at(case, length).drafter_prefill:.1f}",
             ),
-            table("kept while decoding, MiB", lambda case, length: f"{at(case, length).kept / MIB:.2f}"),
-            table("stored of a sample, MB", lambda case, length: f"{results[case].stored[length] / MB:.2f}"),
+            table(
+                "kept while decoding, MiB",
+                lambda case, length: f"{at(case, length).kept / MIB:.2f}",
+            ),
+            table(
+                "stored of a sample, MB",
+                lambda case, length: f"{results[case].stored[length] / MB:.2f}",
+            ),
         ]
     )
-    target = ["| the target, CPU ms |" + "".join(f" {one.visual:,} |" for one in times.values())]
+    target = [
+        "| the target, CPU ms |"
+        + "".join(f" {one.visual:,} |" for one in times.values())
+    ]
     target += ["|---" * (len(times) + 1) + "|"]
-    for title, key in (("prefill", "target_prefill"), ("a plain step", "step"), ("verification", "verify")):
-        cells = (statistics.median(getattr(one, key) for one in at.of.values()) for at in times.values())
+    for title, key in (
+        ("prefill", "target_prefill"),
+        ("a plain step", "step"),
+        ("verification", "verify"),
+    ):
+        cells = (
+            statistics.median(getattr(one, key) for one in at.of.values())
+            for at in times.values()
+        )
         target.append(f"| {title} | {' | '.join(f'{value:.1f}' for value in cells)} |")
-    spent = ", ".join(f"`{case}` {cost(next(iter(one.runs.values())))}" for case, one in results.items())
-    seeds = ", ".join(f"`{case}` {len(next(iter(one.runs.values())))}" for case, one in results.items())
+    spent = ", ".join(
+        f"`{case}` {cost(next(iter(one.runs.values())))}"
+        for case, one in results.items()
+    )
+    seeds = ", ".join(
+        f"`{case}` {len(next(iter(one.runs.values())))}"
+        for case, one in results.items()
+    )
     timings = [one for at in times.values() for one in at.of.values()]
     machines = ", ".join(dict.fromkeys(one.hardware for one in times.values()))
     clips = ", ".join(str(next(iter(one.of.values())).clips) for one in times.values())
@@ -344,16 +420,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all workspaces")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="folder of all workspaces"
+    )
     parser.add_argument("--case", action="append", help="may be repeated")
-    parser.add_argument("--once", action="append", help="a case with one seed, may be repeated")
-    parser.add_argument("--length", action="append", type=int, help="visual tokens; may be repeated")
+    parser.add_argument(
+        "--once", action="append", help="a case with one seed, may be repeated"
+    )
+    parser.add_argument(
+        "--length", action="append", type=int, help="visual tokens; may be repeated"
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--clips", type=int, default=1, help="clips that are decoded for times")
+    parser.add_argument(
+        "--clips", type=int, default=1, help="clips that are decoded for times"
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
-    parser.add_argument("--train", action="store_true", help="train and count, measure no times")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="drafters trained in parallel"
+    )
+    parser.add_argument(
+        "--train", action="store_true", help="train and count, measure no times"
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/measurements/video.md"))
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
@@ -370,7 +458,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Result] = {}
     times: dict[int, Timings] = {}
     lengths = given.length or LENGTHS
-    of_case = {case: replace(trial, seeds=1) if case in once else trial for case in cases}
+    of_case = {
+        case: replace(trial, seeds=1) if case in once else trial for case in cases
+    }
     for case, own in of_case.items():
         own.train([settings[case]])
         for length in lengths:
@@ -387,7 +477,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             {length: own.read(settings[case], length) for length in lengths},
             {
                 length: feature_cost(
-                    wanted, {"text": at.text, "visual": at.visual, "span": 1}, info.hidden_size
+                    wanted,
+                    {"text": at.text, "visual": at.visual, "span": 1},
+                    info.hidden_size,
                 )["bytes"]
                 for length, at in times.items()
             },
@@ -395,10 +487,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = {
         "steps": given.steps,
         "tree": TREE,
-        "times": {str(length): msgspec.to_builtins(one) for length, one in times.items()},
-        "tau": {case: {str(length): one.tau(length) for length in lengths} for case, one in results.items()},
+        "times": {
+            str(length): msgspec.to_builtins(one) for length, one in times.items()
+        },
+        "tau": {
+            case: {str(length): one.tau(length) for length in lengths}
+            for case, one in results.items()
+        },
         "stored": {
-            case: {str(length): one.stored[length] for length in lengths} for case, one in results.items()
+            case: {str(length): one.stored[length] for length in lengths}
+            for case, one in results.items()
         },
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -37,16 +37,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--case", action="append", help="of research.video, may be repeated")
-    parser.add_argument("--window", action="append", type=int, help="to decode with, may be repeated")
-    parser.add_argument("--trained", action="append", type=int, help="to train with as well, may be repeated")
-    parser.add_argument("--length", action="append", type=int, help="visual tokens, may be repeated")
+    parser.add_argument(
+        "--case", action="append", help="of research.video, may be repeated"
+    )
+    parser.add_argument(
+        "--window", action="append", type=int, help="to decode with, may be repeated"
+    )
+    parser.add_argument(
+        "--trained",
+        action="append",
+        type=int,
+        help="to train with as well, may be repeated",
+    )
+    parser.add_argument(
+        "--length", action="append", type=int, help="visual tokens, may be repeated"
+    )
     parser.add_argument("--speed", type=int, help="decode the videos of this length")
     parser.add_argument("--clips", type=int, default=8, help="videos of each length")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--jobs", type=int, default=2, help="drafters trained in parallel")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all workspaces")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="drafters trained in parallel"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="folder of all workspaces"
+    )
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     trial = Trial(
@@ -57,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jobs=given.jobs,
         clips=given.clips,
     )
-    cases, windows = given.case or ["wren", "eagle2", "dflash-all"], given.window or [1024, 256, 64, 16]
+    cases, windows = (
+        given.case or ["wren", "eagle2", "dflash-all"],
+        given.window or [1024, 256, 64, 16],
+    )
     lengths, trained = given.length or [0, 500, 1500, 6000], given.trained or [64]
     unlimited = [setting(case) for case in cases]
     trial.prepare(unlimited)
@@ -68,7 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for length in lengths:
         trial.lengthen(length)
     stores = {length: trial.greedy(length) for length in lengths}
-    print("| drafter | trained with | decoded with | " + " | ".join(map(str, lengths)) + " |")
+    print(
+        "| drafter | trained with | decoded with | "
+        + " | ".join(map(str, lengths))
+        + " |"
+    )
     print("|---" * (len(lengths) + 3) + "|")
     for case in cases:
         first: list[list[Measurement]] = []
@@ -76,7 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             one = windowed(case, with_one)
             trial.train([one])
             for window in [with_one] if with_one else [0, *windows]:
-                found = [tau(trial, one, length, window, stores[length]) for length in lengths]
+                found = [
+                    tau(trial, one, length, window, stores[length])
+                    for length in lengths
+                ]
                 first = first or found
                 cells = [
                     spread([figures(seed).tau for seed in at])
@@ -99,33 +124,59 @@ def seeing(drafter: Proposer, window: int) -> Drafter:
     return drafter
 
 
-def tau(trial: Trial, one: Setting, length: int, window: int, store: Store) -> list[Measurement]:
+def tau(
+    trial: Trial, one: Setting, length: int, window: int, store: Store
+) -> list[Measurement]:
     """The counts of every seed on the greedy responses to the prompts of a length, decoded with a window."""
-    keys, head = sorted(store.keys().intersection(trial.keys(length))), Head.of(store.head())
+    keys, head = (
+        sorted(store.keys().intersection(trial.keys(length))),
+        Head.of(store.head()),
+    )
     folders = [trial.at(0).drafter(folder) for folder in trial.folders(one)]
-    return [count(seeing(checkpoint.load(at, head, store.info), window), store, keys) for at in folders]
+    return [
+        count(seeing(checkpoint.load(at, head, store.info), window), store, keys)
+        for at in folders
+    ]
 
 
-def speed(trial: Trial, cases: Sequence[str], windows: Sequence[int], length: int) -> None:
+def speed(
+    trial: Trial, cases: Sequence[str], windows: Sequence[int], length: int
+) -> None:
     """Decode the clips of a length with the first seed of each case, trained without a window."""
     trial.lengthen(length)
     workspace = trial.at(length)
     target = load(workspace.model)
-    prompts = [target.encode(one.messages) for one in evaluate.held_out(workspace.prompts, trial.clips)]
-    print(f"{statistics.fmean(int(prompt.visual_L.sum()) for prompt in prompts):,.0f} visual tokens")
+    prompts = [
+        target.encode(one.messages)
+        for one in evaluate.held_out(workspace.prompts, trial.clips)
+    ]
+    print(
+        f"{statistics.fmean(int(prompt.visual_L.sum()) for prompt in prompts):,.0f} visual tokens"
+    )
     titles = "drafter, window, MiB, drafting (ms), to none, prefill to none, identical"
     print(f"| {' | '.join(titles.split(', '))} |\n{'|---' * 7}|")
     for case in cases:
         folder = workspace.drafter(trial.folders(setting(case))[0])
-        drafters = {str(window or "-"): seeing(target.drafter(folder), window) for window in windows}
+        drafters = {
+            str(window or "-"): seeing(target.drafter(folder), window)
+            for window in windows
+        }
         of_plain, of_window = race(target, drafters, prompts)
         base = timing(of_plain, of_window["-"])
         for window, own in of_window.items():
             made = timing(of_plain, own)
-            cells = [f"`{case}`", window, f"{made.kept / MIB:.2f}", f"{made.draft[1]:.2f}"]
+            cells = [
+                f"`{case}`",
+                window,
+                f"{made.kept / MIB:.2f}",
+                f"{made.draft[1]:.2f}",
+            ]
             cells += [f"{made.draft[1] / base.draft[1]:.2f}"]
             cells += [f"{made.drafter_prefill / base.drafter_prefill:.2f}"]
-            print(f"| {' | '.join([*cells, f'{made.identical} of {made.clips}'])} |", flush=True)
+            print(
+                f"| {' | '.join([*cells, f'{made.identical} of {made.clips}'])} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

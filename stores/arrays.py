@@ -29,7 +29,11 @@ BUFFER = 1 << 20
 LARGE = 1 << 20  # bytes from which on a thread pays
 SYNC_EVERY = 1 << 26
 PART = 1 << 16  # values that are looked at together
-EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}  # all bits of it: no finite number
+EXPONENTS = {
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+    "float32": 0x7F800000,
+}  # all bits of it: no finite number
 T = TypeVar("T")
 
 
@@ -41,7 +45,9 @@ class ArraySpec:
     rows: Rows
     dtype: str  # as numpy names it: what is on disk
     width: int
-    attributes: tuple[tuple[str, str], ...] = ()  # the logical dtype, column names: for human readers
+    attributes: tuple[
+        tuple[str, str], ...
+    ] = ()  # the logical dtype, column names: for human readers
 
     @functools.cached_property
     def row_bytes(self) -> int:
@@ -53,12 +59,17 @@ def metadata(spec: ArraySpec, rows: int) -> dict[str, Any]:
     """The `zarr.json` of an array with `rows` rows."""
     itemsize = np.dtype(spec.dtype).itemsize
     codecs: list[dict[str, Any]] = [
-        {"name": "bytes", "configuration": {"endian": "little"}} if itemsize > 1 else {"name": "bytes"}
+        {"name": "bytes", "configuration": {"endian": "little"}}
+        if itemsize > 1
+        else {"name": "bytes"}
     ]
     sharding = {
         "chunk_shape": [chunk_rows(rows), spec.width],
         "codecs": codecs,
-        "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        "index_codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
         "index_location": "end",
     }
     shard_rows = max(1, -(-rows // CHUNK_ROWS)) * chunk_rows(rows)
@@ -67,7 +78,10 @@ def metadata(spec: ArraySpec, rows: int) -> dict[str, Any]:
         "node_type": "array",
         "shape": [rows, spec.width],
         "data_type": spec.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard_rows, spec.width]}},
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": [shard_rows, spec.width]},
+        },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
@@ -84,7 +98,9 @@ def chunk_rows(rows: int) -> int:
 def chunk_index(spec: ArraySpec, rows: int) -> bytes:
     """Offset and length of each chunk and their crc32c: what ends the file of an array."""
     size = chunk_rows(rows) * spec.row_bytes
-    index = b"".join(struct.pack("<QQ", at * size, size) for at in range(-(-rows // CHUNK_ROWS)))
+    index = b"".join(
+        struct.pack("<QQ", at * size, size) for at in range(-(-rows // CHUNK_ROWS))
+    )
     return index + struct.pack("<I", google_crc32c.value(index))
 
 
@@ -100,10 +116,14 @@ def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(3, thread_name_prefix="vlmdistill-write")
 
 
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads stay behind in the parent
+os.register_at_fork(
+    after_in_child=_helpers.cache_clear
+)  # threads stay behind in the parent
 
 
-def _write_hashed(write: Callable[[Any], object], hash_of: Callable[[Any], T], data: memoryview) -> T:
+def _write_hashed(
+    write: Callable[[Any], object], hash_of: Callable[[Any], T], data: memoryview
+) -> T:
     """Write bytes and hash them, both at once where that pays."""
     if len(data) < LARGE:
         write(data)
@@ -136,7 +156,9 @@ class HashedFile:
         self.bytes += len(view)
         self._unsynced += len(view) if len(view) >= LARGE else 0
         # An fdatasync of what is written, so that closing does not wait for all of it.
-        if self._unsynced >= SYNC_EVERY and (self._syncing is None or self._syncing.done()):
+        if self._unsynced >= SYNC_EVERY and (
+            self._syncing is None or self._syncing.done()
+        ):
             self._wait()
             self._syncing = _helpers().submit(os.fdatasync, self._file.fileno())
             self._unsynced = 0
@@ -172,7 +194,9 @@ def not_finite(spec: ArraySpec, data: memoryview) -> Array:
     bits = np.frombuffer(data, f"u{np.dtype(spec.dtype).itemsize}")
     masked, found = np.empty(min(len(bits), PART), bits.dtype), []
     for at in range(0, len(bits), PART):  # parts stay in the processor's cache
-        part = np.bitwise_and(bits[at : at + PART], exponent, out=masked[: len(bits) - at])
+        part = np.bitwise_and(
+            bits[at : at + PART], exponent, out=masked[: len(bits) - at]
+        )
         if part.max() == exponent:
             found.append(at + np.flatnonzero(part == exponent))
     return np.concatenate([np.empty(0, np.int64), *found])
@@ -200,7 +224,9 @@ class ArrayWriter:
 
     def append(self, rows: Array) -> tuple[int, int]:
         """Add rows [n, width]; their xxh3, and how many of them are not finite."""
-        data = np.ascontiguousarray(rows).data.cast("B") if len(rows) else memoryview(b"")
+        data = (
+            np.ascontiguousarray(rows).data.cast("B") if len(rows) else memoryview(b"")
+        )
         odd = np.unique(not_finite(self.spec, data) // self.spec.width)
         checksum = _write_hashed(self._file.write, xxhash.xxh3_64_intdigest, data)
         self.rows += len(rows)
@@ -210,14 +236,18 @@ class ArrayWriter:
         """Write padding, the chunk index and the metadata: file name -> (bytes, blake3)."""
         files = {}
         if self.rows:
-            self._file.write(bytes(-self.rows % chunk_rows(self.rows) * self.spec.row_bytes))
+            self._file.write(
+                bytes(-self.rows % chunk_rows(self.rows) * self.spec.row_bytes)
+            )
             self._file.write(chunk_index(self.spec, self.rows))
             files[f"{self.spec.name}/{CHUNK_FILE}"] = self._file.close()
         else:  # Zarr reads a missing file as the fill value, here of no rows at all
             self._file.abort()
             (self._folder / CHUNK_FILE).unlink()
         text = json.dumps(metadata(self.spec, self.rows)).encode()
-        files[f"{self.spec.name}/zarr.json"] = write_file(self._folder / "zarr.json", text)
+        files[f"{self.spec.name}/zarr.json"] = write_file(
+            self._folder / "zarr.json", text
+        )
         return files
 
     def abort(self) -> None:
@@ -244,4 +274,8 @@ def read_rows(
 
 def byte_range(shard: str, spec: ArraySpec, span: range) -> tuple[str, int, int]:
     """File, first byte and number of bytes of some rows."""
-    return f"{shard}/{spec.name}/{CHUNK_FILE}", span.start * spec.row_bytes, len(span) * spec.row_bytes
+    return (
+        f"{shard}/{spec.name}/{CHUNK_FILE}",
+        span.start * spec.row_bytes,
+        len(span) * spec.row_bytes,
+    )

@@ -48,16 +48,22 @@ def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Com
         publish()
     except FileNotFoundError as error:
         what = f"files of unit {record.unit} vanished while it was committed ({one_line(error)})"
-        raise StoreError(f"{what}: `vlmdistill store verify` says how to repair it") from error
+        raise StoreError(
+            f"{what}: `vlmdistill store verify` says how to repair it"
+        ) from error
     made = backend.create(name, seal(record))
     first = record if made else find_record(backend, name, Commit)
     if first is not None and first.shard != record.shard:
-        backend.remove(record.named)  # the unit's name is taken: this shard can never be committed
+        backend.remove(
+            record.named
+        )  # the unit's name is taken: this shard can never be committed
     if first is not None and is_complete(backend, first):
         note(backend, name, first)
         return first
     what = f"the files of unit {record.unit} were removed while they were committed"
-    raise RacedError(f"{what}: does `store gc` run with a short --grace? Run `store verify`")
+    raise RacedError(
+        f"{what}: does `store gc` run with a short --grace? Run `store verify`"
+    )
 
 
 def find_commit(backend: Backend, unit: str) -> Commit | None:
@@ -77,7 +83,11 @@ def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -
             raise
         except StoreError:  # it is damaged: replace it
             copy = None
-        if copy != record and is_complete(backend, record) and find_naming(backend, record.named) == record:
+        if (
+            copy != record
+            and is_complete(backend, record)
+            and find_naming(backend, record.named) == record
+        ):
             note(backend, name, record)
 
     for _ in backend.map(one, records):
@@ -122,11 +132,19 @@ def find_copy(backend: Backend, name: str, kind: type[R]) -> R | None:
 def require_all(backend: Backend, folders: Sequence[str] = KEPT) -> None:
     """StoreError when a record is gone though it has a copy."""
     names = [  # first: a record is made before its copy
-        f"{folder}/{name}" for folder in folders for name in record_names(backend, f"{LEDGER}/{folder}")
+        f"{folder}/{name}"
+        for folder in folders
+        for name in record_names(backend, f"{LEDGER}/{folder}")
     ]
-    there = {f"{folder}/{name}" for folder in folders for name in record_names(backend, folder)}
+    there = {
+        f"{folder}/{name}"
+        for folder in folders
+        for name in record_names(backend, folder)
+    }
     missing = [f"{name}.json" for name in names if name not in there]
-    if gone := [name for name in missing if backend.size(name) is None]:  # a listing may be an old one
+    if gone := [
+        name for name in missing if backend.size(name) is None
+    ]:  # a listing may be an old one
         what = f"{len(gone)} records of {backend.url} are lost, the first {gone[0]}"
         how = f"copy {LEDGER}/{gone[0]} to {gone[0]}, or remove it if that was dropped on purpose"
         raise StoreError(f"{what}. For each: {how}")

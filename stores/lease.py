@@ -46,7 +46,9 @@ class Holder(msgspec.Struct, frozen=True):
             os.kill(self.process, 0)
         except (OSError, OverflowError) as error:
             return not isinstance(error, PermissionError)
-        return self.process == os.getpid()  # an earlier one of that number, as in a container
+        return (
+            self.process == os.getpid()
+        )  # an earlier one of that number, as in a container
 
 
 def machine() -> str:
@@ -63,24 +65,35 @@ class Lease:
 
     def __init__(self, there: Backend, name: str) -> None:
         self._there, self._name = there, name
-        self._mine = Holder(socket.gethostname(), machine(), os.getpid(), secrets.token_hex(8))
+        self._mine = Holder(
+            socket.gethostname(), machine(), os.getpid(), secrets.token_hex(8)
+        )
         self._generation = 0
         self._ended = threading.Event()
-        self._touching = threading.Thread(target=self._touch, name="vlmdistill-lease", daemon=True)
+        self._touching = threading.Thread(
+            target=self._touch, name="vlmdistill-lease", daemon=True
+        )
 
     def acquire(self, wait: bool = False) -> None:
         """DataError if a process that is alive has the lock, unless `wait`: then when that has released it.
 
         OSError as the backend raises it.
         """
-        seen, since = None, 0.0  # of the lock of another: generation and last sign of life
+        seen, since = (
+            None,
+            0.0,
+        )  # of the lock of another: generation and last sign of life
         while not self._take(generation := self._latest()):
             other, now = self._holder(generation), time.monotonic()
             if other is None:  # released
                 continue
             sign = generation, self._alive(generation)
             if seen is None:
-                log.info("%s is locked by %s: waiting for a sign of life", self._there.url, other.host)
+                log.info(
+                    "%s is locked by %s: waiting for a sign of life",
+                    self._there.url,
+                    other.host,
+                )
             elif sign != seen and not wait:
                 raise DataError(
                     f"another run, process {other.process} on {other.host}, is writing to {self._there.url}: "
@@ -102,7 +115,10 @@ class Lease:
     def _create(self, generation: int) -> bool:
         self._generation = generation
         data = msgspec.json.encode(self._mine)
-        return self._there.create(self._file(generation), data) or self._holder(generation) == self._mine
+        return (
+            self._there.create(self._file(generation), data)
+            or self._holder(generation) == self._mine
+        )
 
     def release(self) -> None:
         """Remove the lock, and those that it has taken over."""
@@ -121,12 +137,20 @@ class Lease:
         while not self._ended.wait(TOUCHED):
             with suppress(*FOR_USER):  # the next one may succeed
                 count += 1
-                self._there.replace(self._file(self._generation, "alive"), str(count).encode())
+                self._there.replace(
+                    self._file(self._generation, "alive"), str(count).encode()
+                )
 
     def _latest(self) -> int:
         folder, _, leaf = self._name.rpartition("/")
-        names = (name.removeprefix(f"{leaf}.").partition(".") for name in self._there.list_names(folder))
-        return max((int(one) for one, _, end in names if one.isdecimal() and end == "json"), default=0)
+        names = (
+            name.removeprefix(f"{leaf}.").partition(".")
+            for name in self._there.list_names(folder)
+        )
+        return max(
+            (int(one) for one, _, end in names if one.isdecimal() and end == "json"),
+            default=0,
+        )
 
     def _alive(self, generation: int) -> bytes:
         with suppress(FileNotFoundError):
@@ -135,7 +159,9 @@ class Lease:
 
     def _holder(self, generation: int) -> Holder | None:
         try:
-            return msgspec.json.decode(self._there.read(self._file(generation), 1 << 12), type=Holder)
+            return msgspec.json.decode(
+                self._there.read(self._file(generation), 1 << 12), type=Holder
+            )
         except FileNotFoundError:
             return None
         except msgspec.DecodeError:

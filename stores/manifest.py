@@ -21,7 +21,13 @@ from msgspec import Meta, Struct
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import NewerError, StoreError, one_line
 from vlmdistill.stores.records import decode
-from vlmdistill.stores.schema import CHUNK_FILE, SCHEMA_VERSION, Provenance, Rows, TargetInfo
+from vlmdistill.stores.schema import (
+    CHUNK_FILE,
+    SCHEMA_VERSION,
+    Provenance,
+    Rows,
+    TargetInfo,
+)
 
 STORE = "store.json"
 COMMITS = "commits"
@@ -37,7 +43,9 @@ GROUP = "zarr.json"  # describes a shard, and each of its arrays
 FORMAT = "vlmdistill-store"
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
-RECORD = re.compile(rf"{STORE}|({COMMITS}|{VIEWS}|{STATS}|{CACHE})/{NAME.pattern}\.json")
+RECORD = re.compile(
+    rf"{STORE}|({COMMITS}|{VIEWS}|{STATS}|{CACHE})/{NAME.pattern}\.json"
+)
 ARRAY = r"(?:tokens|(?:hidden|embed|layer[0-9]{1,5})\.(?:text|visual|span)(?:\.(?:token|channel)_scale)?)"
 FILE = re.compile(rf"{INDEX}|{GROUP}|{ARRAY}/(?:{GROUP}|{CHUNK_FILE})")
 SEAL = re.compile(rb'"blake3":"([0-9a-f]{64})",?')
@@ -49,7 +57,9 @@ Name = Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")]
 Short = Annotated[str, Meta(max_length=300)]
 Text = Annotated[str, Meta(max_length=1 << 14)]
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-Entry = tuple[Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]]  # bytes and blake3 of a file
+Entry = tuple[
+    Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+]  # bytes and blake3 of a file
 # Hashes that are only compared: a pattern would take longer.
 Files = Mapping[Short, tuple[Count, Annotated[str, Meta(min_length=64, max_length=64)]]]
 Square = Annotated[float, Meta(ge=0)]
@@ -84,7 +94,9 @@ class StoreRecord(Record, frozen=True, kw_only=True):
     format: Annotated[str, Meta(pattern=rf"\A{FORMAT}\Z")]
     provenance: Provenance
     info: TargetInfo
-    encoding: Mapping[Short, Short]  # feature name -> raw | int8, checked by `Layout.of`
+    encoding: Mapping[
+        Short, Short
+    ]  # feature name -> raw | int8, checked by `Layout.of`
     head: HeadRecord
 
     def wrong(self, name: str) -> str | None:
@@ -102,7 +114,9 @@ class Commit(Record, frozen=True, kw_only=True):
     rows: Mapping[Rows, Count]
     meta: tuple[Text, ...]
     files: Files
-    losses: Mapping[Short, tuple[Square, Square]]  # of int8 features: summed squared error, summed squares
+    losses: Mapping[
+        Short, tuple[Square, Square]
+    ]  # of int8 features: summed squared error, summed squares
 
     @property
     def named(self) -> str:
@@ -119,7 +133,11 @@ class Commit(Record, frozen=True, kw_only=True):
             return f"it is the record of {self.unit}"
         odd = [file for file in self.files if not FILE.fullmatch(file)]
         if odd or not {INDEX, GROUP} <= self.files.keys():
-            return f"a shard has no file {odd[0]!r}" if odd else f"a shard has the files {INDEX} and {GROUP}"
+            return (
+                f"a shard has no file {odd[0]!r}"
+                if odd
+                else f"a shard has the files {INDEX} and {GROUP}"
+            )
         if len(self.rows) < len(KINDS):
             return "it lacks the rows of each kind: text, visual, span, sample"
         shard = shard_name(self.unit, self.files)
@@ -153,7 +171,9 @@ class TableRecord(Record, frozen=True, kw_only=True):
         if name != f"{self.FOLDER}/{self.name}.json":
             return f"it is the record of {self.name}"
         file = self.file_of(self.entry)
-        return None if self.file == file and self.entry[1] else f"its table must be {file}"
+        return (
+            None if self.file == file and self.entry[1] else f"its table must be {file}"
+        )
 
 
 class ViewRecord(TableRecord, frozen=True, kw_only=True):
@@ -193,7 +213,9 @@ class CacheRecord(TableRecord, frozen=True, kw_only=True):
     MOST = 1 << 24
 
 
-TABLES: Mapping[str, type[TableRecord]] = {kind.FOLDER: kind for kind in (ViewRecord, RunRecord, CacheRecord)}
+TABLES: Mapping[str, type[TableRecord]] = {
+    kind.FOLDER: kind for kind in (ViewRecord, RunRecord, CacheRecord)
+}
 
 
 def kind_of(name: str) -> type[Commit | TableRecord]:
@@ -203,7 +225,9 @@ def kind_of(name: str) -> type[Commit | TableRecord]:
 
 def damaged(where: str, why: str = "its checksum does not match") -> StoreError:
     """The error for damaged data."""
-    return StoreError(f"{where} is damaged: {why}. `vlmdistill store verify` lists all damage")
+    return StoreError(
+        f"{where} is damaged: {why}. `vlmdistill store verify` lists all damage"
+    )
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -211,7 +235,9 @@ def digest(data: bytes | memoryview) -> str:
     return blake3.blake3(data).hexdigest()
 
 
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+_canonical = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), allow_nan=False
+).encode
 
 
 def seal(record: Record | Mapping[str, Any]) -> bytes:
@@ -223,7 +249,9 @@ def seal(record: Record | Mapping[str, Any]) -> bytes:
             _require_size(bare, type(record))
             decode(bare, type(record))
     except ValueError as error:
-        raise StoreError(f"this {type(record).__name__} cannot be written: {one_line(error)}") from error
+        raise StoreError(
+            f"this {type(record).__name__} cannot be written: {one_line(error)}"
+        ) from error
     return _canonical({**content, "blake3": digest(bare)}).encode()
 
 
@@ -294,7 +322,9 @@ def read_record(backend: Backend, name: str, kind: type[R], below: str = "") -> 
         raise NewerError(what) from None
 
 
-def find_record(backend: Backend, name: str, kind: type[R], below: str = "") -> R | None:
+def find_record(
+    backend: Backend, name: str, kind: type[R], below: str = ""
+) -> R | None:
     """Read and check a record, None when it is missing; StoreError when damaged or too new."""
     try:
         return read_record(backend, name, kind, below)
@@ -319,7 +349,11 @@ def shard_name(unit: str, files: Files) -> str:
 
 def record_names(backend: Backend, folder: str) -> list[str]:
     """The names of the records in a folder, sorted."""
-    return [name.removesuffix(".json") for name in names_in(backend, folder) if name.endswith(".json")]
+    return [
+        name.removesuffix(".json")
+        for name in names_in(backend, folder)
+        if name.endswith(".json")
+    ]
 
 
 def names_in(backend: Backend, folder: str) -> list[str]:

@@ -47,7 +47,9 @@ def read_bytes(path: str | Path, most: int | None = None) -> bytes:
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, more than {most}", str(path))
+            raise OSError(
+                errno.EFBIG, f"it has {size} bytes, more than {most}", str(path)
+            )
         return file.read()
 
 

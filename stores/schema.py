@@ -76,7 +76,11 @@ class Feature:
         """
         found = FEATURE.fullmatch(name)
         if not found:
-            every = (f"{of}.{at}" for of in ("hidden", "embed") for at in typing.get_args(Where))
+            every = (
+                f"{of}.{at}"
+                for of in ("hidden", "embed")
+                for at in typing.get_args(Where)
+            )
             near = did_you_mean(name, every)
             raise DataError(
                 f"'{name}' is not a feature{near}: write hidden|embed|layer<k> '.' text|visual|span, "
@@ -88,14 +92,18 @@ class Feature:
 def as_features(features: Collection[str | Feature] | Feature) -> tuple[Feature, ...]:
     """Features of those or their names; a single one, too. DataError when a name is not a feature."""
     given = (features,) if isinstance(features, str | Feature) else features
-    return tuple(one if isinstance(one, Feature) else Feature.parse(one) for one in given)
+    return tuple(
+        one if isinstance(one, Feature) else Feature.parse(one) for one in given
+    )
 
 
 def held(features: Mapping[Feature, T], wanted: Feature, what: str) -> T:
     """The states of a feature; DataError when this sample or batch was read without it."""
     if wanted not in features:
         names = ", ".join(sorted(feature.name for feature in features)) or "none"
-        raise DataError(f"the {what} lacks {wanted.name}, it has {names}: name it in `features`")
+        raise DataError(
+            f"the {what} lacks {wanted.name}, it has {names}: name it in `features`"
+        )
     return features[wanted]
 
 
@@ -168,7 +176,11 @@ class Sample:
         Returns:
             T, U or M.
         """
-        return {"text": len(self.ids_T), "visual": self.visual_tokens, "span": len(self.spans)}[where]
+        return {
+            "text": len(self.ids_T),
+            "visual": self.visual_tokens,
+            "span": len(self.spans),
+        }[where]
 
 
 @dataclass(frozen=True)
@@ -212,7 +224,9 @@ class Facts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
-            raise DataError(f"this {cls.WHAT} was written by another version: {one_line(error)}") from None
+            raise DataError(
+                f"this {cls.WHAT} was written by another version: {one_line(error)}"
+            ) from None
 
 
 class TargetInfo(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -248,7 +262,9 @@ class FrozenTables:
     embed_VD: Array  # bf16 as uint16
     lm_head_VD: Array
     dtype: str  # bfloat16, float16 or float32
-    generation: Mapping[str, Any] = field(default_factory=dict)  # the target's generation config: informative
+    generation: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the target's generation config: informative
 
     @property
     def tied(self) -> bool:
@@ -264,13 +280,19 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weights_hash: Label
     processor_hash: Label
     template_hash: Label
-    features: Annotated[tuple[Label, ...], Bounds(max_length=1000)]  # names of those captured, sorted
+    features: Annotated[
+        tuple[Label, ...], Bounds(max_length=1000)
+    ]  # names of those captured, sorted
     dtype: Label  # of the stored features: bfloat16, float16 or float32
     revision: Label = ""
-    sampling: Label = ""  # never compared: responses of several settings may share a store
+    sampling: Label = (
+        ""  # never compared: responses of several settings may share a store
+    )
     code_version: Label = ""  # never compared
     engine: Label = "transformers"  # that ran the target; another one with its version
-    thinking: Label | UnsetType = UNSET  # whether the target reasons: on, off, mixed; absent: as by default
+    thinking: Label | UnsetType = (
+        UNSET  # whether the target reasons: on, off, mixed; absent: as by default
+    )
 
     INFORMATIVE: typing.ClassVar = ("target", "revision", "sampling", "code_version")
     WHAT = "provenance"
@@ -285,7 +307,11 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form; `from_dict` reads it back. What is absent stays so: earlier versions read it."""
-        return {name: value for name, value in super().to_dict().items() if value is not UNSET}
+        return {
+            name: value
+            for name, value in super().to_dict().items()
+            if value is not UNSET
+        }
 
 
 def content_hash(value: Any) -> str:
@@ -303,5 +329,7 @@ def seconds(text: str, what: str) -> float:
     """A length of time such as `90s`, `12h`, `30d` or `2w`; DataError names `what` it is."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip().lower())
     if not found:
-        raise DataError(f"{what} '{text}': write a number with s, m, h, d or w, such as 30d")
+        raise DataError(
+            f"{what} '{text}': write a number with s, m, h, d or w, such as 30d"
+        )
     return float(found[1]) * UNITS[found[2]]

@@ -78,7 +78,9 @@ class Store:
         info: Facts of the target, such as `hidden_size` (D) and `vocab_size` (V).
     """
 
-    def __init__(self, backend: Backend, record: StoreRecord, report: Progress = silent) -> None:
+    def __init__(
+        self, backend: Backend, record: StoreRecord, report: Progress = silent
+    ) -> None:
         self.backend, self._report = backend, report
         self.record = record
         self.path = backend.url
@@ -88,7 +90,9 @@ class Store:
         self._shards = Shards(backend, self.layout)
         self.rows = ShardRows(backend, self.layout, self.commit)
         self._samples = SampleReader(self.rows, self._held)
-        self.buffers: list[dict[Feature, Array]] = []  # of finished epochs, each for the features of a batch
+        self.buffers: list[
+            dict[Feature, Array]
+        ] = []  # of finished epochs, each for the features of a batch
         self._index: tuple[Any, Lines] | None = None  # what it was made from; the index
         self._meta: Mapping[str, pl.DataType] = {}
 
@@ -124,11 +128,18 @@ class Store:
         store.require(provenance, info)
         if encoding is not None and dict(encoding) != store.layout.encoding:
             mine = dict(store.layout.encoding)
-            raise StoreError(f"{store.path} was made with encoding {mine}, not {dict(encoding)}")
+            raise StoreError(
+                f"{store.path} was made with encoding {mine}, not {dict(encoding)}"
+            )
         return store
 
     @classmethod
-    def open(cls, path: str | Path | Backend, cache: str | None = None, report: Progress = silent) -> "Store":
+    def open(
+        cls,
+        path: str | Path | Backend,
+        cache: str | None = None,
+        report: Progress = silent,
+    ) -> "Store":
         """Open a store; StoreError when it is missing, damaged or newer than this code.
 
         `cache`, as `DIR:SIZE`, keeps what is read of a URL on a local disk, in at most so many bytes.
@@ -139,8 +150,14 @@ class Store:
             record = read_record(backend, STORE, StoreRecord)
         except (FileNotFoundError, NotADirectoryError):
             where = backend.url if path is backend else path
-            inside = backend.size(f"features/{STORE}") is not None  # a workspace was named
-            cure = f"it is {where}/features" if inside else "make one with `vlmdistill features`"
+            inside = (
+                backend.size(f"features/{STORE}") is not None
+            )  # a workspace was named
+            cure = (
+                f"it is {where}/features"
+                if inside
+                else "make one with `vlmdistill features`"
+            )
             raise StoreError(f"there is no feature store at {where}: {cure}") from None
         return cls(backend, record, report)
 
@@ -155,10 +172,16 @@ class Store:
         difference = self.provenance.mismatch(provenance)
         if difference is None and info is not None:
             mine, theirs = self.info.to_dict(), info.to_dict()
-            odd = [name for name in mine if name != "name" and mine[name] != theirs[name]]
-            difference = f"{odd[0]}: {mine[odd[0]]}, not {theirs[odd[0]]}" if odd else None
+            odd = [
+                name for name in mine if name != "name" and mine[name] != theirs[name]
+            ]
+            difference = (
+                f"{odd[0]}: {mine[odd[0]]}, not {theirs[odd[0]]}" if odd else None
+            )
         if difference is not None:
-            raise StoreError(f"{self.path} is of another origin ({difference}): use another store")
+            raise StoreError(
+                f"{self.path} is of another origin ({difference}): use another store"
+            )
 
     def head(self) -> FrozenTables:
         """Read the target's frozen tables.
@@ -188,7 +211,9 @@ class Store:
                 raise damaged(f"{self.path}/{where}/{STORE}", "it is missing")
         return tuple(found)
 
-    def annex(self, names: Collection[str], encoding: Mapping[str, str] | None = None) -> "Store":
+    def annex(
+        self, names: Collection[str], encoding: Mapping[str, str] | None = None
+    ) -> "Store":
         """Make the annex of these features, or open it. It has the frozen head of this store.
 
         StoreError when it is there with another `encoding`, or when a feature is in the store already.
@@ -207,29 +232,47 @@ class Store:
             Layout.of(provenance, self.info, encoding or {})
             with writing(backend):
                 require_room(backend)
-                record = replace(self.record, provenance=provenance, encoding=dict(encoding or {}))
+                record = replace(
+                    self.record, provenance=provenance, encoding=dict(encoding or {})
+                )
                 backend.create(STORE, seal(record))
         annex = Store.open(backend)
         self._require_annex(annex, annex_folder(names))
         if encoding is not None and dict(encoding) != annex.layout.encoding:
             mine = dict(annex.layout.encoding)
-            raise StoreError(f"{annex.path} was made with encoding {mine}, not {dict(encoding)}")
+            raise StoreError(
+                f"{annex.path} was made with encoding {mine}, not {dict(encoding)}"
+            )
         self.__dict__.pop("annexes", None)  # there may be one more
         return annex
 
     def _require_annex(self, annex: "Store", where: str) -> None:
         if why := no_annex(self.record, annex.record, where):
-            raise StoreError(f"{annex.path} is no annex of this store: {why}. Remove it, or move it away")
+            raise StoreError(
+                f"{annex.path} is no annex of this store: {why}. Remove it, or move it away"
+            )
 
     @property
     def features(self) -> tuple[Feature, ...]:
         """All features, including annexes; StoreError when an annex is damaged."""
-        return tuple(sorted({feature for one in (self, *self.annexes) for feature in one.layout.features}))
+        return tuple(
+            sorted(
+                {
+                    feature
+                    for one in (self, *self.annexes)
+                    for feature in one.layout.features
+                }
+            )
+        )
 
     def choose(self, features: Collection[str | Feature] | None) -> tuple[Feature, ...]:
         """The features asked for, all when None; StoreError names what was never captured."""
-        chosen = self.features if features is None else tuple(sorted(as_features(features)))
-        if not self.layout.parts.keys() >= {*chosen} and (missing := {*chosen} - {*self.features}):
+        chosen = (
+            self.features if features is None else tuple(sorted(as_features(features)))
+        )
+        if not self.layout.parts.keys() >= {*chosen} and (
+            missing := {*chosen} - {*self.features}
+        ):
             raise StoreError(
                 f"this store has no {_names(missing)}: it holds {_names(self.features)}. Capture what is "
                 "missing with `vlmdistill features --for DRAFTER`"
@@ -243,7 +286,9 @@ class Store:
         for annex in self.annexes:
             if feature in annex.layout.parts:
                 return annex
-        raise StoreError(f"this store has no {feature.name}: it holds {_names(self.features)}")
+        raise StoreError(
+            f"this store has no {feature.name}: it holds {_names(self.features)}"
+        )
 
     def lines(
         self, rows: "pl.DataFrame", features: Collection[Feature]
@@ -253,11 +298,15 @@ class Store:
         StoreError when an annex lacks a sample, as while it is captured, or has it with other tokens.
         """
         yield self, rows
-        for annex in dict.fromkeys(self.holder(feature) for feature in sorted(features)):
+        for annex in dict.fromkeys(
+            self.holder(feature) for feature in sorted(features)
+        ):
             if annex is not self:
                 held = annex.index.join(rows.select(SAME), on=SAME, how="semi")
                 if len(held) < len(rows):
-                    key = rows.join(held, on="key", how="anti").row(0, named=True)["key"]
+                    key = rows.join(held, on="key", how="anti").row(0, named=True)[
+                        "key"
+                    ]
                     raise StoreError(
                         f"{len(rows) - len(held)} of {len(rows)} samples, such as {key}, lack "
                         f"{_names(annex.layout.features)} in {self.path}: run the `vlmdistill features` that "
@@ -271,7 +320,11 @@ class Store:
         if holder is self:
             return self.rows, row
         line = holder._find(row["key"])
-        return (holder.rows, line) if line and all(line[name] == row[name] for name in SAME) else None
+        return (
+            (holder.rows, line)
+            if line and all(line[name] == row[name] for name in SAME)
+            else None
+        )
 
     # Writing
 
@@ -297,11 +350,17 @@ class Store:
         """Let a shard count that was held back; StoreError when it was removed, or its unit is committed."""
         with writing(self.backend):
             if not is_complete(self.backend, held):
-                raise StoreError(f"the files of unit {held.unit} were removed: write the unit again")
+                raise StoreError(
+                    f"the files of unit {held.unit} were removed: write the unit again"
+                )
             if commit(self.backend, held, lambda: None).shard != held.shard:
-                raise StoreError(f"unit {held.unit} is already committed with other data")
+                raise StoreError(
+                    f"unit {held.unit} is already committed with other data"
+                )
 
-    def write_stats(self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame") -> None:
+    def write_stats(
+        self, run: str, table: "Mapping[str, Sequence[Any]] | pl.DataFrame"
+    ) -> None:
         """Keep per-sample numbers of a training run: `key` and further columns.
 
         In the index they appear as `<run>.<column>`, and plain as `<column>` from the latest run
@@ -357,7 +416,9 @@ class Store:
         there = tuple(units(self.backend)), tuple(names_in(self.backend, STATS))
         if self._index is None or self._index[0] != there:
             merged = self._shards.merged(there[0], self._report)
-            self._meta = {name: kind for name, kind in merged.schema.items() if not reserved(name)}
+            self._meta = {
+                name: kind for name, kind in merged.schema.items() if not reserved(name)
+            }
             self._index = there, Lines(join_stats(self.backend, merged))
         return self._index[1]
 
@@ -376,7 +437,9 @@ class Store:
         require_all(self.backend, (COMMITS,))
         if name is None:
             return self.index
-        return self.index.join(view_keys(self.backend, name), on="key", how="semi", maintain_order="left")
+        return self.index.join(
+            view_keys(self.backend, name), on="key", how="semi", maintain_order="left"
+        )
 
     # Reading
 
@@ -403,7 +466,9 @@ class Store:
     def __getitem__(self, key: str) -> Sample:
         return self.read(key)
 
-    def read(self, key: str, features: Collection[str | Feature] | None = None) -> Sample:
+    def read(
+        self, key: str, features: Collection[str | Feature] | None = None
+    ) -> Sample:
         """Read a sample; every byte is compared with its checksum.
 
         Args:
@@ -421,7 +486,9 @@ class Store:
         """
         row = self._find(key) if isinstance(key, str) else None
         if row is None:
-            raise StoreError(f"{self.path} has no sample {key!r}: `for key in store` gives the keys")
+            raise StoreError(
+                f"{self.path} has no sample {key!r}: `for key in store` gives the keys"
+            )
         chosen = self.choose(features)
         if features is None:
             chosen = tuple(feature for feature in chosen if self._held(feature, row))
@@ -448,11 +515,17 @@ class Store:
 
         names = [spec.name for spec in self.layout.arrays]
         if name not in names:
-            raise StoreError(f"a shard has no array '{name}'{did_you_mean(name, names)}: {', '.join(names)}")
+            raise StoreError(
+                f"a shard has no array '{name}'{did_you_mean(name, names)}: {', '.join(names)}"
+            )
         try:
-            return zarr.open_array(f"{self.path}/{self.commit(unit).named}/{name}", mode="r")
+            return zarr.open_array(
+                f"{self.path}/{self.commit(unit).named}/{name}", mode="r"
+            )
         except (OSError, ValueError, TypeError, LookupError) as error:
-            raise StoreError(f"{name} of unit {unit} cannot be opened: {one_line(error)}") from error
+            raise StoreError(
+                f"{name} of unit {unit} cannot be opened: {one_line(error)}"
+            ) from error
 
     def _find(self, key: str) -> dict[str, Any] | None:
         """The row of the index of a sample, None when there is none."""
@@ -470,7 +543,9 @@ class Store:
         The features are read into `buffers` (uint8, replaced when too small), so that the next batch that is
         given the same ones overwrites them: fresh memory costs more than copying into it.
         """
-        return self._samples.batch(rows, self.choose(features), {} if buffers is None else buffers)
+        return self._samples.batch(
+            rows, self.choose(features), {} if buffers is None else buffers
+        )
 
 
 def _names(features: Collection[Feature]) -> str:
@@ -480,7 +555,13 @@ def _names(features: Collection[Feature]) -> str:
 def require_room(backend: Backend) -> None:
     """StoreError when a folder holds more than hidden files and what an interrupted creation leaves."""
     ours = (HEADS, STAGING)
-    others = [name for name in backend.list_names("") if name not in ours and not name.startswith(".")]
-    if others and backend.size(STORE) is None:  # unless another process made the store since we looked
+    others = [
+        name
+        for name in backend.list_names("")
+        if name not in ours and not name.startswith(".")
+    ]
+    if (
+        others and backend.size(STORE) is None
+    ):  # unless another process made the store since we looked
         what = f"{backend.url} holds other things, such as {others[0]}, and no {STORE}"
         raise StoreError(f"{what}: name a new folder")

@@ -15,7 +15,15 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.annexes import SAME
 from vlmdistill.stores.index.tables import ROW, reserved, view_keys
 from vlmdistill.stores.layout import TOKENS
-from vlmdistill.stores.manifest import CACHE, COMMITS, STATS, STORE, VIEWS, record_names, units
+from vlmdistill.stores.manifest import (
+    CACHE,
+    COMMITS,
+    STATS,
+    STORE,
+    VIEWS,
+    record_names,
+    units,
+)
 from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
 
@@ -24,7 +32,9 @@ COUNTS = ("text_tokens", "visual_tokens", "response_tokens")
 log = logging.getLogger("vlmdistill.stores")
 
 
-def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -> dict[str, Any]:
+def info(
+    store: Store, needs: Mapping[str, Collection[Feature]] | None = None
+) -> dict[str, Any]:
     """What a store holds, from what, how big, per field and per dataset.
 
     `bytes` is the sum of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, the
@@ -38,7 +48,9 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
     tallies = [_tally(one) for one in parts]
     fields: dict[str, dict[str, Any]] = {
         "tokens": {
-            "bytes": sum(tally.on_disk([TOKENS]) for tally in tallies),  # an annex has them, too
+            "bytes": sum(
+                tally.on_disk([TOKENS]) for tally in tallies
+            ),  # an annex has them, too
             "rows": tallies[0].rows["text"],
         }
     }
@@ -51,9 +63,14 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
             }
             if sums := tally.losses.get(feature.name):
                 error, squares = sums
-                about["relative_error"] = float(np.sqrt(error / squares)) if squares else 0.0
+                about["relative_error"] = (
+                    float(np.sqrt(error / squares)) if squares else 0.0
+                )
             fields.setdefault(feature.name, about)
-    arrays = [tally.on_disk(one.layout.arrays) for one, tally in zip(parts, tallies, strict=True)]
+    arrays = [
+        tally.on_disk(one.layout.arrays)
+        for one, tally in zip(parts, tallies, strict=True)
+    ]
     sizes = {
         "index_bytes": sum(tally.disk.total() for tally in tallies) - sum(arrays),
         "head_bytes": store.record.head.entry[0],
@@ -76,12 +93,17 @@ def info(store: Store, needs: Mapping[str, Collection[Feature]] | None = None) -
         "views_there": {name: counts[1] for name, counts in views.items()},
         "runs": record_names(backend, STATS),
         "annexes": [
-            {"features": [*one.provenance.features], "samples": len(index.join(one.index, SAME, "semi"))}
+            {
+                "features": [*one.provenance.features],
+                "samples": len(index.join(one.index, SAME, "semi")),
+            }
             for one in parts[1:]
         ],
     }
     if needs is not None:
-        facts["drafters"] = {name: _cost(store, wanted, fields) for name, wanted in sorted(needs.items())}
+        facts["drafters"] = {
+            name: _cost(store, wanted, fields) for name, wanted in sorted(needs.items())
+        }
     return facts
 
 
@@ -91,7 +113,9 @@ class _Tally:
 
     units: int = 0
     records_bytes: int = 0
-    disk: Counter[str] = field(default_factory=Counter)  # array, or file next to the arrays -> bytes
+    disk: Counter[str] = field(
+        default_factory=Counter
+    )  # array, or file next to the arrays -> bytes
     rows: Counter[str] = field(default_factory=Counter)
     losses: dict[str, list[float]] = field(default_factory=dict)
 
@@ -101,7 +125,10 @@ class _Tally:
 
 def _tally(store: Store) -> _Tally:
     backend = store.backend
-    small = [sum(backend.list_files(folder).values()) for folder in (COMMITS, VIEWS, STATS, CACHE, LEDGER)]
+    small = [
+        sum(backend.list_files(folder).values())
+        for folder in (COMMITS, VIEWS, STATS, CACHE, LEDGER)
+    ]
     tally = _Tally(records_bytes=(backend.size(STORE) or 0) + sum(small))
     for record in backend.map(store.commit, units(backend)):
         tally.units += 1
@@ -126,12 +153,19 @@ def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
     return len(keys), len(store.index.join(keys, on="key", how="semi"))
 
 
-def _cost(store: Store, wanted: Collection[Feature], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _cost(
+    store: Store, wanted: Collection[Feature], fields: Mapping[str, Any]
+) -> dict[str, Any]:
     missing = sorted(feature.name for feature in set(wanted) - set(store.features))
     held = sorted(feature.name for feature in set(wanted) & set(store.features))
     read = sum(fields[name]["bytes"] for name in ["tokens", *held])
     samples = max(1, len(store.index))
-    return {"features": held, "missing": missing, "bytes": read, "bytes_per_sample": read // samples}
+    return {
+        "features": held,
+        "missing": missing,
+        "bytes": read,
+        "bytes_per_sample": read // samples,
+    }
 
 
 def _datasets(store: Store, fields: Mapping[str, Any]) -> dict[str, dict[str, int]]:
@@ -146,9 +180,13 @@ def _datasets(store: Store, fields: Mapping[str, Any]) -> dict[str, dict[str, in
         )  # an annex may lack samples, and any shard shadow some
         bytes_of += pl.col(column).sum() * (about["bytes"] / rows)
     counts = [pl.col(name).sum() for name in COUNTS]
-    grouped = index.group_by("dataset").agg(pl.len().alias("samples"), *counts, bytes_of.alias("bytes"))
+    grouped = index.group_by("dataset").agg(
+        pl.len().alias("samples"), *counts, bytes_of.alias("bytes")
+    )
     return {
-        str(row["dataset"]): {name: int(row[name]) for name in ("samples", *COUNTS, "bytes")}
+        str(row["dataset"]): {
+            name: int(row[name]) for name in ("samples", *COUNTS, "bytes")
+        }
         for row in grouped.sort("dataset").iter_rows(named=True)
     }
 
@@ -169,7 +207,11 @@ def stats(store: Store, view: str | None = None) -> dict[str, dict[str, Any]]:
         given = rows[name].drop_nulls().cast(pl.Float64).to_numpy()
         values = given[np.isfinite(given)]
         if len(given):
-            facts[name] = {"count": len(values), "not_finite": len(given) - len(values), **_spread(values)}
+            facts[name] = {
+                "count": len(values),
+                "not_finite": len(given) - len(values),
+                **_spread(values),
+            }
     return facts
 
 
@@ -181,12 +223,18 @@ def _spread(values: Array) -> dict[str, Any]:
     # A power of two keeps every digit, and below 1 no sum or difference overflows.
     exponent = np.frexp(np.abs(values).max())[1]
     small = np.ldexp(values, -exponent)
-    mean, *quantiles = np.ldexp([small.mean(), *np.quantile(small, [0, 0.1, 0.5, 0.9, 1])], exponent).tolist()
+    mean, *quantiles = np.ldexp(
+        [small.mean(), *np.quantile(small, [0, 0.1, 0.5, 0.9, 1])], exponent
+    ).tolist()
     least, width = small.min(), np.ptp(small)
     relative = (small - least) / width if width else np.full(len(small), 0.5)
     counts, _ = np.histogram(relative, BINS, range=(0, 1))
     return {
         "mean": mean,
         **dict(zip(names, quantiles, strict=True)),
-        "histogram": {"from": quantiles[0], "to": quantiles[-1], "counts": counts.tolist()},
+        "histogram": {
+            "from": quantiles[0],
+            "to": quantiles[-1],
+            "counts": counts.tolist(),
+        },
     }

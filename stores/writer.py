@@ -20,7 +20,15 @@ from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.merged import Shards
 from vlmdistill.stores.index.tables import LOSS, XXH3, index_table, reserved
 from vlmdistill.stores.layout import Layout, rows_of
-from vlmdistill.stores.manifest import GROUP, INDEX, Commit, check_name, commit_name, find_record, shard_name
+from vlmdistill.stores.manifest import (
+    GROUP,
+    INDEX,
+    Commit,
+    check_name,
+    commit_name,
+    find_record,
+    shard_name,
+)
 from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Rows, Sample
 
 log = logging.getLogger("vlmdistill.stores")
@@ -34,7 +42,13 @@ class Writer:
     """
 
     def __init__(
-        self, backend: Backend, layout: Layout, unit: str, origin: str, shards: Shards, hold: bool = False
+        self,
+        backend: Backend,
+        layout: Layout,
+        unit: str,
+        origin: str,
+        shards: Shards,
+        hold: bool = False,
     ):
         self.unit = check_name(unit, "unit")
         self._backend = backend
@@ -44,7 +58,9 @@ class Writer:
         self._torn: str | None = None  # the sample that was not written to its end
         self._added: set[str] = set()
         self._rows: list[dict[str, Any]] = []
-        self._not_finite: list[str] = []  # rows with infinities or NaN, of which array and sample
+        self._not_finite: list[
+            str
+        ] = []  # rows with infinities or NaN, of which array and sample
         self._ends: dict[Rows, int] = {"text": 0, "visual": 0, "span": 0, "sample": 0}
         self._arrays: dict[str, ArrayWriter] = {}
         self._folder: Path | None = None
@@ -76,9 +92,13 @@ class Writer:
         Raises:
             StoreError: The sample does not fit the store, its key was added before, or it cannot be written.
         """
-        odd = sorted(name for name in sample.meta if reserved(name) and name != "dataset")
+        odd = sorted(
+            name for name in sample.meta if reserved(name) and name != "dataset"
+        )
         if odd:
-            raise StoreError(f"sample {sample.key}: the meta column '{odd[0]}' is the index's own, rename it")
+            raise StoreError(
+                f"sample {sample.key}: the meta column '{odd[0]}' is the index's own, rename it"
+            )
         self._layout.check(sample)
         row: dict[str, Any] = {
             **sample.meta,
@@ -87,7 +107,9 @@ class Writer:
             "text_tokens": len(sample.ids_T),
             "visual_tokens": sample.visual_tokens,
             "response_tokens": int(sample.response_T.sum()),
-            "spans": [{"start": span.start, "length": span.length} for span in sample.spans],
+            "spans": [
+                {"start": span.start, "length": span.length} for span in sample.spans
+            ],
         }
         losses: dict[str, list[float]] = {}
         self.copy(row, self._layout.split(sample, losses), losses)
@@ -110,7 +132,9 @@ class Writer:
             self._added.add(key)
             return
         line = {**row, **{f"{rows}_row": end for rows, end in self._ends.items()}}
-        held = list(arrays)  # what cannot be encoded or read is refused before anything is written
+        held = list(
+            arrays
+        )  # what cannot be encoded or read is refused before anything is written
         self._added.add(key)
         self._torn = key
         with writing(self._backend):
@@ -125,7 +149,10 @@ class Writer:
         self._rows.append(line)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
@@ -155,7 +182,11 @@ class Writer:
         files: dict[str, tuple[int, str]] = {}
         for array in self._arrays.values():
             files |= array.close()
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {"unit": self.unit}}
+        group = {
+            "zarr_format": 3,
+            "node_type": "group",
+            "attributes": {"unit": self.unit},
+        }
         files[INDEX] = write_file(self._folder / INDEX, to_arrow(table))
         files[GROUP] = write_file(self._folder / GROUP, json.dumps(group).encode())
         record = Commit(
@@ -179,7 +210,9 @@ class Writer:
             self._backend.publish(folder, record.named)
             self.held = record
             return
-        first = commit(self._backend, record, lambda: self._backend.publish(folder, record.named))
+        first = commit(
+            self._backend, record, lambda: self._backend.publish(folder, record.named)
+        )
         if first.shard == record.shard:
             self._shards.learn(self.unit, table.schema)
         else:
@@ -189,10 +222,16 @@ class Writer:
         """StoreError when the record of the unit is lost, and its samples are not those written now."""
         name = commit_name(self.unit)
         copy = find_copy(self._backend, name, Commit)
-        if copy is None or copy.shard == record.shard or self._backend.size(name) is not None:
+        if (
+            copy is None
+            or copy.shard == record.shard
+            or self._backend.size(name) is not None
+        ):
             return
         try:
-            table = read_arrow(self._backend, f"{copy.named}/{INDEX}", copy.files[INDEX])
+            table = read_arrow(
+                self._backend, f"{copy.named}/{INDEX}", copy.files[INDEX]
+            )
         except (StoreError, OSError):  # what is lost cannot be read either
             return
         if odd := set(table["key"].to_pylist()) - self._added:
@@ -205,7 +244,10 @@ class Writer:
         names = sorted(name for name in self._rows[0] if name.startswith(LOSS))
         errors = {name: [row[name] for row in self._rows] for name in names}
         return {
-            name.removeprefix(LOSS): (sum(one[0] for one in sums), sum(one[1] for one in sums))
+            name.removeprefix(LOSS): (
+                sum(one[0] for one in sums),
+                sum(one[1] for one in sums),
+            )
             for name, sums in errors.items()
         }
 
@@ -214,7 +256,9 @@ class Writer:
         if not self._added:
             return
         if find_record(self._backend, commit_name(self.unit), Commit) is None:
-            raise StoreError(f"unit {self.unit} was removed while it was written: write it again")
+            raise StoreError(
+                f"unit {self.unit} was removed while it was written: write it again"
+            )
         there = set(self._shards.table(self.unit)["key"].to_pylist())
         if self._added != there:
             odd = min(self._added ^ there)

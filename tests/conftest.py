@@ -30,8 +30,12 @@ os.environ["VLMDISTILL_CACHE"] = tempfile.mkdtemp(prefix="vlmdistill-cache-")
 atexit.register(shutil.rmtree, os.environ["VLMDISTILL_CACHE"], ignore_errors=True)
 # Ray gives its workers a niceness of 15, with which the other test process starves them.
 os.environ |= {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "300"}
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes that tests start do not wait for one another
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # the processes that tests start do not wait for one another
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell starts what runs behind it without one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "default")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Choose between the tests that need a GPU and all others."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not GPU:
@@ -96,9 +102,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     made: dict[str, Path] = {}
 
     def make(family: str, **options: Any) -> Path:
-        name = "-".join([family, *(f"{key}={value}" for key, value in sorted(options.items()))])
+        name = "-".join(
+            [family, *(f"{key}={value}" for key, value in sorted(options.items()))]
+        )
         if name not in made:
-            made[name] = tiny.checkpoint(family, tmp_path_factory.mktemp("tiny") / name, **options)
+            made[name] = tiny.checkpoint(
+                family, tmp_path_factory.mktemp("tiny") / name, **options
+            )
         return made[name]
 
     return make

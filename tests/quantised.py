@@ -12,7 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 BLOCK = 16
-PLACES = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns in an int32 of AutoAWQ, from the lowest bits on
+PLACES = (
+    0,
+    2,
+    4,
+    6,
+    1,
+    3,
+    5,
+    7,
+)  # the columns in an int32 of AutoAWQ, from the lowest bits on
 EIGHT = {"num_bits": 8, "type": "int", "symmetric": True}
 CONFIGS: dict[str, dict[str, Any]] = {
     "int8": {
@@ -52,12 +61,18 @@ def quantised(target: Path, out: Path, kind: str) -> dict[str, Tensor]:
     """Write the target in a format to `out`; the numbers that its weights stand for, by name."""
     shutil.copytree(target, out)
     weights, numbers = load_file(target / "model.safetensors"), {}
-    for name in [one for one in weights if one.endswith("_proj.weight") and "visual" not in one]:
+    for name in [
+        one for one in weights if one.endswith("_proj.weight") and "visual" not in one
+    ]:
         parts, numbers[name] = FORMATS[kind](weights.pop(name).float())
-        weights |= {f"{name.removesuffix('weight')}{part}": one for part, one in parts.items()}
+        weights |= {
+            f"{name.removesuffix('weight')}{part}": one for part, one in parts.items()
+        }
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIGS[kind]}))
+    (out / "config.json").write_text(
+        json.dumps({**config, "quantization_config": CONFIGS[kind]})
+    )
     return numbers
 
 
@@ -73,7 +88,10 @@ def _fp8(weight_OI: Tensor) -> Parts:
     blocks = weight_OI.view(rows, BLOCK, columns, BLOCK)
     scale = blocks.abs().amax((1, 3), keepdim=True) / 448
     eight = (blocks / scale).to(torch.float8_e4m3fn)
-    parts = {"weight": eight.reshape(weight_OI.shape), "weight_scale_inv": scale[:, 0, :, 0].contiguous()}
+    parts = {
+        "weight": eight.reshape(weight_OI.shape),
+        "weight_scale_inv": scale[:, 0, :, 0].contiguous(),
+    }
     return parts, (eight.float() * scale).reshape(weight_OI.shape)
 
 
@@ -93,9 +111,15 @@ def _awq(weight_OI: Tensor) -> Parts:
 
 
 def _packed(four_NO: Tensor) -> Tensor:
-    eights = four_NO.reshape(len(four_NO), -1, 8)[:, :, PLACES].numpy().astype(np.uint32)
+    eights = (
+        four_NO.reshape(len(four_NO), -1, 8)[:, :, PLACES].numpy().astype(np.uint32)
+    )
     whole = (eights << np.arange(0, 32, 4, dtype=np.uint32)).sum(2, dtype=np.uint32)
     return torch.from_numpy(np.ascontiguousarray(whole).view(np.int32))
 
 
-FORMATS: dict[str, Callable[[Tensor], Parts]] = {"int8": _int8, "fp8": _fp8, "awq": _awq}
+FORMATS: dict[str, Callable[[Tensor], Parts]] = {
+    "int8": _int8,
+    "fp8": _fp8,
+    "awq": _awq,
+}

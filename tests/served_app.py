@@ -28,27 +28,47 @@ class Served:
 
     def client(self, key: str = "none") -> openai.OpenAI:
         url = f"http://127.0.0.1:{self.port}/v1"
-        return self.opened.enter_context(openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=400))
+        return self.opened.enter_context(
+            openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=400)
+        )
 
     def request(
-        self, method: str, path: str, body: Any = None, chunked: bool = False, **headers: str
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        chunked: bool = False,
+        **headers: str,
     ) -> tuple[int, bytes]:
         """The status and the body of a response."""
         return self.exchange(method, path, body, chunked, **headers)[:2]
 
     def exchange(
-        self, method: str, path: str, body: Any = None, chunked: bool = False, **headers: str
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        chunked: bool = False,
+        **headers: str,
     ) -> tuple[int, bytes, dict[str, str]]:
         """A response with its headers, in lower case."""
         sent = {name.replace("_", "-"): text for name, text in headers.items()}
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=400)) as connection:
+        with closing(
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=400)
+        ) as connection:
             connection.request(method, path, body, sent, encode_chunked=chunked)
             response = connection.getresponse()
-            return response.status, response.read(), {k.lower(): v for k, v in response.getheaders()}
+            return (
+                response.status,
+                response.read(),
+                {k.lower(): v for k, v in response.getheaders()},
+            )
 
     def metric(self, name: str) -> float:
         lines = self.request("GET", "/metrics")[1].decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")
+        )
 
     def wait_for(self, name: str, value: float) -> None:
         end = time.monotonic() + 300
@@ -57,7 +77,9 @@ class Served:
             time.sleep(0.01)
 
 
-def serving(decoder: ServedDecoder | Switch, **options: Any) -> AbstractContextManager[Served]:
+def serving(
+    decoder: ServedDecoder | Switch, **options: Any
+) -> AbstractContextManager[Served]:
     """A server of a decoder."""
     return running_app(build_app(decoder, **options))
 

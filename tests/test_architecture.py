@@ -9,11 +9,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 TOP = ("src/vlmdistill", "cli", "pipelines", "drafters", "stores")
-FOLDERS = sorted({file.parent for top in TOP for file in (ROOT / top).rglob("__init__.py")})
+FOLDERS = sorted(
+    {file.parent for top in TOP for file in (ROOT / top).rglob("__init__.py")}
+)
 
 
 def modules(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*.py") if not file.name.startswith("__"))
+    return sorted(
+        file for file in folder.glob("*.py") if not file.name.startswith("__")
+    )
 
 
 def twice(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:

@@ -19,21 +19,42 @@ PAGES = [
 
 
 def test_the_wheel_has_every_file_of_the_packages() -> None:
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    folders = [ROOT / name for name in ("src/vlmdistill", "cli", "pipelines", "drafters", "stores")]
-    wheel = {file for folder in folders for pattern in ("*.py", *data["*"]) for file in folder.rglob(pattern)}
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
+    folders = [
+        ROOT / name
+        for name in ("src/vlmdistill", "cli", "pipelines", "drafters", "stores")
+    ]
+    wheel = {
+        file
+        for folder in folders
+        for pattern in ("*.py", *data["*"])
+        for file in folder.rglob(pattern)
+    }
     for package, patterns in data.items():
         folder = ROOT.joinpath(*package.split(".")[1:])
-        wheel |= {file for pattern in patterns if package != "*" for file in folder.glob(pattern)}
+        wheel |= {
+            file
+            for pattern in patterns
+            if package != "*"
+            for file in folder.glob(pattern)
+        }
     files = {file for folder in folders for file in folder.rglob("*.*")}
     assert wheel >= {file for file in files if file.suffix != ".pyc"}
-    assert all((file.parent / "__init__.py").is_file() for file in files if file.suffix == ".py")
+    assert all(
+        (file.parent / "__init__.py").is_file()
+        for file in files
+        if file.suffix == ".py"
+    )
 
 
 def commands(page: Path) -> list[str]:
     """The `vlmdistill` lines of a page's console blocks."""
     blocks = re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for block in blocks for line in block.replace("\\\n", " ").splitlines()
+    ]
     return [line for line in lines if line.startswith("vlmdistill ")]
 
 

@@ -33,20 +33,27 @@ STYLE = HERE / "figures.css"
 def label(text: str) -> str:
     """Numbers after a cell's letters as subscripts, the mark of a guess as a prime."""
     return INDEX.sub(
-        lambda cell: cell[1] + cell[2].translate(SUBSCRIPTS) + PRIME * len(cell[3]), escape(text, quote=False)
+        lambda cell: cell[1] + cell[2].translate(SUBSCRIPTS) + PRIME * len(cell[3]),
+        escape(text, quote=False),
     )
 
 
-def words(x: float, y: float, text: str, kind: str = "faint", anchor: str = "middle") -> str:
+def words(
+    x: float, y: float, text: str, kind: str = "faint", anchor: str = "middle"
+) -> str:
     """A line of text."""
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{label(text)}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, kind: str, text: str = "") -> str:
+def box(
+    x: float, y: float, width: float, height: float, kind: str, text: str = ""
+) -> str:
     """A rectangle with its name in the middle."""
     shape = f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
     small = " small" if len(text) > 4 and width < COLUMN else ""
-    return shape + (words(x + width / 2, y + height / 2 + 4, text, "ink" + small) if text else "")
+    return shape + (
+        words(x + width / 2, y + height / 2 + 4, text, "ink" + small) if text else ""
+    )
 
 
 def cell(x: float, y: float, height: float, name: str) -> str:
@@ -84,7 +91,9 @@ class Panel:
             self.draw_feed(foot, *spec["feed"])
             foot += FEED
         for line, text in enumerate(spec.get("note", ())):
-            self.shapes.append(words(left + EDGE, foot + 14 + 15 * line, text, "faint", "start"))
+            self.shapes.append(
+                words(left + EDGE, foot + 14 + 15 * line, text, "faint", "start")
+            )
 
     def draw_pass(self, name: str, columns: list[str], hop: int) -> bool:
         """A pass at the present place; whether it hands an output on."""
@@ -92,12 +101,16 @@ class Panel:
         for column in columns:
             self.draw_column(column, bool(name))
         if name:
-            self.shapes.append(box(begin + 2, BAR, self.x - begin - 4, 22, "pass", name))
+            self.shapes.append(
+                box(begin + 2, BAR, self.x - begin - 4, 22, "pass", name)
+            )
         if hop:
             first = self.tall / (columns[0].count("+") + 1) / 2
             arrow = f"M{begin - BREAK - 2:g} {OUT + 10}h{BREAK / 2 + 2:g}V{IN + first:g}H{begin + 2:g}"
             self.shapes.append(path("hop", arrow))
-            self.shapes.append(words(begin + COLUMN / 2, IN + self.tall + 17, f"hop {hop}"))
+            self.shapes.append(
+                words(begin + COLUMN / 2, IN + self.tall + 17, f"hop {hop}")
+            )
         self.x += BREAK
         return "*" in columns[-1]
 
@@ -109,23 +122,44 @@ class Panel:
             self.shapes.append(box(self.x + 2, IN, COLUMN - 4, self.tall, "none"))
         elif inside != ".":
             each = self.tall / len(parts)
-            self.shapes += [cell(self.x, IN + row * each, each, part) for row, part in enumerate(parts)]
+            self.shapes += [
+                cell(self.x, IN + row * each, each, part)
+                for row, part in enumerate(parts)
+            ]
             self.shapes += [path("line", f"M{middle:g} {IN}V{BAR + 22}")] * named
         if star:
             output = output or "g" + parts[-1].strip("abcdefghijklmnopqrstuvwxyz'")
-            self.shapes += [path("line", f"M{middle:g} {BAR}V{OUT + 20}"), cell(self.x, OUT, 20, output)]
+            self.shapes += [
+                path("line", f"M{middle:g} {BAR}V{OUT + 20}"),
+                cell(self.x, OUT, 20, output),
+            ]
             if output[0] == "g":
-                token = f"x{int(output[1:]) + 1}" + "'" * self.spec.get("guesses", False)
+                token = f"x{int(output[1:]) + 1}" + "'" * self.spec.get(
+                    "guesses", False
+                )
                 self.shapes.append(words(middle, OUT - 6, token))
         self.edges.append(self.x)
         self.x += COLUMN
 
     def draw_places(self) -> None:
         """What stands where, below the columns; an image that is fed stands below its own part."""
-        for first, count, name in self.spec.get("places", [[0, 1, "text"], [1, 3, "image"], [4, 1, "text"]]):
-            y = IN + self.tall + 5 + (76 if "feed" in self.spec and name == "image" else 0)
-            start, end = self.edges[first] + 3, self.edges[first + count - 1] + COLUMN - 3
-            self.shapes += [path("line", f"M{start:g} {y:g}H{end:g}"), words((start + end) / 2, y + 12, name)]
+        for first, count, name in self.spec.get(
+            "places", [[0, 1, "text"], [1, 3, "image"], [4, 1, "text"]]
+        ):
+            y = (
+                IN
+                + self.tall
+                + 5
+                + (76 if "feed" in self.spec and name == "image" else 0)
+            )
+            start, end = (
+                self.edges[first] + 3,
+                self.edges[first + count - 1] + COLUMN - 3,
+            )
+            self.shapes += [
+                path("line", f"M{start:g} {y:g}H{end:g}"),
+                words((start + end) / 2, y + 12, name),
+            ]
 
     def draw_feed(self, y: float, name: str, cells: str, columns: list[int]) -> None:
         """What an image goes through, what that reads, and the columns that it feeds."""
@@ -152,10 +186,18 @@ def figure(spec: dict[str, Any]) -> str:
     """Both panels of a method, as SVG."""
     panels = spec["panel"]
     height = max(
-        IN + tall(one) + 34 + FEED * ("feed" in one) + 15 * len(one.get("note", ())) for one in panels
+        IN + tall(one) + 34 + FEED * ("feed" in one) + 15 * len(one.get("note", ()))
+        for one in panels
     )
-    drawn = [Panel(one, number * (PANEL + GAP), height) for number, one in enumerate(panels)]
-    return frame(spec["title"], spec["text"], height, [shape for one in drawn for shape in one.shapes])
+    drawn = [
+        Panel(one, number * (PANEL + GAP), height) for number, one in enumerate(panels)
+    ]
+    return frame(
+        spec["title"],
+        spec["text"],
+        height,
+        [shape for one in drawn for shape in one.shapes],
+    )
 
 
 def legend(spec: dict[str, Any]) -> str:
@@ -166,7 +208,9 @@ def legend(spec: dict[str, Any]) -> str:
         if kind in ("hop", "feed"):
             shapes.append(path(kind, f"M{x} {y + 10}h30"))
         elif kind in ("none", "pass"):
-            shapes.append(box(x + 2, y, COLUMN - 4, CELL, kind, "layer" if kind == "pass" else ""))
+            shapes.append(
+                box(x + 2, y, COLUMN - 4, CELL, kind, "layer" if kind == "pass" else "")
+            )
         else:
             shapes.append(cell(x, y, CELL, kind))
         shapes.append(words(x + 44, y + 14, text, "faint", "start"))
@@ -186,14 +230,18 @@ def frame(title: str, text: str, height: float, shapes: list[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
         'role="img" aria-labelledby="t d" font-family="system-ui, sans-serif" font-size="12">\n'
         f'<title id="t">{escape(title)}</title>\n<desc id="d">{escape(text)}</desc>\n'
-        f"<style>\n{STYLE.read_text()}</style>\n<defs>{markers}</defs>\n" + "\n".join(shapes) + "\n</svg>\n"
+        f"<style>\n{STYLE.read_text()}</style>\n<defs>{markers}</defs>\n"
+        + "\n".join(shapes)
+        + "\n</svg>\n"
     )
 
 
 def main() -> None:
     """Write every figure beside this file."""
     for name, spec in tomllib.loads((HERE / "figures.toml").read_text()).items():
-        (HERE / f"{name}.svg").write_text(legend(spec) if name == "legend" else figure(spec))
+        (HERE / f"{name}.svg").write_text(
+            legend(spec) if name == "legend" else figure(spec)
+        )
 
 
 if __name__ == "__main__":

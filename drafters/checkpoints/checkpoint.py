@@ -12,7 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.drafters.checkpoints.description import FORMAT, SAMPLES, WEIGHTS, describe
+from vlmdistill.drafters.checkpoints.description import (
+    FORMAT,
+    SAMPLES,
+    WEIGHTS,
+    describe,
+)
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig, TrainConfig, at_least
@@ -39,7 +44,10 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
 
     TrainingError when it cannot be written; an earlier folder is then kept.
     """
-    weights = {key: value.detach().cpu().contiguous() for key, value in drafter.state_dict().items()}
+    weights = {
+        key: value.detach().cpu().contiguous()
+        for key, value in drafter.state_dict().items()
+    }
     description = {
         "format": FORMAT,
         "drafter": name,
@@ -64,18 +72,26 @@ def put(
     """
     try:
         with atomic_folder(folder) as new:
-            metadata = {"format": "pt"}  # one item only: their order in the file is random
+            metadata = {
+                "format": "pt"
+            }  # one item only: their order in the file is random
             save_file(dict(weights), new / WEIGHTS, metadata=metadata)
             (new / "config.json").write_text(json.dumps(description, indent=2) + "\n")
             for name, content in (files or {}).items():
                 torch.save(dict(content), new / name)
             if samples:
-                (new / SAMPLES).write_text("".join(f"{key}\n" for key in samples), encoding="utf-8")
+                (new / SAMPLES).write_text(
+                    "".join(f"{key}\n" for key in samples), encoding="utf-8"
+                )
     except (OSError, SafetensorError) as error:
-        raise TrainingError(f"the drafter cannot be written to {folder}: {error}") from None
+        raise TrainingError(
+            f"the drafter cannot be written to {folder}: {error}"
+        ) from None
 
 
-def load(folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance | None = None) -> Proposer:
+def load(
+    folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance | None = None
+) -> Proposer:
     """The drafter in a folder, on the target's tables and in evaluation mode; see `describe`.
 
     TrainingError when the files are missing or corrupt, or when the drafter was trained for another target
@@ -94,34 +110,61 @@ def load(folder: Path, head: Head, info: TargetInfo, *, provenance: Provenance |
             )
     file = folder / WEIGHTS
     try:
-        weights = read_weights(file)  # what is copied to a GPU has the dtype of the target
+        weights = read_weights(
+            file
+        )  # what is copied to a GPU has the dtype of the target
     except (FileNotFoundError, SafetensorError) as error:
         reason = one_line(error)[:300]
-        raise TrainingError(f"{file} is missing or corrupt ({reason}); train the drafter again") from None
+        raise TrainingError(
+            f"{file} is missing or corrupt ({reason}); train the drafter again"
+        ) from None
     except OSError as error:
         raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
     try:
-        config = from_dict(catalogue.config(description["drafter"]), description["config"])
-        described = TargetInfo.from_dict(description["target"])  # as it was then: the shapes of the weights
-        at_least(described, 1, "num_heads", "num_kv_heads", "head_dim", "max_position", "rope_theta")
+        config = from_dict(
+            catalogue.config(description["drafter"]), description["config"]
+        )
+        described = TargetInfo.from_dict(
+            description["target"]
+        )  # as it was then: the shapes of the weights
+        at_least(
+            described,
+            1,
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position",
+            "rope_theta",
+        )
         at_least(described, 0, "rms_norm_eps")
         for size in ("hidden_size", "num_layers", "vocab_size"):
             if getattr(described, size) != getattr(info, size):
-                raise DataError(f"{size} is {getattr(described, size)}, and {getattr(info, size)} here")
+                raise DataError(
+                    f"{size} is {getattr(described, size)}, and {getattr(info, size)} here"
+                )
         with torch.device("meta"):  # allocates nothing
-            expected = catalogue.load(description["drafter"])(config.model, described, head)
+            expected = catalogue.load(description["drafter"])(
+                config.model, described, head
+            )
     except (DataError, RuntimeError) as error:
         raise TrainingError(f"{folder / 'config.json'}: {one_line(error)}") from None
     if description["format"] == 1:
         weights = {_since_2(key, expected): value for key, value in weights.items()}
-    there, asked = ({k: [*v.shape] for k, v in one.items()} for one in (weights, expected.state_dict()))
-    if odd := next((key for key in {**asked, **there} if there.get(key) != asked.get(key)), None):
+    there, asked = (
+        {k: [*v.shape] for k, v in one.items()}
+        for one in (weights, expected.state_dict())
+    )
+    if odd := next(
+        (key for key in {**asked, **there} if there.get(key) != asked.get(key)), None
+    ):
         raise TrainingError(
             f"{file}: {odd} is {there.get(odd, 'missing')}, and by its config.json "
             f"{asked.get(odd, 'there is none')}; train the drafter again"
         )
     if not all(torch.isfinite(value).all() for value in weights.values()):
-        raise TrainingError(f"{file} holds values that are not finite; train the drafter again")
+        raise TrainingError(
+            f"{file} holds values that are not finite; train the drafter again"
+        )
     drafter = build(description["drafter"], config, described, head)
     drafter.load_state_dict(weights)
     check_columns(file, drafter, described.vocab_size)
@@ -137,4 +180,8 @@ def build(name: str, config: DrafterConfig, info: TargetInfo, head: Head) -> Pro
 
 def _since_2(key: str, drafter: Proposer) -> str:
     """The name of a weight that format 1 kept under `key`: EAGLE's layers were not a block of their own."""
-    return f"block.{key}" if hasattr(drafter, "block") and key.startswith(("fc.", "layer.")) else key
+    return (
+        f"block.{key}"
+        if hasattr(drafter, "block") and key.startswith(("fc.", "layer."))
+        else key
+    )

@@ -37,10 +37,18 @@ def describe(folder: Path) -> dict[str, Any]:
     A method without training needs no folder: its name is enough.
     """
     name, file = folder.name, folder / "config.json"
-    if not folder.exists() and name in catalogue.NAMES and not catalogue.is_trained(name):
+    if (
+        not folder.exists()
+        and name in catalogue.NAMES
+        and not catalogue.is_trained(name)
+    ):
         from vlmdistill.drafters.core.settings import to_dict
 
-        return {"drafter": name, "config": to_dict(catalogue.config(name)), "training": {}}
+        return {
+            "drafter": name,
+            "config": to_dict(catalogue.config(name)),
+            "training": {},
+        }
     try:
         description = json.loads(read_bytes(file))
         return msgspec.structs.asdict(msgspec.convert(description, _DrafterFile))
@@ -49,7 +57,9 @@ def describe(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:
-        raise TrainingError(f"{file} is not that of a drafter of format 1 or {FORMAT}: {error}") from None
+        raise TrainingError(
+            f"{file} is not that of a drafter of format 1 or {FORMAT}: {error}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise TrainingError(
             f"{file} is not readable JSON ({one_line(error)}); train the drafter again"

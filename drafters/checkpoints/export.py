@@ -21,7 +21,9 @@ from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.records import read_bytes, regular
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
-DRAFT_TOKENS = 4  # of a served chain, where the drafter has as many and its own tree is no chain
+DRAFT_TOKENS = (
+    4  # of a served chain, where the drafter has as many and its own tree is no chain
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,9 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
     served_as = drafter.published()
     number = getattr(torch, dtype)
     held = {  # copies: slices of one matrix share its storage, which a file cannot
-        key: value.detach().to(number if value.is_floating_point() else value.dtype, copy=True)
+        key: value.detach().to(
+            number if value.is_floating_point() else value.dtype, copy=True
+        )
         for key, value in served_as.weights.items()
     }
     files = {
@@ -89,9 +93,13 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         for file, content in served_as.files.items()
     }
     if odd := [key for key, value in held.items() if not value.isfinite().all()]:
-        raise TrainingError(f"{folder}: {odd[0]} holds values too large for {dtype}: use bfloat16 or float32")
+        raise TrainingError(
+            f"{folder}: {odd[0]} holds values too large for {dtype}: use bfloat16 or float32"
+        )
     trained = Provenance.from_dict(description["provenance"])
-    feeding = msgspec.to_builtins(msgspec.structs.replace(served_as.feeding, trained=trained))
+    feeding = msgspec.to_builtins(
+        msgspec.structs.replace(served_as.feeding, trained=trained)
+    )
     settings = {**served_as.settings, "torch_dtype": dtype, KEY: feeding}
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         checkpoint.put(out, settings, held, files=files)
@@ -104,7 +112,9 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         target=trained.target,
         out=str(out),
         dtype=dtype,
-        parameters=sum(value.numel() for value in held.values() if value.is_floating_point()),
+        parameters=sum(
+            value.numel() for value in held.values() if value.is_floating_point()
+        ),
         draft_vocabulary=served_as.draft_vocabulary,
         target_vocabulary=info.vocab_size,
         layers=served_as.layers,
@@ -134,11 +144,20 @@ def _holds(
     """Whether a folder has exactly these settings, weights and further files."""
     try:
         there = read_weights(folder / "model.safetensors")
-        others = {name: torch.load(regular(folder / name), weights_only=True) for name in files}
-        same = json.loads(read_bytes(folder / "config.json")) == json.loads(json.dumps(settings))
+        others = {
+            name: torch.load(regular(folder / name), weights_only=True)
+            for name in files
+        }
+        same = json.loads(read_bytes(folder / "config.json")) == json.loads(
+            json.dumps(settings)
+        )
     except Exception:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
         return False
-    return same and _equal(there, weights) and all(_equal(others[name], one) for name, one in files.items())
+    return (
+        same
+        and _equal(there, weights)
+        and all(_equal(others[name], one) for name, one in files.items())
+    )
 
 
 def _equal(ones: object, others: Mapping[str, Any]) -> bool:

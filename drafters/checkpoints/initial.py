@@ -41,7 +41,9 @@ def fresh(
     `info` is that of the store, or the same with an `Initial`'s facts.
     """
     torch.manual_seed(seed)
-    drafter = catalogue.trained(name)(config.model, info, Head.of(store.head(), device, dtype))
+    drafter = catalogue.trained(name)(
+        config.model, info, Head.of(store.head(), device, dtype)
+    )
     drafter.tree = config.tree
     return drafter
 
@@ -64,10 +66,22 @@ class Taken:
     def lines(self) -> list[str]:
         """As text, a line for everything that was not simply taken."""
         lines = [f"{len(self.taken)} weights are taken: {', '.join(self.taken)}"]
-        lines += [f"{name} begins at its initial value: {why}" for name, why in self.fresh.items()]
-        lines += [f"{name} begins at zero: the other drafter has no bias" for name in self.zero]
-        lines += [f"{name} of the other drafter is not used: {why}" for name, why in self.unused.items()]
-        return lines + [f"the other drafter has {name}={value}" for name, value in self.settings.items()]
+        lines += [
+            f"{name} begins at its initial value: {why}"
+            for name, why in self.fresh.items()
+        ]
+        lines += [
+            f"{name} begins at zero: the other drafter has no bias"
+            for name in self.zero
+        ]
+        lines += [
+            f"{name} of the other drafter is not used: {why}"
+            for name, why in self.unused.items()
+        ]
+        return lines + [
+            f"the other drafter has {name}={value}"
+            for name, value in self.settings.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -90,22 +104,38 @@ class Initial:
         """Read a drafter folder, or a published checkpoint as if it were of `drafter`."""
         if published.is_published(folder):
             found = published.read(folder, drafter)
-            facts = {"rope_theta": found.layer.rope_theta, "rms_norm_eps": found.layer.rms_norm_eps}
-            return cls(str(folder), found.hash, found.weights, found.settings, facts, found)
+            facts = {
+                "rope_theta": found.layer.rope_theta,
+                "rms_norm_eps": found.layer.rms_norm_eps,
+            }
+            return cls(
+                str(folder), found.hash, found.weights, found.settings, facts, found
+            )
         description = describe(folder)
         file = folder / "model.safetensors"
         try:
-            config = from_dict(catalogue.config(description["drafter"]), description["config"])
+            config = from_dict(
+                catalogue.config(description["drafter"]), description["config"]
+            )
             info = TargetInfo.from_dict(description["target"])
             weights = read_weights(file)
             digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
         except (OSError, SafetensorError, DataError, KeyError) as error:
-            raise TrainingError(f"{folder} cannot begin a run ({one_line(error)})") from None
+            raise TrainingError(
+                f"{folder} cannot begin a run ({one_line(error)})"
+            ) from None
         facts = {"rope_theta": info.rope_theta, "rms_norm_eps": info.rms_norm_eps}
         digest.update(json.dumps(facts).encode())
         settings = {"drafter": description["drafter"], **vars(config.model)}
         samples = trained_on(folder) or frozenset()
-        return cls(str(folder), digest.hexdigest()[:16], weights, settings, facts, samples=samples)
+        return cls(
+            str(folder),
+            digest.hexdigest()[:16],
+            weights,
+            settings,
+            facts,
+            samples=samples,
+        )
 
     def info(self, target: TargetInfo) -> TargetInfo:
         """The target's facts with those of this drafter's layer, with which its weights were trained."""
@@ -117,24 +147,41 @@ class Initial:
         Also if a published checkpoint's copies of the target's tensors show that it is of another target.
         """
         state = drafter.state_dict()
-        taken = [key for key in state if key in self.weights and self.weights[key].shape == state[key].shape]
+        taken = [
+            key
+            for key in state
+            if key in self.weights and self.weights[key].shape == state[key].shape
+        ]
         fresh, unused, zero = dict[str, str](), dict[str, str](), list[str]()
         for key, value in state.items():
             if key in taken:
                 continue
             if key in self.weights:
-                fresh[key] = f"{[*value.shape]} here, {[*self.weights[key].shape]} there"
+                fresh[key] = (
+                    f"{[*value.shape]} here, {[*self.weights[key].shape]} there"
+                )
             elif key.endswith(".bias") and f"{key[:-4]}weight" in taken:
                 zero.append(key)
             else:
                 fresh[key] = "not there"
-        unused |= {key: f"{name} has no such weight" for key in self.weights if key not in state}
+        unused |= {
+            key: f"{name} has no such weight"
+            for key in self.weights
+            if key not in state
+        }
         if not taken:
-            why = next((f": {key} is {text}" for key, text in fresh.items() if "here" in text), "")
+            why = next(
+                (f": {key} is {text}" for key, text in fresh.items() if "here" in text),
+                "",
+            )
             raise TrainingError(f"no weight of {self.source} fits {name}{why}")
-        broken = [key for key in taken if not torch.isfinite(self.weights[key].float()).all()]
+        broken = [
+            key for key in taken if not torch.isfinite(self.weights[key].float()).all()
+        ]
         if broken:
-            raise TrainingError(f"{self.source}: {broken[0]} holds values that are not finite")
+            raise TrainingError(
+                f"{self.source}: {broken[0]} holds values that are not finite"
+            )
         with torch.no_grad():
             for key in taken:
                 state[key].copy_(self.weights[key])
@@ -144,13 +191,24 @@ class Initial:
         if found := self.theirs:
             chosen = any(buffer in taken for buffer, _ in drafter.named_buffers())
             copies = published.check_copies(self.source, drafter, found, chosen=chosen)
-            unused |= dict.fromkeys(sorted({*found.others} - {*copies}), f"{name} has no such tensor")
+            unused |= dict.fromkeys(
+                sorted({*found.others} - {*copies}), f"{name} has no such tensor"
+            )
         return Taken(taken, fresh, unused, zero, self._differing(drafter.config))
 
     def record(self, taken: Taken) -> dict[str, Any]:
         """What a drafter's record says of it."""
-        return {"from": self.source, "hash": self.hash, "facts": dict(self.facts), **asdict(taken)}
+        return {
+            "from": self.source,
+            "hash": self.hash,
+            "facts": dict(self.facts),
+            **asdict(taken),
+        }
 
     def _differing(self, config: ModelConfig) -> dict[str, str]:
         mine = vars(config)
-        return {key: str(value) for key, value in self.settings.items() if mine.get(key, value) != value}
+        return {
+            key: str(value)
+            for key, value in self.settings.items()
+            if mine.get(key, value) != value
+        }

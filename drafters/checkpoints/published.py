@@ -33,7 +33,12 @@ from vlmdistill.stores.schema import Provenance, TargetInfo
 log = logging.getLogger(__name__)
 
 FILES = ("pytorch_model.bin", "model.safetensors")
-EMBEDDING, HEAD, SPOKEN, FREQUENCIES = "embed_tokens.weight", "lm_head.weight", "t2d", "rotary_emb.inv_freq"
+EMBEDDING, HEAD, SPOKEN, FREQUENCIES = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "t2d",
+    "rotary_emb.inv_freq",
+)
 """What follows from the target, or from other tensors."""
 NEAR = 1e-2  # of a table that was kept in half precision
 PADDING = 512
@@ -77,7 +82,11 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def width(self) -> int:
         """Of a head."""
-        return self.head_dim or WIDTHS.get(self.model_type) or self.hidden_size // self.num_attention_heads
+        return (
+            self.head_dim
+            or WIDTHS.get(self.model_type)
+            or self.hidden_size // self.num_attention_heads
+        )
 
 
 class _Left(msgspec.Struct):
@@ -129,13 +138,24 @@ def read(folder: Path, name: str) -> Published:
     """Read a published checkpoint as the drafter of that name; TrainingError names what does not fit."""
     kind = catalogue.trained(name)
     if not kind.published_names:
-        raise TrainingError(f"{folder}: published checkpoints of {name} have another architecture than ours")
+        raise TrainingError(
+            f"{folder}: published checkpoints of {name} have another architecture than ours"
+        )
     raw, layer = _layer(folder, kind)
     found = [folder / file for file in FILES if (folder / file).is_file()]
     if not found:
-        raise TrainingError(f"{folder} has no weights: there is neither {' nor '.join(FILES)}")
-    file, digest, tensors = found[0], blake3(max_threads=blake3.AUTO), dict[str, Tensor]()
-    for one in (file, *filter(Path.is_file, (folder / name for name in kind.published_files))):
+        raise TrainingError(
+            f"{folder} has no weights: there is neither {' nor '.join(FILES)}"
+        )
+    file, digest, tensors = (
+        found[0],
+        blake3(max_threads=blake3.AUTO),
+        dict[str, Tensor](),
+    )
+    for one in (
+        file,
+        *filter(Path.is_file, (folder / name for name in kind.published_files)),
+    ):
         tensors |= _tensors(one, "" if one == file else f"{one.name}:")
         digest.update_mmap(one)
     odd = [key for key, one in tensors.items() if not torch.isfinite(one.float()).all()]
@@ -144,11 +164,15 @@ def read(folder: Path, name: str) -> Published:
     digest.update(read_bytes(folder / "config.json"))
     settings: dict[str, Any] = {}
     heads = layer.num_attention_heads
-    settings["kv_heads"] = "all" if (layer.num_key_value_heads or heads) == heads else "target"
+    settings["kv_heads"] = (
+        "all" if (layer.num_key_value_heads or heads) == heads else "target"
+    )
     switches = vars(kind.Config())
     for tensor, setting in kind.published_settings.items():
         if tensor in tensors:
-            settings[setting] = isinstance(switches[setting], bool) or len(tensors[tensor])
+            settings[setting] = isinstance(switches[setting], bool) or len(
+                tensors[tensor]
+            )
     for switch, setting in kind.published_switches.items():
         settings[setting] = bool(raw.get(switch))
     try:
@@ -161,7 +185,9 @@ def read(folder: Path, name: str) -> Published:
         for number in range(layer.num_hidden_layers)
     }
     weights, origin, others = _translate(file, tensors, names)
-    return Published(layer, digest.hexdigest()[:16], weights, settings, origin, names, others)
+    return Published(
+        layer, digest.hexdigest()[:16], weights, settings, origin, names, others
+    )
 
 
 def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
@@ -173,18 +199,27 @@ def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
         else:
             tensors = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
-        raise TrainingError(f"{file} cannot be read as tensors alone ({_first(error)})") from None
+        raise TrainingError(
+            f"{file} cannot be read as tensors alone ({_first(error)})"
+        ) from None
     if prefix and isinstance(tensors, dict):
         tensors = {key: one for key, one in tensors.items() if not isinstance(one, int)}
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and _is_plain(one) for key, one in tensors.items()
     ):
-        raise TrainingError(f"{file} is not a state dict: it holds more than named dense tensors")
+        raise TrainingError(
+            f"{file} is not a state dict: it holds more than named dense tensors"
+        )
     return {f"{prefix}{key}": one for key, one in tensors.items()}
 
 
 def load(
-    folder: Path, name: str, head: Head, target: TargetInfo, out: Path, provenance: Provenance
+    folder: Path,
+    name: str,
+    head: Head,
+    target: TargetInfo,
+    out: Path,
+    provenance: Provenance,
 ) -> Mapping[str, Any]:
     """Write a published checkpoint to `out` as a drafter of this toolkit; returns facts about it.
 
@@ -206,8 +241,13 @@ def load(
             "explains: it was trained for another target"
         )
     try:
-        config = override(paper, [f"{key}={json.dumps(value)}" for key, value in found.settings.items()])
-        drafter = checkpoint.build(catalogue.base(name), config, found.info(target), head)
+        config = override(
+            paper,
+            [f"{key}={json.dumps(value)}" for key, value in found.settings.items()],
+        )
+        drafter = checkpoint.build(
+            catalogue.base(name), config, found.info(target), head
+        )
     except DataError as error:
         raise TrainingError(f"{folder}: {error}") from None
     assert isinstance(drafter, Drafter)
@@ -215,7 +255,11 @@ def load(
     check_columns(folder, drafter, target.vocab_size)
     checked = check_copies(folder, drafter, found)
     if EMBEDDING not in checked:
-        log.warning("%s has no %s: whether it is of this target could not be checked", folder, EMBEDDING)
+        log.warning(
+            "%s has no %s: whether it is of this target could not be checked",
+            folder,
+            EMBEDDING,
+        )
     if odd := sorted({*found.others} - {*checked}):
         raise TrainingError(f"{folder}: {odd[0]} has no counterpart in this method")
     facts = {"from": str(folder), "hash": found.hash, "zero": zeros, "checked": checked}
@@ -225,7 +269,12 @@ def load(
         for key in TargetInfo.__struct_fields__
         if getattr(own, key) != getattr(target, key)
     }
-    training = {"steps": 0, "samples": 0, "history": [], "imported": {**facts, "not the target's": changed}}
+    training = {
+        "steps": 0,
+        "samples": 0,
+        "history": [],
+        "imported": {**facts, "not the target's": changed},
+    }
     origin = checkpoint.Origin(provenance, config.training, training)
     checkpoint.save(drafter, catalogue.base(name), out, origin)
     return {
@@ -252,23 +301,37 @@ def _layer(folder: Path, kind: type[Drafter]) -> tuple[Mapping[str, Any], Layer]
             raise ValueError(f"num_attention_heads {heads} do not fit the other sizes")
         if not math.isfinite(theta + layer.rms_norm_eps):
             raise ValueError("a number is not finite")
-        left = msgspec.convert(raw.get("eagle_config") or {}, _Left).eagle_aux_hidden_state_layer_ids
+        left = msgspec.convert(
+            raw.get("eagle_config") or {}, _Left
+        ).eagle_aux_hidden_state_layer_ids
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise TrainingError(f"{file} is not the configuration of a drafter ({one_line(error)})") from None
-    if "sliding_attention" in (layer.layer_types or ("sliding_attention",) * layer.use_sliding_window):
+        raise TrainingError(
+            f"{file} is not the configuration of a drafter ({one_line(error)})"
+        ) from None
+    if "sliding_attention" in (
+        layer.layer_types or ("sliding_attention",) * layer.use_sliding_window
+    ):
         raise TrainingError(
             f"{file}: its layers have a sliding window of {layer.sliding_window} tokens, and those of "
             "drafters here see everything"
         )
     for switch in UNKNOWN:
         if raw.get(switch) and switch not in kind.published_switches:
-            raise TrainingError(f"{file}: {switch}={raw[switch]} is another architecture than the authors'")
+            raise TrainingError(
+                f"{file}: {switch}={raw[switch]} is another architecture than the authors'"
+            )
     if layer.hidden_act != "silu":
-        raise TrainingError(f"{file}: hidden_act is {layer.hidden_act}, and drafters here have silu")
+        raise TrainingError(
+            f"{file}: hidden_act is {layer.hidden_act}, and drafters here have silu"
+        )
     scaling = rope.get("rope_type") or rope.get("type") or "default"
     plain = ("default", "mrope") if layer.model_type == PLAIN_AXES else ("default",)
-    if scaling not in plain or ("mrope_section" in rope and layer.model_type != PLAIN_AXES):
-        raise TrainingError(f"{file}: rope_scaling {rope} is not plain RoPE, which drafters here have")
+    if scaling not in plain or (
+        "mrope_section" in rope and layer.model_type != PLAIN_AXES
+    ):
+        raise TrainingError(
+            f"{file}: rope_scaling {rope} is not plain RoPE, which drafters here have"
+        )
     if left is not None:
         layer = msgspec.structs.replace(
             layer, eagle_aux_hidden_state_layer_ids=tuple(one + 1 for one in left)
@@ -306,20 +369,39 @@ def _translate(
             others[theirs] = tensor
             continue
         key, _, number = ours.partition("/")
-        if (first := blocks.setdefault(key, {}).setdefault(int(number or 0), (theirs, tensor))[0]) != theirs:
-            raise TrainingError(f"{file} has both {first} and {theirs}, which are the same weight here")
+        if (
+            first := blocks.setdefault(key, {}).setdefault(
+                int(number or 0), (theirs, tensor)
+            )[0]
+        ) != theirs:
+            raise TrainingError(
+                f"{file} has both {first} and {theirs}, which are the same weight here"
+            )
     for key, found in blocks.items():  # what is fused here must be there as a whole
         module, _, kind = key.rpartition(".")
         for theirs, ours in names.items():
             path, slash, number = ours.partition("/")
             if slash and path == module and int(number) not in found:
-                raise TrainingError(f"{file} lacks {theirs}.{kind}, and has {found[min(found)][0]}")
-    ordered = {key: [found[number] for number in sorted(found)] for key, found in blocks.items()}
+                raise TrainingError(
+                    f"{file} lacks {theirs}.{kind}, and has {found[min(found)][0]}"
+                )
+    ordered = {
+        key: [found[number] for number in sorted(found)]
+        for key, found in blocks.items()
+    }
     try:
-        weights = {key: torch.cat([one for _, one in parts]) for key, parts in ordered.items()}
+        weights = {
+            key: torch.cat([one for _, one in parts]) for key, parts in ordered.items()
+        }
     except RuntimeError as error:
-        raise TrainingError(f"{file}: tensors that belong together do not fit ({_first(error)})") from None
-    return weights, {key: ", ".join(name for name, _ in parts) for key, parts in ordered.items()}, others
+        raise TrainingError(
+            f"{file}: tensors that belong together do not fit ({_first(error)})"
+        ) from None
+    return (
+        weights,
+        {key: ", ".join(name for name, _ in parts) for key, parts in ordered.items()},
+        others,
+    )
 
 
 def _fill(folder: Path, drafter: Drafter, found: Published) -> list[str]:
@@ -334,11 +416,21 @@ def _fill(folder: Path, drafter: Drafter, found: Published) -> list[str]:
                 f"{folder}: {theirs} is {[*value.shape]}, and {[*state[key].shape]} is expected of its config"
             )
     missing = sorted(set(state) - set(found.weights))
-    zeros = [key for key in missing if key.endswith(".bias") and f"{key[:-4]}weight" in found.weights]
-    buffers = {name for name, _ in drafter.named_buffers()} if columns_of(drafter) is None else set()
+    zeros = [
+        key
+        for key in missing
+        if key.endswith(".bias") and f"{key[:-4]}weight" in found.weights
+    ]
+    buffers = (
+        {name for name, _ in drafter.named_buffers()}
+        if columns_of(drafter) is None
+        else set()
+    )
     for key in missing:
         if key not in zeros and key not in buffers:
-            theirs = next((name for name, ours in found.names.items() if _is(ours, key)), key)
+            theirs = next(
+                (name for name, ours in found.names.items() if _is(ours, key)), key
+            )
             raise TrainingError(f"{folder} lacks {theirs}, which this method needs")
     empty = {key: torch.zeros_like(state[key]) for key in zeros}
     drafter.load_state_dict({**state, **found.weights, **empty})
@@ -349,7 +441,9 @@ def _is(ours: str, key: str) -> bool:
     return key == ours or key.rpartition(".")[0] == ours.partition("/")[0]
 
 
-def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: bool = True) -> list[str]:
+def check_copies(
+    source: object, drafter: Drafter, found: Published, *, chosen: bool = True
+) -> list[str]:
     """Compare what is a copy of the target's tensors, or follows from other tensors; returns its names.
 
     Not `chosen`: the drafter has not taken the checkpoint's choice of tokens.
@@ -357,20 +451,27 @@ def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: 
     columns_K, taps = columns_of(drafter), drafter.taps
     theirs = found.layer.eagle_aux_hidden_state_layer_ids
     if theirs is not None and theirs != taps:
-        raise TrainingError(f"{source}: it reads the inputs of layers {theirs}; drafters here read {taps}")
+        raise TrainingError(
+            f"{source}: it reads the inputs of layers {theirs}; drafters here read {taps}"
+        )
 
     def table(theirs_VD: Tensor, mine_VD: Tensor) -> bool:
         rows = min(len(theirs_VD), len(mine_VD))  # tables are padded differently
         same_width = theirs_VD.ndim == 2 and theirs_VD.shape[1] == mine_VD.shape[1]
         mine_VD = mine_VD[:rows].float().cpu()
-        return same_width and torch.allclose(theirs_VD[:rows].float(), mine_VD, rtol=NEAR, atol=1e-4)
+        return same_width and torch.allclose(
+            theirs_VD[:rows].float(), mine_VD, rtol=NEAR, atol=1e-4
+        )
 
     def embedding(table_VD: Tensor) -> bool:
         return table(table_VD, drafter.embed_VD)
 
     def lm_head(table_KD: Tensor) -> bool:
         mine_VD = drafter.lm_head_VD
-        return table(table_KD, mine_VD if columns_K is None else mine_VD[columns_K.to(mine_VD.device)])
+        return table(
+            table_KD,
+            mine_VD if columns_K is None else mine_VD[columns_K.to(mine_VD.device)],
+        )
 
     def spoken(spoken_V: Tensor) -> bool:
         chosen = torch.arange(len(spoken_V)) if columns_K is None else columns_K.cpu()
@@ -385,7 +486,11 @@ def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: 
 
     copies: Mapping[str, tuple[Callable[[Tensor], bool], str]] = {
         EMBEDDING: (embedding, "the target's embeddings"),
-        **({HEAD: (lm_head, "the target's LM head")} if chosen or columns_K is None else {}),
+        **(
+            {HEAD: (lm_head, "the target's LM head")}
+            if chosen or columns_K is None
+            else {}
+        ),
         **({SPOKEN: (spoken, "the choice in d2t")} if chosen else {}),
         FREQUENCIES: (frequencies, f"those of rope_theta {drafter.info.rope_theta:g}"),
     }
@@ -393,7 +498,9 @@ def check_copies(source: object, drafter: Drafter, found: Published, *, chosen: 
     for name, tensor in sorted(found.others.items()):
         if check := copies.get(FREQUENCIES if name.endswith(FREQUENCIES) else name):
             if not check[0](tensor):
-                raise TrainingError(f"{source}: {name} is not {check[1]}, which a drafter here reads instead")
+                raise TrainingError(
+                    f"{source}: {name} is not {check[1]}, which a drafter here reads instead"
+                )
             checked.append(name)
     return checked
 

@@ -28,13 +28,18 @@ class Head:
 
     @classmethod
     def of(
-        cls, frozen: FrozenTables, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        cls,
+        frozen: FrozenTables,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> "Head":
         """The tables of a store as tensors; one table that serves as both stays one."""
         embed_VD = as_torch(frozen.embed_VD, frozen.dtype).to(device, dtype)
         if frozen.tied:
             return cls(embed_VD, embed_VD)
-        return cls(embed_VD, as_torch(frozen.lm_head_VD, frozen.dtype).to(device, dtype))
+        return cls(
+            embed_VD, as_torch(frozen.lm_head_VD, frozen.dtype).to(device, dtype)
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,9 @@ class TokenIndex:
         return self._chosen(chosen_N)
 
     def _chosen(self, chosen_N: Tensor) -> "TokenIndex":
-        return TokenIndex(self.segment_N[chosen_N], self.position_N[chosen_N], self.span_N[chosen_N])
+        return TokenIndex(
+            self.segment_N[chosen_N], self.position_N[chosen_N], self.span_N[chosen_N]
+        )
 
     def all_rows(self) -> "TokenIndex":
         """The same tokens, all of them wanted."""
@@ -99,7 +106,9 @@ class TokenIndex:
 
     def with_rows(self, rows_R: Tensor) -> "TokenIndex":
         """The same tokens, with the output of `rows_R` alone wanted."""
-        host = self.host and self.host.with_rows(place(rows_R, self.host.segment_N.device))
+        host = self.host and self.host.with_rows(
+            place(rows_R, self.host.segment_N.device)
+        )
         return replace(self, rows_R=place(rows_R, self.segment_N.device), host=host)
 
 
@@ -161,7 +170,9 @@ class Batch:
         wanted = Feature(source, where) if where else Feature.parse(source)
         return held(self.features, wanted, "batch")
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
+    def to(
+        self, device: torch.device | str, dtype: torch.dtype | None = None
+    ) -> "Batch":
         """Move the batch; to a GPU through pinned memory, without waiting for it.
 
         Args:
@@ -175,9 +186,16 @@ class Batch:
         names = [
             item.name
             for item in dataclasses.fields(self)
-            if item.name not in ("features", "host") and getattr(self, item.name) is not None
+            if item.name not in ("features", "host")
+            and getattr(self, item.name) is not None
         ]
-        moved = dict(zip(names, place_all([getattr(self, name) for name in names], device), strict=True))
+        moved = dict(
+            zip(
+                names,
+                place_all([getattr(self, name) for name in names], device),
+                strict=True,
+            )
+        )
         # The narrow dtype of a store is moved, and made wider there.
         states = {
             name: (arrived := place(value, device)).to(dtype or arrived.dtype)
@@ -192,7 +210,9 @@ class Batch:
         """The same tokens with other features."""
         same = dataclasses.replace(self, features=features)
         known = ("visual_tokens", "text_tokens", "_prior")  # of the tokens alone
-        vars(same).update({name: vars(self)[name] for name in known if name in vars(self)})
+        vars(same).update(
+            {name: vars(self)[name] for name in known if name in vars(self)}
+        )
         return same
 
     def only(self, features: Collection[str | Feature]) -> "Batch":
@@ -223,7 +243,9 @@ class Batch:
         )
         first_M = torch.cumsum(self.length_M, 0) - self.length_M
         offset_U = torch.arange(len(span_U), device=span_U.device) - first_M[span_U]
-        return TokenIndex(self.segment_M[span_U], self.start_M[span_U] + offset_U, span_U)
+        return TokenIndex(
+            self.segment_M[span_U], self.start_M[span_U] + offset_U, span_U
+        )
 
     @cached_property
     def text_tokens(self) -> TokenIndex:
@@ -231,14 +253,23 @@ class Batch:
         if self.host is not None:
             return self.host.text_tokens.to(self.ids_T.device)
         if len(self.start_M) == 0:
-            return TokenIndex(self.segment_T, self.position_T, torch.full_like(self.segment_T, -1))
+            return TokenIndex(
+                self.segment_T, self.position_T, torch.full_like(self.segment_T, -1)
+            )
         far = self.position_T.max() + self.length_M.sum() + 1  # stays on the device
         key_T = self.segment_T * far + self.position_T
-        span_T = torch.searchsorted(self.segment_M * far + self.start_M, key_T, right=True) - 1
+        span_T = (
+            torch.searchsorted(self.segment_M * far + self.start_M, key_T, right=True)
+            - 1
+        )
         own_T = (span_T >= 0) & (self.segment_M[span_T.clamp(min=0)] == self.segment_T)
-        return TokenIndex(self.segment_T, self.position_T, torch.where(own_T, span_T, -1))
+        return TokenIndex(
+            self.segment_T, self.position_T, torch.where(own_T, span_T, -1)
+        )
 
-    def before(self, source: str, where: Literal["text", "visual"] | None = None) -> tuple[Tensor, Tensor]:
+    def before(
+        self, source: str, where: Literal["text", "visual"] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The `source` state of each token's predecessor, text tokens first, then visual ones, or one kind.
 
         The predecessor is the nearest earlier position whose state the batch has: any position; text and the
@@ -251,7 +282,9 @@ class Batch:
         prior_N, found_N = place_all(self._link(source), self.ids_T.device)
         return self._states(source)[prior_N[rows]] * found_N[rows, None], found_N[rows]
 
-    def predecessors(self, sources: Sequence[str], where: Literal["text", "visual"]) -> tuple[Tensor, Tensor]:
+    def predecessors(
+        self, sources: Sequence[str], where: Literal["text", "visual"]
+    ) -> tuple[Tensor, Tensor]:
         """The tokens of a kind that have a predecessor, [E], and its states, the sources side by side [E, S].
 
         As `before` has it, and those that the first source finds; the tokens where they are `readable`.
@@ -263,7 +296,9 @@ class Batch:
             parts = [prior_N[rows][token_E], found_N[rows][token_E]]
             prior_E, found_E = place_all(parts, self.ids_T.device)
             state_ED = self._states(source)[prior_E]
-            states.append(state_ED if found_N is links[0][1] else state_ED * found_E[:, None])
+            states.append(
+                state_ED if found_N is links[0][1] else state_ED * found_E[:, None]
+            )
         return token_E, torch.cat(states, dim=-1)
 
     def _rows(self, where: Literal["text", "visual"]) -> slice:
@@ -274,12 +309,17 @@ class Batch:
     def _more(self, source: str) -> Literal["visual", "span"] | None:
         """What of images there is from a source, besides its states of text."""
         kinds: tuple[Literal["visual", "span"], ...] = ("visual", "span")
-        return next((kind for kind in kinds if Feature(source, kind) in self.features), None)
+        return next(
+            (kind for kind in kinds if Feature(source, kind) in self.features), None
+        )
 
     def _states(self, source: str) -> Tensor:
         """The states of text tokens, and behind them what there is of images."""
         more = self._more(source)
-        states = [self.feature(source, "text"), *([self.feature(source, more)] if more else [])]
+        states = [
+            self.feature(source, "text"),
+            *([self.feature(source, more)] if more else []),
+        ]
         return torch.cat(states)
 
     def _link(self, source: str) -> tuple[Tensor, Tensor]:
@@ -294,7 +334,9 @@ class Batch:
         """By the rows that follow those of text tokens: what `_find_prior` returns."""
         return {}
 
-    def _find_prior(self, more: Literal["visual", "span"] | None) -> tuple[Tensor, Tensor]:
+    def _find_prior(
+        self, more: Literal["visual", "span"] | None
+    ) -> tuple[Tensor, Tensor]:
         """The row of each row's predecessor, and whether it has one."""
         segments, positions = [self.segment_T], [self.position_T]
         if more == "visual":
@@ -308,7 +350,10 @@ class Batch:
         segment_N, position_N = torch.cat(segments), torch.cat(positions)
         rank_N = torch.argsort(segment_N * (position_N.max() + 1) + position_N)
         last_N = rank_N.roll(1)
-        prior_N, found_N = torch.empty_like(rank_N), torch.empty_like(rank_N, dtype=torch.bool)
+        prior_N, found_N = (
+            torch.empty_like(rank_N),
+            torch.empty_like(rank_N, dtype=torch.bool),
+        )
         prior_N[rank_N] = last_N
         found_N[rank_N] = segment_N[rank_N] == segment_N[last_N]
         found_N[rank_N[:1]] = False
@@ -323,4 +368,6 @@ class Entries:
     hidden_ND: Tensor  # hop 0: the target's states; later hops: what `step` returned for the parent
     rotary_N: Tensor  # the drafter's rotary position
     tokens: TokenIndex
-    hop: int = 0  # 0: committed tokens with the target's states; n: the n-th guess after them
+    hop: int = (
+        0  # 0: committed tokens with the target's states; n: the n-th guess after them
+    )

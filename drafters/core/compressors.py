@@ -32,7 +32,9 @@ class Compressor(nn.Module, ABC):
 class GroupCompressor(Compressor):
     """One entry for each `size` neighbours: the middle one, their mean, or a convolution of that stride."""
 
-    def __init__(self, width: int, size: int, kind: Literal["prune", "pool", "convolve"]) -> None:
+    def __init__(
+        self, width: int, size: int, kind: Literal["prune", "pool", "convolve"]
+    ) -> None:
         super().__init__()
         self.size, self.kind = size, kind
         self.linear = nn.Linear(size * width, width) if kind == "convolve" else None
@@ -49,9 +51,13 @@ class GroupCompressor(Compressor):
             row_X = first_M[span_X] + position_MC[span_X, entry_X]
             out_XD = read_UD[place(row_X, read_UD.device)]
         else:
-            offset_XK = self.size * entry_X[:, None] + torch.arange(self.size, device=span_U.device)
+            offset_XK = self.size * entry_X[:, None] + torch.arange(
+                self.size, device=span_U.device
+            )
             inside_XK = offset_XK < length_M[span_X, None]
-            row_XK = (first_M[span_X, None] + offset_XK).clamp(max=max(0, len(read_UD) - 1))
+            row_XK = (first_M[span_X, None] + offset_XK).clamp(
+                max=max(0, len(read_UD) - 1)
+            )
             row_XK, inside_XK = place_all([row_XK, inside_XK], read_UD.device)
             group_XKD = read_UD[row_XK] * inside_XK[..., None]
             if self.linear is not None:
@@ -65,7 +71,9 @@ class GroupCompressor(Compressor):
         count = -(-int(length_M.max()) // self.size) if len(length_M) else 0
         first_C = self.size * torch.arange(count, device=start_M.device)
         middle_MC = torch.minimum(first_C + self.size // 2, length_M[:, None] - 1)
-        return torch.where(first_C < length_M[:, None], start_M[:, None] + middle_MC, -1)
+        return torch.where(
+            first_C < length_M[:, None], start_M[:, None] + middle_MC, -1
+        )
 
 
 class QueryCompressor(Compressor):
@@ -75,7 +83,9 @@ class QueryCompressor(Compressor):
         super().__init__()
         self.heads, self.head_dim = info.num_heads, info.head_dim
         width = info.num_heads * info.head_dim
-        self.query_QHd = nn.Parameter(torch.empty(queries, info.num_heads, info.head_dim))
+        self.query_QHd = nn.Parameter(
+            torch.empty(queries, info.num_heads, info.head_dim)
+        )
         nn.init.normal_(self.query_QHd, std=info.head_dim**-0.5)
         self.kv_proj = nn.Linear(info.hidden_size, 2 * width, bias=info.attention_bias)
         self.o_proj = nn.Linear(width, info.hidden_size, bias=False)
@@ -83,9 +93,12 @@ class QueryCompressor(Compressor):
     def forward(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
         """The output of each query on each span of visual tokens: [M, Q, D]."""
         key_UHd, value_UHd = (
-            part.unflatten(-1, (self.heads, self.head_dim)) for part in self.kv_proj(read_UD).chunk(2, -1)
+            part.unflatten(-1, (self.heads, self.head_dim))
+            for part in self.kv_proj(read_UD).chunk(2, -1)
         )
-        out_MQD: Tensor = self.o_proj(attend_spans(self.query_QHd, key_UHd, value_UHd, span_U, spans))
+        out_MQD: Tensor = self.o_proj(
+            attend_spans(self.query_QHd, key_UHd, value_UHd, span_U, spans)
+        )
         return out_MQD
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
@@ -93,7 +106,9 @@ class QueryCompressor(Compressor):
         return spread(start_M, length_M, length_M, len(self.query_QHd))
 
 
-def attend_spans(query_QHd: Tensor, key_UHd: Tensor, value_UHd: Tensor, span_U: Tensor, spans: int) -> Tensor:
+def attend_spans(
+    query_QHd: Tensor, key_UHd: Tensor, value_UHd: Tensor, span_U: Tensor, spans: int
+) -> Tensor:
     """Attention of every query over the visual tokens of each span, heads side by side: [M, Q, H * d].
 
     All queries attend to all visual tokens, masked to their own span: no padding is needed.
@@ -111,6 +126,11 @@ def attend_spans(query_QHd: Tensor, key_UHd: Tensor, value_UHd: Tensor, span_U: 
 
 def spread(start_M: Tensor, length_M: Tensor, count_M: Tensor, most: int) -> Tensor:
     """Positions of `count_M` entries spread evenly over each span, at most `most`: [M, C]; -1: no entry."""
-    entry_C, count_M1 = torch.arange(most, device=start_M.device), count_M[:, None].clamp(max=most)
-    place_MC = start_M[:, None] + (2 * entry_C + 1) * length_M[:, None] // (2 * count_M1)
+    entry_C, count_M1 = (
+        torch.arange(most, device=start_M.device),
+        count_M[:, None].clamp(max=most),
+    )
+    place_MC = start_M[:, None] + (2 * entry_C + 1) * length_M[:, None] // (
+        2 * count_M1
+    )
     return torch.where(entry_C < count_M1, place_MC, -1)

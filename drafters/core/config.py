@@ -102,7 +102,9 @@ class Stage:
     """That hop itself still counts."""
     view: str = ""
     """View of the store that the stage is trained on; empty: the run's own."""
-    losses: Mapping[str, float] = field(default_factory=lambda: {"regression": 1.0, "cross_entropy": 0.1})
+    losses: Mapping[str, float] = field(
+        default_factory=lambda: {"regression": 1.0, "cross_entropy": 0.1}
+    )
     """Weight of each term of `losses.py`."""
 
     @property
@@ -117,7 +119,9 @@ class Stage:
             at_least(self, 0, "anchors")
         at_least(self, 1, "hops")
         if not all(0 <= share <= 1 for share in self.visual):
-            raise DataError(f"stages.{self.name}.visual={list(self.visual)}: give two shares from 0 to 1")
+            raise DataError(
+                f"stages.{self.name}.visual={list(self.visual)}: give two shares from 0 to 1"
+            )
         if unknown := sorted(set(self.losses) - {*NAMES}):
             raise DataError(
                 f"stages.{self.name}.losses has no term '{unknown[0]}': choose from {', '.join(NAMES)}"
@@ -152,11 +156,15 @@ class TrainConfig:
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "steps", "noise", "warmup", "clip", "validate_every", "patience")
+        at_least(
+            self, 0, "steps", "noise", "warmup", "clip", "validate_every", "patience"
+        )
         at_least(self, 0, "max_length")
         at_least(self, 1, "batch_tokens")
         if self.patience and not self.validate_every:
-            raise DataError(f"patience={self.patience} counts validations: set validate_every as well")
+            raise DataError(
+                f"patience={self.patience} counts validations: set validate_every as well"
+            )
 
     @property
     def longest(self) -> int:
@@ -179,7 +187,11 @@ class TwoPasses(TrainConfig):
     @property
     def schedule(self) -> tuple[Stage, ...]:
         """The stages, with one hop each when `mtp` is off."""
-        return self.stages if self.mtp else tuple(replace(stage, hops=1) for stage in self.stages)
+        return (
+            self.stages
+            if self.mtp
+            else tuple(replace(stage, hops=1) for stage in self.stages)
+        )
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,10 @@ class DrafterConfig:
                     raise DataError(
                         f"stages.{stage.name}.losses: this drafter has no {what}; leave {term} out"
                     )
-            if (limit := self.model.max_hops) is not None and stage.hops not in (1, limit):
+            if (limit := self.model.max_hops) is not None and stage.hops not in (
+                1,
+                limit,
+            ):
                 raise DataError(
                     f"stages.{stage.name}.hops={stage.hops}: this drafter trains all {limit} tokens that "
                     "it can draft in a row; leave the setting out"

@@ -63,7 +63,11 @@ class Proposer(nn.Module, ABC):
     @property
     def taps(self) -> tuple[int, ...]:
         """The layers among them, whose inputs they are."""
-        return tuple(int(name.removeprefix("layer")) for name in self.sources if name.startswith("layer"))
+        return tuple(
+            int(name.removeprefix("layer"))
+            for name in self.sources
+            if name.startswith("layer")
+        )
 
     @abstractmethod
     def draft(self, prompt: Batch, target: Target) -> DraftSession:
@@ -86,7 +90,9 @@ class Drafter(Proposer, ABC):
     """Files that it may have besides its weights: a tensor's name is `file:key`."""
 
     @classmethod
-    def published_config(cls, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+    def published_config(
+        cls, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> Mapping[str, Any]:
         """The settings that `config.json` and the tensors show; DataError for what is not here."""
         return {}
 

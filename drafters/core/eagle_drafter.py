@@ -79,7 +79,11 @@ class EagleDrafter(Drafter, ABC):
         return states_NS
 
     def fuse(
-        self, embed_ND: Tensor, state_ND: Tensor, guess_1: Tensor, joined_ND: Tensor | None = None
+        self,
+        embed_ND: Tensor,
+        state_ND: Tensor,
+        guess_1: Tensor,
+        joined_ND: Tensor | None = None,
     ) -> Tensor:
         """The layer's input, [N, D]; by default fc([e_{t+1} ; h_t]).
 
@@ -95,22 +99,32 @@ class EagleDrafter(Drafter, ABC):
             self.block.write_visual(batch.feature("embed", "visual"), batch, cache)
         elif self.visual == "raw":
             tokens = batch.visual_tokens
-            self.block.layer.write_kv(batch.feature("embed", "visual"), tokens.position_N - 1, tokens, cache)
+            self.block.layer.write_kv(
+                batch.feature("embed", "visual"), tokens.position_N - 1, tokens, cache
+            )
         elif self.compresses is not None:
             read_UD, known = batch.feature(self.compresses, "visual"), batch.readable
-            out_MQD = self.compress(read_UD, known.visual_tokens.span_N, len(known.start_M))
-            self.write_compressed(out_MQD, self.places(known.start_M, known.length_M), batch, cache)
+            out_MQD = self.compress(
+                read_UD, known.visual_tokens.span_N, len(known.start_M)
+            )
+            self.write_compressed(
+                out_MQD, self.places(known.start_M, known.length_M), batch, cache
+            )
             if self.joins:
                 cache.context["joined"] = out_MQD[:, -1]
 
-    def write_compressed(self, out_MQD: Tensor, position_MC: Tensor, batch: Batch, cache: KVCache) -> None:
+    def write_compressed(
+        self, out_MQD: Tensor, position_MC: Tensor, batch: Batch, cache: KVCache
+    ) -> None:
         """Write the first entries of each span at their positions, [M, C]; -1: there is none.
 
         The positions are where the batch is `readable`.
         """
         known, device = batch.readable, out_MQD.device
         span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
-        tokens = TokenIndex(known.segment_M[span_X], position_MC[span_X, entry_X], span_X).to(device)
+        tokens = TokenIndex(
+            known.segment_M[span_X], position_MC[span_X, entry_X], span_X
+        ).to(device)
         out_XD = out_MQD[tokens.span_N, place(entry_X, device)]
         self.block.layer.write_kv(out_XD, tokens.position_N - 1, tokens, cache)
 
@@ -121,8 +135,15 @@ class EagleDrafter(Drafter, ABC):
             rows_ND = torch.nn.functional.pad(cache.context["joined"], (0, 0, 1, 0))
             joined_ND = rows_ND[entries.tokens.span_N + 1]
         guess_1 = entries.ids_N.new_full((1,), entries.hop)
-        x_ND = self.fuse(self.embed(entries.ids_N), self.combine(entries.hidden_ND), guess_1, joined_ND)
-        state_RD: Tensor = self.block.layer(x_ND, entries.rotary_N, entries.tokens, cache, entries.hop)
+        x_ND = self.fuse(
+            self.embed(entries.ids_N),
+            self.combine(entries.hidden_ND),
+            guess_1,
+            joined_ND,
+        )
+        state_RD: Tensor = self.block.layer(
+            x_ND, entries.rotary_N, entries.tokens, cache, entries.hop
+        )
         return state_RD
 
     @property
@@ -137,7 +158,9 @@ class EagleDrafter(Drafter, ABC):
         TrainingError when the plugin does not have its rotary positions.
         """
         config, layer = self.config, self.block.layer
-        if config.positions == "target" or (self.compresses and config.positions != "expanded"):
+        if config.positions == "target" or (
+            self.compresses and config.positions != "expanded"
+        ):
             raise unserved("positions", config.positions, "expanded")
         weights = {
             f"drafter.{name}": value
@@ -148,10 +171,16 @@ class EagleDrafter(Drafter, ABC):
             weights["layer.input_layernorm.weight"] = layer.input_norm.weight
         return ServedDrafter(
             settings={  # vLLM knows prefixes of the names of classes
-                "architectures": ["Eagle3BlockVlmdistill" if self.taps else "EagleVlmdistill"],
+                "architectures": [
+                    "Eagle3BlockVlmdistill" if self.taps else "EagleVlmdistill"
+                ],
                 "qkv_bias": layer.qkv_proj.bias is not None,
                 **layer_settings(self, layer),
-                **({"eagle_aux_hidden_state_layer_ids": [*self.taps]} if self.taps else {}),
+                **(
+                    {"eagle_aux_hidden_state_layer_ids": [*self.taps]}
+                    if self.taps
+                    else {}
+                ),
             },
             weights={**weights, **layer_weights(layer, "layer")},
             feeding=Feeding(
@@ -161,7 +190,9 @@ class EagleDrafter(Drafter, ABC):
                 draft_tokens=config.max_hops or 0,
                 built=Built(config=asdict(config), target=self.info),
             ),
-            method="eagle3" if self.taps else "eagle",  # which has vLLM keep the states of several layers
+            method="eagle3"
+            if self.taps
+            else "eagle",  # which has vLLM keep the states of several layers
             draft_vocabulary=self.info.vocab_size,
             layers=self.taps,
         )

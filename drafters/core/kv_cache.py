@@ -31,7 +31,9 @@ class KVCache(Protocol):
     generator: torch.Generator | None
     """Draws what a method leaves to chance in training; None: nothing is."""
 
-    def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
+    def update(
+        self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int
+    ) -> None:
         """Write entries: hop 0 as part of the prefix, later hops as guesses after it."""
         ...
 
@@ -72,19 +74,27 @@ class _Order:
     seen: Sequence[Part]
 
     @classmethod
-    def of(cls, written: Sequence[TokenIndex], asking: TokenIndex, window: int) -> "_Order":
+    def of(
+        cls, written: Sequence[TokenIndex], asking: TokenIndex, window: int
+    ) -> "_Order":
         """On a GPU too, it is worked out on the CPU if all places are readable there."""
         known = [tokens.readable for tokens in (*written, asking)]
         if any(tokens.segment_N.is_cpu for tokens in known):
             known = [tokens.to(torch.device("cpu")) for tokens in known]
         tokens, rows = TokenIndex.cat(known[:-1]), known[-1].at_rows()
         far = tokens.position_N.max() + 1
-        place_S, order_S = torch.sort(tokens.segment_N * far + tokens.position_N, stable=True)
+        place_S, order_S = torch.sort(
+            tokens.segment_N * far + tokens.position_N, stable=True
+        )
         oldest_R = (rows.position_N - window + 1).clamp(min=0) if window else 0
         first_R = torch.searchsorted(place_S, rows.segment_N * far + oldest_R)
-        end_R = torch.searchsorted(place_S, rows.segment_N * far + rows.position_N, right=True)
+        end_R = torch.searchsorted(
+            place_S, rows.segment_N * far + rows.position_N, right=True
+        )
         placed_S = place(order_S, asking.segment_N.device)
-        return cls(written, asking, tokens.only(order_S), placed_S, blocks(first_R, end_R))
+        return cls(
+            written, asking, tokens.only(order_S), placed_S, blocks(first_R, end_R)
+        )
 
     def serves(self, written: Sequence[TokenIndex], asking: TokenIndex) -> bool:
         """Whether it is of this prefix and these rows."""
@@ -112,15 +122,21 @@ class PackedKVCache:
         self.context: dict[str, Any] = {}
         self.generator = generator
         self._window = window
-        self._prefix: list[tuple[Tensor, Tensor, TokenIndex]] = []  # keys and values of tokens
-        self._guesses: list[tuple[Tensor, Tensor]] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
+        self._prefix: list[
+            tuple[Tensor, Tensor, TokenIndex]
+        ] = []  # keys and values of tokens
+        self._guesses: list[
+            tuple[Tensor, Tensor]
+        ] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
         self._seen: Sequence[Part] = []
         self._rows = -1  # how many those are of
         self._orders: list[_Order] = [] if orders is None else orders  # the last one
         later = partial(PackedKVCache, window, None, self._orders)
         self._later = defaultdict[int, PackedKVCache](later)  # of later layers
 
-    def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
+    def update(
+        self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int
+    ) -> None:
         """Write prefix entries (hop 0), or one more guess for every row (in the rows' order)."""
         if hop == 0:
             self._prefix.append((key_NKd, value_NKd, tokens))
@@ -133,7 +149,10 @@ class PackedKVCache:
         All hops want the same rows, except that below the last layer hop 0 may want every entry.
         """
         group = query_QHd.shape[1] // self._prefix[0][0].shape[1]
-        own = [(*guess, group * max(0, number - hop)) for number, guess in enumerate(self._guesses, start=1)]
+        own = [
+            (*guess, group * max(0, number - hop))
+            for number, guess in enumerate(self._guesses, start=1)
+        ]
         return self._attend(query_QHd, tokens, own, hop == 0)
 
     def attend_block(
@@ -142,12 +161,17 @@ class PackedKVCache:
         """See `KVCache.attend_block`."""
         count = len(tokens.at_rows().segment_N)
         key_RJKd, value_RJKd = (
-            part.view(count, len(part) // max(1, count), *part.shape[1:]) for part in (key_QKd, value_QKd)
+            part.view(count, len(part) // max(1, count), *part.shape[1:])
+            for part in (key_QKd, value_QKd)
         )
         return self._attend(query_QHd, tokens, [(key_RJKd, value_RJKd, 0)], True)
 
     def _attend(
-        self, query_QHd: Tensor, tokens: TokenIndex, own: list[tuple[Tensor, Tensor, int]], first: bool
+        self,
+        query_QHd: Tensor,
+        tokens: TokenIndex,
+        own: list[tuple[Tensor, Tensor, int]],
+        first: bool,
     ) -> Tensor:
         rows = tokens.at_rows()
         if first or len(rows.segment_N) != self._rows:
@@ -155,10 +179,14 @@ class PackedKVCache:
         ((key_SKd, value_SKd, *_),) = self._prefix
         count, (kv_heads, width) = len(rows.segment_N), key_SKd.shape[1:]
         queries, group = len(query_QHd) // max(1, count), query_QHd.shape[1] // kv_heads
-        query_RKJGd = query_QHd.view(count, queries, kv_heads, group, width).transpose(1, 2)
+        query_RKJGd = query_QHd.view(count, queries, kv_heads, group, width).transpose(
+            1, 2
+        )
         query_RKXd = query_RKJGd.reshape(count, kv_heads, queries * group, width)
         mixed_RKXd = attention(query_RKXd, key_SKd, value_SKd, self._seen, own)
-        mixed_RJKGd = mixed_RKXd.view(count, kv_heads, queries, group, width).transpose(1, 2)
+        mixed_RJKGd = mixed_RKXd.view(count, kv_heads, queries, group, width).transpose(
+            1, 2
+        )
         return mixed_RJKGd.reshape(query_QHd.shape)
 
     def _sorted(self, asking: TokenIndex) -> Sequence[Part]:
@@ -170,7 +198,9 @@ class PackedKVCache:
             known = [_Order.of(written, asking, self._window)]
             self._orders[:] = known
         order_S = known[0].order_S
-        key_SKd, value_SKd = (part.index_select(0, order_S) for part in (key_SKd, value_SKd))
+        key_SKd, value_SKd = (
+            part.index_select(0, order_S) for part in (key_SKd, value_SKd)
+        )
         self._prefix = [(key_SKd, value_SKd, known[0].tokens)]
         return known[0].seen
 
@@ -201,15 +231,21 @@ class GrowingKVCache:
         self._window = window
         self._capacity = capacity
         self._nodes = 0
-        self._buffers: tuple[Tensor, Tensor, Tensor] | None = None  # keys, values [K, S, d]; positions [S]
-        self._later = defaultdict[int, GrowingKVCache](partial(GrowingKVCache, capacity, window))  # layers
+        self._buffers: tuple[Tensor, Tensor, Tensor] | None = (
+            None  # keys, values [K, S, d]; positions [S]
+        )
+        self._later = defaultdict[int, GrowingKVCache](
+            partial(GrowingKVCache, capacity, window)
+        )  # layers
 
     @property
     def room(self) -> int:
         """The entries that the buffers have room for."""
         return len(self._buffers[2]) if self._buffers else 0
 
-    def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
+    def update(
+        self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int
+    ) -> None:
         """Commit entries (hop 0), or add nodes to the tree; hops 0 and 1 forget the tree before."""
         if hop <= 1:
             self._nodes = 0
@@ -231,12 +267,16 @@ class GrowingKVCache:
         rows, end = tokens.at_rows(), self.committed + self._nodes
         count = len(rows.segment_N)
         queries = max(1, len(query_QHd) // max(1, count))
-        own = count * (queries - 1)  # nodes that belong to one row each, `count` for each later query
+        own = count * (
+            queries - 1
+        )  # nodes that belong to one row each, `count` for each later query
         mask_QS: Tensor | None = None
         if hop > 0 and (tokens.visible_NA is not None or self._window):
             seen_NA = tokens.visible_NA
             if seen_NA is None:
-                seen_NA = rows.segment_N.new_ones((count, self._nodes - own), dtype=torch.bool)
+                seen_NA = rows.segment_N.new_ones(
+                    (count, self._nodes - own), dtype=torch.bool
+                )
             mask_QS = F.pad(seen_NA, (self.committed, 0), value=True)
             if self._window:
                 mask_QS[:, : self.committed] = self._recent(self._positions()[-1])
@@ -244,7 +284,9 @@ class GrowingKVCache:
             mask_QS = self._causal(rows)
         if own:
             if mask_QS is None:
-                mask_QS = torch.ones(count, end - own, dtype=torch.bool, device=query_QHd.device)
+                mask_QS = torch.ones(
+                    count, end - own, dtype=torch.bool, device=query_QHd.device
+                )
             mask_QS = _with_own(mask_QS, queries)
         return self._attend(query_QHd, end, mask_QS)
 
@@ -260,14 +302,20 @@ class GrowingKVCache:
             if (count := len(rows.segment_N)) > 1 or self._window:
                 own_RR = torch.eye(count, dtype=torch.bool, device=query_QHd.device)
                 each = self._nodes // max(1, count)
-                mask_RS = torch.cat([self._causal(rows), own_RR.repeat_interleave(each, 1)], dim=1)
+                mask_RS = torch.cat(
+                    [self._causal(rows), own_RR.repeat_interleave(each, 1)], dim=1
+                )
                 mask_QS = mask_RS.repeat_interleave(each, 0)
             return self._attend(query_QHd, end, mask_QS)
 
     def _causal(self, rows: TokenIndex) -> Tensor:
         """Which committed entries each row sees, [R, S]."""
         seen_RS = self._positions() <= rows.position_N[:, None]
-        return seen_RS & self._recent(rows.position_N[:, None]) if self._window else seen_RS
+        return (
+            seen_RS & self._recent(rows.position_N[:, None])
+            if self._window
+            else seen_RS
+        )
 
     def _recent(self, position: Tensor) -> Tensor:
         """Which committed entries are in the window that ends at a position."""
@@ -332,6 +380,10 @@ def _with_own(mask_RS: Tensor, queries: int) -> Tensor:
     """The mask of J queries a row, [Q, S + R * (J - 1)]: query j also sees the first j nodes of its row."""
     rows, device = len(mask_RS), mask_RS.device
     own_RR = torch.eye(rows, dtype=torch.bool, device=device)
-    later_JX = torch.ones(queries, queries - 1, dtype=torch.bool, device=device).tril(-1)
-    own_QX = (own_RR[:, None, None, :] & later_JX[None, :, :, None]).reshape(rows * queries, -1)
+    later_JX = torch.ones(queries, queries - 1, dtype=torch.bool, device=device).tril(
+        -1
+    )
+    own_QX = (own_RR[:, None, None, :] & later_JX[None, :, :, None]).reshape(
+        rows * queries, -1
+    )
     return torch.cat([mask_RS.repeat_interleave(queries, 0), own_QX], dim=1)

@@ -53,12 +53,18 @@ class Rotary:
         half = head_dim // 2
         frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
         # Not buffers, which casts of the module would round: angles need float32.
-        self._tables = (frequency.float().repeat(2), torch.tensor([-1.0, 1.0]).repeat_interleave(half))
+        self._tables = (
+            frequency.float().repeat(2),
+            torch.tensor([-1.0, 1.0]).repeat_interleave(half),
+        )
 
     def __call__(self, rotary_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The factors of `apply_rotary`, each [N, 1, d]; the sine has the sign of its half."""
         if self._tables[0].device != rotary_N.device:
-            self._tables = (self._tables[0].to(rotary_N.device), self._tables[1].to(rotary_N.device))
+            self._tables = (
+                self._tables[0].to(rotary_N.device),
+                self._tables[1].to(rotary_N.device),
+            )
         frequency_d, sign_d = self._tables
         angle_N1d = rotary_N[:, None, None] * frequency_d
         return angle_N1d.cos().to(dtype), angle_N1d.sin().mul_(sign_d).to(dtype)
@@ -84,7 +90,12 @@ class DecoderLayer(nn.Module):
     k_norm: nn.Module | None
 
     def __init__(
-        self, info: TargetInfo, *, kv_heads: str, inputs: int | None = None, head_norms: bool = False
+        self,
+        info: TargetInfo,
+        *,
+        kv_heads: str,
+        inputs: int | None = None,
+        head_norms: bool = False,
     ) -> None:
         """`kv_heads` is "all" (one per query head) or "target"; `inputs` is the hidden width unless given."""
         super().__init__()
@@ -92,11 +103,17 @@ class DecoderLayer(nn.Module):
         self.heads, self.head_dim = info.num_heads, info.head_dim
         self.kv_heads = info.num_heads if kv_heads == "all" else info.num_kv_heads
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.register_module("input_norm", None)  # first of the parameters, as in checkpoints of optimizers
+        self.register_module(
+            "input_norm", None
+        )  # first of the parameters, as in checkpoints of optimizers
         self.qkv_proj = nn.Linear(inputs, qkv, bias=info.attention_bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, info.hidden_size, bias=False)
+        self.o_proj = nn.Linear(
+            self.heads * self.head_dim, info.hidden_size, bias=False
+        )
         self.post_attention_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
-        self.gate_up_proj = nn.Linear(info.hidden_size, 2 * info.intermediate_size, bias=False)
+        self.gate_up_proj = nn.Linear(
+            info.hidden_size, 2 * info.intermediate_size, bias=False
+        )
         self.down_proj = nn.Linear(info.intermediate_size, info.hidden_size, bias=False)
         for name in ("q_norm", "k_norm"):
             norm = RMSNorm(self.head_dim, info.rms_norm_eps) if head_norms else None
@@ -104,16 +121,25 @@ class DecoderLayer(nn.Module):
         self.rotary = Rotary(self.head_dim, info.rope_theta)
 
     def write_kv(
-        self, x_ND: Tensor, rotary_N: Tensor, tokens: TokenIndex, cache: KVCache, hop: int = 0
+        self,
+        x_ND: Tensor,
+        rotary_N: Tensor,
+        tokens: TokenIndex,
+        cache: KVCache,
+        hop: int = 0,
     ) -> None:
         """Write keys and values without queries or an output: all that visual entries need."""
         if self.input_norm is not None:
             x_ND = self.input_norm(x_ND)
-        first = self.heads * self.head_dim  # row of the projection that is not of a query
+        first = (
+            self.heads * self.head_dim
+        )  # row of the projection that is not of a query
         weight, bias = self.qkv_proj.weight[first:], self.qkv_proj.bias
         kv_ND = F.linear(x_ND, weight, None if bias is None else bias[first:])
         # All sizes are explicit: a batch without images has no rows from which -1 could be inferred.
-        key_NKd, value_NKd = kv_ND.view(len(x_ND), 2, self.kv_heads, self.head_dim).unbind(1)
+        key_NKd, value_NKd = kv_ND.view(
+            len(x_ND), 2, self.kv_heads, self.head_dim
+        ).unbind(1)
         if self.k_norm is not None:
             key_NKd = self.k_norm(key_NKd)
         key_NKd = apply_rotary(key_NKd, self.rotary(rotary_N, x_ND.dtype))
@@ -136,7 +162,10 @@ class DecoderLayer(nn.Module):
         query_NHd, key_NKd, value_NKd = self.qkv(x_ND, rotary_N)
         cache.update(key_NKd, value_NKd, tokens, hop)
         if tokens.rows_R is not None:
-            query_NHd, residual_ND = query_NHd[tokens.rows_R], residual_ND[tokens.rows_R]
+            query_NHd, residual_ND = (
+                query_NHd[tokens.rows_R],
+                residual_ND[tokens.rows_R],
+            )
         return self.finish(residual_ND, cache.attend(query_NHd, tokens, hop))
 
     def qkv(self, x_ND: Tensor, rotary_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +173,9 @@ class DecoderLayer(nn.Module):
         if self.input_norm is not None:
             x_ND = self.input_norm(x_ND)
         rotated = self.heads + self.kv_heads
-        qkv_NHd = self.qkv_proj(x_ND).view(len(x_ND), rotated + self.kv_heads, self.head_dim)
+        qkv_NHd = self.qkv_proj(x_ND).view(
+            len(x_ND), rotated + self.kv_heads, self.head_dim
+        )
         qk_NHd = qkv_NHd[:, :rotated]
         if self.q_norm is not None and self.k_norm is not None:
             query_NHd, key_NKd = qk_NHd.split([self.heads, self.kv_heads], dim=1)
@@ -155,7 +186,9 @@ class DecoderLayer(nn.Module):
     def finish(self, residual_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
         """The layer after attention: output projection and MLP."""
         x_RD: Tensor = residual_RD + self.o_proj(mixed_RHd.flatten(1))
-        gate_RM, up_RM = self.gate_up_proj(self.post_attention_norm(x_RD)).chunk(2, dim=-1)
+        gate_RM, up_RM = self.gate_up_proj(self.post_attention_norm(x_RD)).chunk(
+            2, dim=-1
+        )
         added_RD: Tensor = self.down_proj(F.silu(gate_RM) * up_RM)
         return x_RD + added_RD
 

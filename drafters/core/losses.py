@@ -50,7 +50,9 @@ class TargetRows:
     ids_T: Tensor  # the tokens
     token_R: Tensor  # hop n of a row estimates the state of token `token_R + n`
     valid_HR: Tensor  # bool: all tokens up to the hop's are response tokens
-    middle_TD: Tensor | None = None  # states of a layer below the last, where a drafter learns from them
+    middle_TD: Tensor | None = (
+        None  # states of a layer below the last, where a drafter learns from them
+    )
 
     def after(self, index_N: Tensor, hop: int) -> Tensor:
         """The tokens of rows `hop` tokens after their first one; at the end of all, the last one."""
@@ -75,7 +77,9 @@ class Score:
     def sums(self) -> Tensor:
         """Loss, rows that agree, rows that count: float64 [3]."""
         agree = (self.agree_R & self.count_R).sum()
-        return torch.stack([self.total.double(), agree.double(), self.count_R.sum().double()])
+        return torch.stack(
+            [self.total.double(), agree.double(), self.count_R.sum().double()]
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,9 @@ class Scores:
 
 def regression(state_CD: Tensor, target_CD: Tensor) -> Tensor:
     """Smooth-L1 (beta 1) between hidden states, mean over the width (EAGLE eq. of L_reg): [C]."""
-    return F.smooth_l1_loss(state_CD.float(), target_CD.float(), reduction="none").mean(-1)
+    return F.smooth_l1_loss(state_CD.float(), target_CD.float(), reduction="none").mean(
+        -1
+    )
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,9 @@ class _WithGradient(torch.autograd.Function):
     """A scalar whose gradient was computed along with it."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, total: Tensor, gradients: Sequence[Tensor], *inputs: Tensor
+    ) -> Tensor:
         """Remember the gradient of `total` for each of the `inputs`."""
         ctx.gradients = gradients
         return total.clone()
@@ -164,7 +172,11 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         """Scale it."""
-        return None, None, *(outer[0].to(gradient.dtype) * gradient for gradient in ctx.gradients)
+        return (
+            None,
+            None,
+            *(outer[0].to(gradient.dtype) * gradient for gradient in ctx.gradients),
+        )
 
 
 @dataclass(frozen=True)
@@ -180,7 +192,11 @@ class _Teacher:
 
     @classmethod
     def of(
-        cls, rows: TargetRows, chunk: slice, lm_head_VD: Tensor, vocabulary_K: Tensor | None
+        cls,
+        rows: TargetRows,
+        chunk: slice,
+        lm_head_VD: Tensor,
+        vocabulary_K: Tensor | None,
     ) -> "_Teacher":
         hop_H1 = torch.arange(len(rows.valid_HR), device=rows.token_R.device)[:, None]
         token_HC = (rows.token_R[chunk] + hop_H1).clamp(max=len(rows.hidden_TD) - 1)
@@ -190,8 +206,12 @@ class _Teacher:
         logits_UV = F.linear(hidden_UD, lm_head_VD).float()
         best_U, share_U = logits_UV.argmax(-1), logits_UV.new_ones(len(logits_UV))
         if vocabulary_K is not None:  # ascending
-            share_U = (logits_UV[:, vocabulary_K].logsumexp(-1) - logits_UV.logsumexp(-1)).exp()
-            column_U = torch.searchsorted(vocabulary_K, best_U).clamp(max=len(vocabulary_K) - 1)
+            share_U = (
+                logits_UV[:, vocabulary_K].logsumexp(-1) - logits_UV.logsumexp(-1)
+            ).exp()
+            column_U = torch.searchsorted(vocabulary_K, best_U).clamp(
+                max=len(vocabulary_K) - 1
+            )
             best_U = torch.where(vocabulary_K[column_U] == best_U, column_U, -1)
             logits_UV = logits_UV[:, vocabulary_K]
         middle_UD = None if rows.middle_TD is None else rows.middle_TD[token_U]
@@ -210,16 +230,28 @@ class _Teacher:
         found, width = [], self.hidden_UD.shape[1]
         for name in names:
             if name == "regression":
-                found.append(regression(estimate_ND[:, :width], self.hidden_UD[token_N]))
+                found.append(
+                    regression(estimate_ND[:, :width], self.hidden_UD[token_N])
+                )
             elif name == "middle":
-                assert self.middle_UD is not None, "this drafter learns from no middle state"
-                found.append(regression(estimate_ND[:, width:], self.middle_UD[token_N]))
-            elif name == "confidence":  # DSpark: the chance that a sampled guess is accepted
+                assert self.middle_UD is not None, (
+                    "this drafter learns from no middle state"
+                )
+                found.append(
+                    regression(estimate_ND[:, width:], self.middle_UD[token_N])
+                )
+            elif (
+                name == "confidence"
+            ):  # DSpark: the chance that a sampled guess is accepted
                 assert confidence_N is not None, "this drafter has no confidence head"
-                target_NV = self.logits.softmax_CV[token_N] * self.share_U[token_N, None]
+                target_NV = (
+                    self.logits.softmax_CV[token_N] * self.share_U[token_N, None]
+                )
                 chance_N = draft.softmax_CV.detach().minimum(target_NV).sum(-1)
                 found.append(
-                    F.binary_cross_entropy_with_logits(confidence_N.float(), chance_N, reduction="none")
+                    F.binary_cross_entropy_with_logits(
+                        confidence_N.float(), chance_N, reduction="none"
+                    )
                 )
             else:
                 found.append(TERMS[name](draft, self.logits, token_N))
@@ -252,7 +284,9 @@ def score(
     lm_head_VD: Tensor,
     weights: Mapping[str, float],
     *,
-    confidence: Callable[[Tensor, Tensor], Tensor | None] = lambda estimate_ND, last_N: None,
+    confidence: Callable[
+        [Tensor, Tensor], Tensor | None
+    ] = lambda estimate_ND, last_N: None,
     parameters: Sequence[Tensor] = (),
     decay: float = 1.0,
     pace: float = 0.0,
@@ -283,7 +317,9 @@ def score(
     track = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
     gradients = [torch.zeros_like(one) for one in inputs] if track else []
     wide = torch.promote_types(lm_head_VD.dtype, torch.float32)
-    weight_L = place(torch.tensor([weights[name] for name in names], dtype=wide), device)
+    weight_L = place(
+        torch.tensor([weights[name] for name in names], dtype=wide), device
+    )
     hops, count = rows.valid_HR.shape
     step = chunk_rows or max(1, chunk_bytes(device) // (4 * len(lm_head_VD)))
     loss_HRL = weight_L.new_zeros(hops, count, len(names))
@@ -303,19 +339,30 @@ def score(
             alive_R = alive_R & rows.valid_HR[hop]
             index_N = alive_R.nonzero()[:, 0]
             token_N = teacher.token_HC[hop, index_N - chunk.start]
-            index_N, token_N, last_N = place_all([index_N, token_N, rows.after(index_N, hop)], device)
+            index_N, token_N, last_N = place_all(
+                [index_N, token_N, rows.after(index_N, hop)], device
+            )
             best_N = teacher.best_U[token_N]
             estimate_ND = estimate_RD.detach()[index_N].requires_grad_(track)
             with torch.set_grad_enabled(track):
-                draft_NV, chance_N = logits(estimate_ND, last_N), confidence(estimate_ND, last_N)
-                loss_NL = teacher.losses(names, estimate_ND, draft_NV, chance_N, token_N)
+                draft_NV, chance_N = (
+                    logits(estimate_ND, last_N),
+                    confidence(estimate_ND, last_N),
+                )
+                loss_NL = teacher.losses(
+                    names, estimate_ND, draft_NV, chance_N, token_N
+                )
             draft_NV = draft_NV.detach()
             kept_N = _kept(draft_NV, best_N, keep_top)
             counted_N = kept_N | keep_failing
             has_loss_NL = counted_N[:, None] & ((best_N >= 0)[:, None] | always_L)
             if track:
-                outer_NL = (slot_HR[hop, index_N, None] * weight_L * has_loss_NL).to(loss_NL.dtype)
-                found = torch.autograd.grad(loss_NL, [estimate_ND, *parameters], outer_NL, allow_unused=True)
+                outer_NL = (slot_HR[hop, index_N, None] * weight_L * has_loss_NL).to(
+                    loss_NL.dtype
+                )
+                found = torch.autograd.grad(
+                    loss_NL, [estimate_ND, *parameters], outer_NL, allow_unused=True
+                )
                 gradients[hop][index_N] = found[0]
                 for total, part in zip(gradients[hops:], found[1:], strict=True):
                     if part is not None:
@@ -323,7 +370,9 @@ def score(
             loss_HRL[hop, index_N] = (loss_NL.detach() * has_loss_NL).to(loss_HRL.dtype)
             count_HR[hop, index_N] = counted_N
             agree_HR[hop, index_N] = draft_NV.argmax(-1) == best_N
-            if keep_top and hop + 1 < hops:  # a wait for a GPU; what no longer counts costs more
+            if (
+                keep_top and hop + 1 < hops
+            ):  # a wait for a GPU; what no longer counts costs more
                 alive_R = alive_R.masked_scatter(alive_R, place(kept_N, where))
 
     weighted_HR = loss_HRL @ weight_L
@@ -356,7 +405,11 @@ def _chances(
             softmax_NV = logits(estimate_RD[index_N], last_N).softmax(-1)
             column_N = own_N
             if vocabulary_K is not None:  # ascending
-                column_N = torch.searchsorted(vocabulary_K, own_N).clamp(max=len(vocabulary_K) - 1)
+                column_N = torch.searchsorted(vocabulary_K, own_N).clamp(
+                    max=len(vocabulary_K) - 1
+                )
                 softmax_NV = softmax_NV * (vocabulary_K[column_N] == own_N)[:, None]
-            chance_HR[hop, index_N] = softmax_NV.gather(1, column_N[:, None])[:, 0].to(chance_HR.dtype)
+            chance_HR[hop, index_N] = softmax_NV.gather(1, column_N[:, None])[:, 0].to(
+                chance_HR.dtype
+            )
     return chance_HR

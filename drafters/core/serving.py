@@ -104,7 +104,10 @@ def layer_settings(drafter: Drafter, layer: DecoderLayer) -> dict[str, Any]:
 
 def layer_weights(layer: DecoderLayer, prefix: str) -> dict[str, Tensor]:
     """The weights of one decoder layer by the names of a Llama checkpoint, its input norm left out."""
-    heads = [count * layer.head_dim for count in (layer.heads, layer.kv_heads, layer.kv_heads)]
+    heads = [
+        count * layer.head_dim
+        for count in (layer.heads, layer.kv_heads, layer.kv_heads)
+    ]
     gate, up = layer.gate_up_proj.weight.chunk(2)
     weights = {
         "self_attn.o_proj.weight": layer.o_proj.weight,

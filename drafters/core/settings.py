@@ -15,7 +15,9 @@ from vlmdistill.stores.suggestions import did_you_mean
 
 def to_dict(config: DrafterConfig) -> dict[str, Any]:
     """A JSON-able form, all settings on one level; `from_dict` reads it back. Trees are written as text."""
-    model, training = (dataclasses.asdict(part) for part in (config.model, config.training))
+    model, training = (
+        dataclasses.asdict(part) for part in (config.model, config.training)
+    )
     return {**model, "tree": str(config.tree), **training}
 
 
@@ -25,8 +27,14 @@ def flat(config: DrafterConfig | Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def walk(value: Any, key: str) -> None:
-        if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
-            value = {str(item.get("name", number)): item for number, item in enumerate(value)}
+        if (
+            isinstance(value, list | tuple)
+            and value
+            and all(isinstance(item, dict) for item in value)
+        ):
+            value = {
+                str(item.get("name", number)): item for number, item in enumerate(value)
+            }
         if isinstance(value, dict):
             for name, inner in value.items():
                 walk(inner, f"{key}.{name}" if key else name)
@@ -49,12 +57,16 @@ def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
     except msgspec.ValidationError as error:
         reason, _, setting = str(error).partition(" - at `$.")
         setting = setting.removesuffix("`")
-        raise DataError(f"the value does not fit the setting '{setting}': {reason}") from None
+        raise DataError(
+            f"the value does not fit the setting '{setting}': {reason}"
+        ) from None
     config = DrafterConfig(model, training, Tree.parse(str(values["tree"])))
     known = flat(config)
     if unknown := sorted(set(flat(values)) - set(known)):
         near = did_you_mean(unknown[0], known)
-        raise DataError(f"unknown setting {', '.join(unknown)}{near}; there are {', '.join(sorted(known))}")
+        raise DataError(
+            f"unknown setting {', '.join(unknown)}{near}; there are {', '.join(sorted(known))}"
+        )
     return config
 
 
@@ -68,12 +80,16 @@ def override(config: DrafterConfig, settings: Sequence[str]) -> DrafterConfig:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise DataError(f"'{setting}' is not a setting: write key=value, such as batch_tokens=8192")
+            raise DataError(
+                f"'{setting}' is not a setting: write key=value, such as batch_tokens=8192"
+            )
         parsed.append((key, _parse(text)))
     return changed(config, parsed)
 
 
-def changed(config: DrafterConfig, settings: Iterable[tuple[str, Any]]) -> DrafterConfig:
+def changed(
+    config: DrafterConfig, settings: Iterable[tuple[str, Any]]
+) -> DrafterConfig:
     """Assign values by key, in order."""
     values = to_dict(config)
     for key, value in settings:
@@ -85,7 +101,11 @@ def _assign(values: Any, path: list[str], value: Any, key: str) -> None:
     name, rest = path[0], path[1:]
     open_ended = ".losses." in key and not rest  # a loss may be added, not only changed
     if isinstance(values, list | tuple):
-        chosen = [item for i, item in enumerate(values) if name in ("*", str(i)) or item.get("name") == name]
+        chosen = [
+            item
+            for i, item in enumerate(values)
+            if name in ("*", str(i)) or item.get("name") == name
+        ]
         if not chosen or not rest:
             names = [str(item.get("name")) for item in values]
             near = "" if chosen else did_you_mean(name, names)
@@ -100,12 +120,18 @@ def _assign(values: Any, path: list[str], value: Any, key: str) -> None:
         there = ", ".join(known) or "nothing inside"
         named = "learning_rate" if name == "lr" else name  # as most trainers call it
         near = did_you_mean(named, known)
-        stages = values.get("stages", ()) if isinstance(values, dict) and key == name else ()
+        stages = (
+            values.get("stages", ()) if isinstance(values, dict) and key == name else ()
+        )
         if any(named in stage for stage in stages):
-            raise DataError(f"'{key}' is a setting of each stage: write stages.*.{named}=...")
+            raise DataError(
+                f"'{key}' is a setting of each stage: write stages.*.{named}=..."
+            )
         where = key.removesuffix(name).rstrip(".")
         inside = f"{where} has" if where else "it has"
-        raise DataError(f"'{key}' is not a setting of this drafter{near}; {inside} {there}")
+        raise DataError(
+            f"'{key}' is not a setting of this drafter{near}; {inside} {there}"
+        )
     elif rest:
         _assign(values[name], rest, value, key)
     else:

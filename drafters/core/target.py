@@ -17,7 +17,11 @@ class Reader(Protocol):
     """One sequence of a target: a committed prefix, and forward passes after it."""
 
     def extend(
-        self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None, sources: Collection[str]
+        self,
+        ids_N: Tensor,
+        depth_N: Tensor,
+        visible_NN: Tensor | None,
+        sources: Collection[str],
     ) -> dict[str, Tensor]:
         """One forward pass over N tokens after the committed prefix: states by source, each [N, D].
 
@@ -51,7 +55,10 @@ class Target(Reader, Protocol):
         ...
 
     def prefill(
-        self, prompt: Any, features: Collection[Feature], on_encoded: Callable[[], None] = lambda: None
+        self,
+        prompt: Any,
+        features: Collection[Feature],
+        on_encoded: Callable[[], None] = lambda: None,
     ) -> Batch:
         """Start a new sequence with a prompt; returns its tokens with `features` and hidden.text.
 
@@ -68,5 +75,7 @@ def room(info: TargetInfo, length: int) -> int:
     """The most tokens of a response to a prompt of that length; DataError if there is no position for any."""
     left = info.max_position - length
     if left < 1:
-        raise DataError(f"the prompt has {length} tokens and leaves no room for a response")
+        raise DataError(
+            f"the prompt has {length} tokens and leaves no room for a response"
+        )
     return left

@@ -25,4 +25,7 @@ def place_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         return [place(tensor, device) for tensor in tensors]
     packed = place(torch.cat([tensor.flatten().long() for tensor in tensors]), device)
     parts = torch.split(packed, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+    return [
+        part.view(tensor.shape).to(tensor.dtype)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]

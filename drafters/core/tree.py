@@ -34,7 +34,9 @@ class Tree:
         Also on a tree that would draft what can never be verified, as of numbers in another order.
         """
         parts = text.split("-")
-        if found := re.fullmatch(r"chain-([1-9]\d{0,3})(?:-(0\.(?!0+$)\d{1,4}))?", text):
+        if found := re.fullmatch(
+            r"chain-([1-9]\d{0,3})(?:-(0\.(?!0+$)\d{1,4}))?", text
+        ):
             length = int(found[1])
             return cls(length + 1, length - 1, 1, float(found[2] or 0))
         if len(parts) == 3 and all(re.fullmatch(r"\d{1,4}", part) for part in parts):
@@ -51,7 +53,9 @@ class Tree:
 
     def __str__(self) -> str:
         if self.k == 1 and self.total == self.depth + 2:
-            confidence = f"-{self.confidence:.4f}".rstrip("0") if self.confidence else ""
+            confidence = (
+                f"-{self.confidence:.4f}".rstrip("0") if self.confidence else ""
+            )
             return f"chain-{self.total - 1}{confidence}"
         return f"{self.total}-{self.depth}-{self.k}"
 

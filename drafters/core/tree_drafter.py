@@ -37,7 +37,9 @@ class Stepper(Protocol):
 class TreeDrafter:
     """One sequence: the committed tokens in a KV cache, and the tree after them."""
 
-    def __init__(self, drafter: Stepper, prompt: Batch, cache: KVCache | None = None) -> None:
+    def __init__(
+        self, drafter: Stepper, prompt: Batch, cache: KVCache | None = None
+    ) -> None:
         """Start after a prefilled prompt: one sequence that ends in text."""
         self.drafter = drafter
         self.cache = cache or GrowingKVCache(window=drafter.config.attention_window)
@@ -56,11 +58,15 @@ class TreeDrafter:
     def commit(self, ids_K: Tensor, hidden_KD: Tensor) -> None:
         """See `DraftSession.commit`."""
         offset_K = torch.arange(len(ids_K), device=ids_K.device)
-        entries = self._at(ids_K, hidden_KD, self.rotary + offset_K, self.position + 1 + offset_K)
+        entries = self._at(
+            ids_K, hidden_KD, self.rotary + offset_K, self.position + 1 + offset_K
+        )
         if self._entries is not None:
             entries = _join(self._entries, entries)
             self._entries = None
-        last = torch.arange(len(entries.ids_N) - 1, len(entries.ids_N), device=ids_K.device)
+        last = torch.arange(
+            len(entries.ids_N) - 1, len(entries.ids_N), device=ids_K.device
+        )
         tokens = entries.tokens.with_rows(last)
         entries = replace(entries, tokens=tokens)
         self.state_1D = self.drafter.step(entries, self.cache)
@@ -81,7 +87,9 @@ class TreeDrafter:
         frame = self._frame(shape, self._root_id.device)
         if frame.chain is not None:
             ids_N, chance_N = self._chain(frame, shape.confidence)
-            return replace(frame.chain.first(len(ids_N)), ids_N=ids_N, chance_N=chance_N)
+            return replace(
+                frame.chain.first(len(ids_N)), ids_N=ids_N, chance_N=chance_N
+            )
         score_FK, id_FK = self._expand(self.state_1D, self._root_id, 0, shape.k)
         width = id_FK.shape[1]
         scores, ids = [score_FK[0]], [id_FK[0]]
@@ -105,10 +113,17 @@ class TreeDrafter:
                 frontier_id, slot_F = ids[-1][best_F], best_F + drafted
                 drafted += width * width
         return _prune(
-            self._root_id, torch.cat(ids), torch.cat(scores), torch.cat(parents), frame.rank_C, shape
+            self._root_id,
+            torch.cat(ids),
+            torch.cat(scores),
+            torch.cat(parents),
+            frame.rank_C,
+            shape,
         )
 
-    def _chain(self, frame: "_Frame", confidence: float) -> tuple[Tensor, Tensor | None]:
+    def _chain(
+        self, frame: "_Frame", confidence: float
+    ) -> tuple[Tensor, Tensor | None]:
         """The ids of a tree without branches, [N], and their chances.
 
         Without a confidence head, chances are computed only where the chain may end early.
@@ -122,9 +137,15 @@ class TreeDrafter:
             if hop > 0:
                 state_1D = self._step(frame, ids[-1], state_1D, hop, None)
             logits_1V = self.drafter.logits(state_1D, ids[-1], hop)
-            told_1 = self.drafter.confidence(self.drafter.estimate(state_1D, hop), ids[-1])
+            told_1 = self.drafter.confidence(
+                self.drafter.estimate(state_1D, hop), ids[-1]
+            )
             if confidence or told_1 is not None:
-                chances.append(logits_1V.softmax(-1).amax(-1) if told_1 is None else told_1.float().sigmoid())
+                chances.append(
+                    logits_1V.softmax(-1).amax(-1)
+                    if told_1 is None
+                    else told_1.float().sigmoid()
+                )
             if confidence:
                 left *= float(chances[-1])  # a wait for the GPU
                 if left < confidence:
@@ -134,22 +155,38 @@ class TreeDrafter:
         return torch.cat(ids), torch.cat(chances[: len(ids)]) if told else None
 
     def _step(
-        self, frame: "_Frame", ids_F: Tensor, hidden_FD: Tensor, hop: int, visible_FA: Tensor | None
+        self,
+        frame: "_Frame",
+        ids_F: Tensor,
+        hidden_FD: Tensor,
+        hop: int,
+        visible_FA: Tensor | None,
     ) -> Tensor:
         """The drafter's states after the frontier nodes, which are `hop` guesses after the root, [F, D]."""
-        position_F, span_F = frame.one_F * (self.position + hop), self.span.expand(len(ids_F))
+        position_F, span_F = (
+            frame.one_F * (self.position + hop),
+            self.span.expand(len(ids_F)),
+        )
         tokens = TokenIndex(frame.zero_F, position_F, span_F, None, visible_FA)
         rotary_F = frame.one_F * (self.rotary + hop - 1)
-        return self.drafter.step(Entries(ids_F, hidden_FD, rotary_F, tokens, hop), self.cache)
+        return self.drafter.step(
+            Entries(ids_F, hidden_FD, rotary_F, tokens, hop), self.cache
+        )
 
     def _frame(self, shape: Tree, device: torch.device) -> "_Frame":
         """The tensors that all trees of a shape share, made once."""
         if self._frames.get(shape) is None:
-            size = self.drafter.info.vocab_size if self._columns_K is None else len(self._columns_K)
+            size = (
+                self.drafter.info.vocab_size
+                if self._columns_K is None
+                else len(self._columns_K)
+            )
             self._frames[shape] = _Frame.of(shape, size, device)
         return self._frames[shape]
 
-    def _expand(self, state_FD: Tensor, last_F: Tensor, hop: int, k: int) -> tuple[Tensor, Tensor]:
+    def _expand(
+        self, state_FD: Tensor, last_F: Tensor, hop: int, k: int
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids of the k best tokens after each frontier node."""
         score_FV = self.drafter.logits(state_FD, last_F, hop).log_softmax(-1)
         score_FK, id_FK = score_FV.topk(min(k, score_FV.shape[-1]))
@@ -159,8 +196,12 @@ class TreeDrafter:
         """The target's ids of columns of the logits."""
         return column_N if self._columns_K is None else self._columns_K[column_N]
 
-    def _at(self, ids_N: Tensor, hidden_ND: Tensor, rotary_N: Tensor, position_N: Tensor) -> Entries:
-        tokens = TokenIndex(torch.zeros_like(ids_N), position_N, self.span.expand(len(ids_N)))
+    def _at(
+        self, ids_N: Tensor, hidden_ND: Tensor, rotary_N: Tensor, position_N: Tensor
+    ) -> Entries:
+        tokens = TokenIndex(
+            torch.zeros_like(ids_N), position_N, self.span.expand(len(ids_N))
+        )
         return Entries(ids_N, hidden_ND, rotary_N, tokens)
 
 
@@ -181,8 +222,17 @@ class _Frame:
         first_F = torch.arange(width, device=device)
         rank_C = first_F.repeat(1 + shape.depth * width)
         eye_FF = torch.eye(width, dtype=torch.bool, device=device)
-        chain = _linked(min(shape.total, shape.depth + 2), device) if width == 1 else None
-        return cls(first_F, torch.zeros_like(first_F), torch.ones_like(first_F), eye_FF, rank_C, chain)
+        chain = (
+            _linked(min(shape.total, shape.depth + 2), device) if width == 1 else None
+        )
+        return cls(
+            first_F,
+            torch.zeros_like(first_F),
+            torch.ones_like(first_F),
+            eye_FF,
+            rank_C,
+            chain,
+        )
 
 
 def _linked(count: int, device: torch.device) -> DraftTree:
@@ -190,7 +240,10 @@ def _linked(count: int, device: torch.device) -> DraftTree:
     order_N = torch.arange(count, device=device)
     all_N = torch.ones_like(order_N, dtype=torch.bool)
     return DraftTree(
-        torch.zeros_like(order_N), (order_N - 1).clamp(min=0), all_N.expand(count, -1).tril(), all_N
+        torch.zeros_like(order_N),
+        (order_N - 1).clamp(min=0),
+        all_N.expand(count, -1).tril(),
+        all_N,
     )
 
 
@@ -210,7 +263,12 @@ def _join(first: Entries, second: Entries) -> Entries:
 
 
 def _prune(
-    root_1: Tensor, ids_C: Tensor, score_C: Tensor, parent_C: Tensor, rank_C: Tensor, shape: Tree
+    root_1: Tensor,
+    ids_C: Tensor,
+    score_C: Tensor,
+    parent_C: Tensor,
+    rank_C: Tensor,
+    shape: Tree,
 ) -> DraftTree:
     """Keep the best candidates of all levels and link them to their parents, the root at index 0.
 
@@ -227,8 +285,13 @@ def _prune(
         node_C = torch.zeros_like(parent_C)
         node_C[kept_N] = torch.arange(1, len(kept_N) + 1, device=root_1.device)
         origin_N = parent_C[kept_N]
-        parent_N = torch.cat([first, torch.where(origin_N < 0, 0, node_C[origin_N.clamp(min=0)])])
-        ids_N, rank_N = torch.cat([root_1, ids_C[kept_N]]), torch.cat([first, rank_C[kept_N]])
+        parent_N = torch.cat(
+            [first, torch.where(origin_N < 0, 0, node_C[origin_N.clamp(min=0)])]
+        )
+        ids_N, rank_N = (
+            torch.cat([root_1, ids_C[kept_N]]),
+            torch.cat([first, rank_C[kept_N]]),
+        )
         score_N = torch.cat([sure_1, score_C[kept_N]])
     eye_NN = torch.eye(len(parent_N), dtype=torch.bool, device=root_1.device)
     visible_NN = eye_NN

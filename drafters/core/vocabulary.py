@@ -61,6 +61,10 @@ def check_columns(source: object, drafter: object, vocabulary: int) -> None:
     """TrainingError if the tokens that a drafter has columns for are none of the target's `vocabulary`."""
     columns_K = columns_of(drafter)
     if columns_K is not None and not (
-        bool((columns_K.diff() > 0).all()) and int(columns_K[0]) >= 0 and int(columns_K[-1]) < vocabulary
+        bool((columns_K.diff() > 0).all())
+        and int(columns_K[0]) >= 0
+        and int(columns_K[-1]) < vocabulary
     ):
-        raise TrainingError(f"{source}: d2t is not an ascending choice of the target's {vocabulary} tokens")
+        raise TrainingError(
+            f"{source}: d2t is not an ascending choice of the target's {vocabulary} tokens"
+        )

@@ -16,7 +16,9 @@ def is_greedy(temperature: float) -> bool:
     return temperature < 1e-5
 
 
-def choose(logits_NV: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def choose(
+    logits_NV: Tensor, temperature: float, generator: torch.Generator | None
+) -> Tensor:
     """The target's next token after each row: the best one at temperature 0, else a sample. [N].
 
     Probabilities are in float64: in half precision, a uniform is exactly zero often enough to accept tokens
@@ -26,7 +28,10 @@ def choose(logits_NV: Tensor, temperature: float, generator: torch.Generator | N
         return logits_NV.argmax(-1)
     probability_NV = (logits_NV.double() / temperature).softmax(-1)
     # As torch.multinomial, without its checks, which wait for the GPU.
-    return (probability_NV / torch.empty_like(probability_NV).exponential_(generator=generator)).argmax(-1)
+    return (
+        probability_NV
+        / torch.empty_like(probability_NV).exponential_(generator=generator)
+    ).argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,10 @@ class Acceptance:
 
 
 def verify(
-    tree: DraftTree, logits_NV: Tensor, temperature: float, generator: torch.Generator | None = None
+    tree: DraftTree,
+    logits_NV: Tensor,
+    temperature: float,
+    generator: torch.Generator | None = None,
 ) -> Acceptance:
     """Walk from the root; the target chooses after each node; descend while a child is its choice.
 
@@ -56,7 +64,9 @@ def verify(
     chosen_N = tree.ids_N == choice_N[tree.parent_N]
     chosen_N[0] = True
     accepted_N = ~(tree.visible_NN & ~chosen_N).any(1)
-    end_1 = (tree.depth_N * accepted_N).argmax(0, keepdim=True)  # stays a tensor: no wait for the GPU
+    end_1 = (tree.depth_N * accepted_N).argmax(
+        0, keepdim=True
+    )  # stays a tensor: no wait for the GPU
     on_path_N = tree.visible_NN.index_select(0, end_1)[0]
     return Acceptance(
         path_N=on_path_N.argsort(stable=True, descending=True),
@@ -69,5 +79,7 @@ def _first(tree: DraftTree) -> Tensor:
     """For each node the first one with the same path of tokens, [N]: n-grams may propose a path twice."""
     depth_N, seen_NN = tree.depth_N, tree.visible_NN.float()
     alike_NN = (tree.ids_N[:, None] == tree.ids_N) & (depth_N[:, None] == depth_N)
-    shared_NN = seen_NN @ alike_NN.float() @ seen_NN.T  # levels on which two paths have the same token
+    shared_NN = (
+        seen_NN @ alike_NN.float() @ seen_NN.T
+    )  # levels on which two paths have the same token
     return (alike_NN & (shared_NN == depth_N)).int().argmax(1)

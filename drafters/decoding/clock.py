@@ -39,7 +39,9 @@ class Laps:
         """Add the seconds of each phase; the device must have finished."""
         for (_, before), (phase, after) in pairwise(self._ends):
             assert phase is not None
-            spent[phase] += before.elapsed_time(after) / 1e3 if self._on_gpu else after - before
+            spent[phase] += (
+                before.elapsed_time(after) / 1e3 if self._on_gpu else after - before
+            )
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -55,12 +57,18 @@ class Cycle:
 
     ids: list[int]  # the tokens gained, the bonus last
     accepted: int  # how many of them were drafted
-    chain: tuple[int, int]  # best-guess chain: nodes accepted, nodes verified, past the end too (as in vLLM)
+    chain: tuple[
+        int, int
+    ]  # best-guess chain: nodes accepted, nodes verified, past the end too (as in vLLM)
     guesses: list[int]  # the tokens of that chain
     seconds: float  # since the caller asked for this cycle
     laps: Laps  # their phases
-    chances: tuple[float, ...] = ()  # what the drafter told of each of the guesses; empty: nothing
-    tree: DraftTree | None = field(default=None, compare=False, repr=False)  # None: nothing was drafted
+    chances: tuple[
+        float, ...
+    ] = ()  # what the drafter told of each of the guesses; empty: nothing
+    tree: DraftTree | None = field(
+        default=None, compare=False, repr=False
+    )  # None: nothing was drafted
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,11 @@ class Timed:
     @property
     def accounted(self) -> float:
         """Share of `seconds` that the cycles account for: 1 if they miss no work."""
-        return (self.prefill_seconds + self.decode_seconds) / self.seconds if self.seconds else 1.0
+        return (
+            (self.prefill_seconds + self.decode_seconds) / self.seconds
+            if self.seconds
+            else 1.0
+        )
 
 
 def timed(decode: "Callable[[], Iterator[Cycle]]", device: torch.device) -> Timed:
@@ -105,7 +117,9 @@ def timed(decode: "Callable[[], Iterator[Cycle]]", device: torch.device) -> Time
     return Timed(*clocked(lambda: list(decode()), device))
 
 
-def clocked(run: Callable[[], Value], device: torch.device) -> tuple[Value, float, float]:
+def clocked(
+    run: Callable[[], Value], device: torch.device
+) -> tuple[Value, float, float]:
     """What `run` returns, and its elapsed seconds, queued work of the device included, and CPU seconds."""
     wait(device)
     start, cpu_start = time.perf_counter(), time.thread_time()

@@ -43,12 +43,17 @@ def speculate(
     prefix = target.prefill(prompt, needs, lambda: laps.end("vision"))
     limit = _Limit(target, prefix, max_new_tokens)
     sequence = target.sequence
-    last_1D = {source: prefix.feature(source, "text")[-1:] for source in {"hidden", *drafter.sources}}
+    last_1D = {
+        source: prefix.feature(source, "text")[-1:]
+        for source in {"hidden", *drafter.sources}
+    }
     bonus_1 = choose(target.logits(last_1D["hidden"]), temperature, generator)
     laps.end("prefill")
     draft = drafter.draft(prefix, target)
     observer = draft if isinstance(draft, Observer) else None
-    draft.commit(bonus_1, torch.cat([last_1D[source] for source in drafter.sources], dim=-1))
+    draft.commit(
+        bonus_1, torch.cat([last_1D[source] for source in drafter.sources], dim=-1)
+    )
     gained = limit.cut(bonus_1.tolist())
     laps.end("draft_prefill")
     yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
@@ -57,7 +62,9 @@ def speculate(
         _check_current(target, sequence)
         nodes = draft.grow(tree)
         laps.end("draft")
-        states = target.extend(nodes.ids_N, nodes.depth_N, nodes.visible_NN, last_1D.keys())
+        states = target.extend(
+            nodes.ids_N, nodes.depth_N, nodes.visible_NN, last_1D.keys()
+        )
         logits_NV = target.logits(states["hidden"])
         laps.end("verify")
         accepted = verify(nodes, logits_NV, temperature, generator)
@@ -81,14 +88,22 @@ def speculate(
         kept = limit.cut([*ids[1:length], bonus])
         laps.end("accept")
         if not limit.reached:
-            before_KD = torch.cat([states[source][path_K] for source in drafter.sources], dim=-1)
-            draft.commit(torch.cat([nodes.ids_N[path_K[1:]], accepted.bonus_1]), before_KD)
+            before_KD = torch.cat(
+                [states[source][path_K] for source in drafter.sources], dim=-1
+            )
+            draft.commit(
+                torch.cat([nodes.ids_N[path_K[1:]], accepted.bonus_1]), before_KD
+            )
         laps.end("draft")
         guesses = [token for token, best in zip(ids, greedy, strict=True) if best][1:]
         chain = (sum(greedy[:length]) - 1, len(guesses))
-        chances = tuple(chance / MILLION for chance, best in zip(told, greedy, strict=False) if best)[1:]
+        chances = tuple(
+            chance / MILLION for chance, best in zip(told, greedy, strict=False) if best
+        )[1:]
         accepted_count = min(length - 1, len(kept))
-        yield Cycle(kept, accepted_count, chain, guesses, laps.stop(), laps, chances, nodes)
+        yield Cycle(
+            kept, accepted_count, chain, guesses, laps.stop(), laps, chances, nodes
+        )
 
 
 @torch.inference_mode()
@@ -105,7 +120,9 @@ def plain(
     prefix: Batch = target.prefill(prompt, (), lambda: laps.end("vision"))
     limit = _Limit(target, prefix, max_new_tokens)
     sequence = target.sequence
-    token_1 = choose(target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator)
+    token_1 = choose(
+        target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator
+    )
     one = torch.ones(1, dtype=torch.long, device=token_1.device)
     gained = limit.cut(token_1.tolist())
     laps.end("prefill")
@@ -124,7 +141,12 @@ def plain(
 
 
 def decode(
-    target: Target, drafter: Proposer | None, prompt: Any, *, tree: Tree | None = None, **options: Any
+    target: Target,
+    drafter: Proposer | None,
+    prompt: Any,
+    *,
+    tree: Tree | None = None,
+    **options: Any,
 ) -> Iterator[Cycle]:
     """Decode with a drafter, by its own tree unless another is given, or plainly with None.
 
@@ -138,7 +160,9 @@ def decode(
 def _check_current(target: Target, sequence: int) -> None:
     """DataError when another sequence was begun: it replaced the prefix of this one."""
     if target.sequence != sequence:
-        raise DataError("another response was begun on this target: finish one response before the next")
+        raise DataError(
+            "another response was begun on this target: finish one response before the next"
+        )
 
 
 class _Limit:
@@ -151,7 +175,9 @@ class _Limit:
         self.reached = max_new_tokens < 1
 
     def cut(self, ids: list[int]) -> list[int]:
-        end = next((i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids))
+        end = next(
+            (i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids)
+        )
         kept = ids[: min(end, self.left)]
         self.left -= len(kept)
         self.reached = self.left == 0 or (bool(kept) and kept[-1] in self.eos)

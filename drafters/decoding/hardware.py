@@ -23,8 +23,25 @@ if TYPE_CHECKING:
 FLAGS = re.compile(
     r"avx|avx2|fma|f16c|avx512\w*|avx_\w+|amx_\w+|asimd\w*|neon|fphp|sve\w*|sme2?|bf16|i8mm|hypervisor"
 )
-WIDEST = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "asimd", "neon", "avx")
-ARM = {"0x41": "Arm", "0x42": "Broadcom", "0x4e": "NVIDIA", "0x51": "Qualcomm", "0xc0": "Ampere"}
+WIDEST = (
+    "amx_bf16",
+    "avx512_bf16",
+    "avx512f",
+    "avx2",
+    "sve2",
+    "sve",
+    "bf16",
+    "asimd",
+    "neon",
+    "avx",
+)
+ARM = {
+    "0x41": "Arm",
+    "0x42": "Broadcom",
+    "0x4e": "NVIDIA",
+    "0x51": "Qualcomm",
+    "0xc0": "Ampere",
+}
 SYSCTL = (*("machdep.cpu", "hw"), *("hw.perflevel0", "hw.optional", "hw.optional.arm"))
 UNLIMITED = 1 << 60  # bytes; version 1 of cgroups says so
 SECONDS = 10  # for a command of the system
@@ -42,7 +59,9 @@ class Processor:
     cores: int = 1
     threads: int = 1  # of all cores
     caches: tuple[str, ...] = ()  # level, type and size of those of the first core
-    flags: tuple[str, ...] = ()  # instruction sets for vectors and matrices; `hypervisor`: a virtual machine
+    flags: tuple[
+        str, ...
+    ] = ()  # instruction sets for vectors and matrices; `hypervisor`: a virtual machine
     max_mhz: float | None = None
     governor: str | None = None
 
@@ -83,7 +102,9 @@ class Hardware:
     def identity(self) -> str:
         """Eight hex digits over what speed depends on and what does not change from minute to minute."""
         limits = (self.limits.threads, self.limits.cpus)
-        return content_hash([asdict(self.processor), limits, self.gpu and asdict(self.gpu)])[:8]
+        return content_hash(
+            [asdict(self.processor), limits, self.gpu and asdict(self.gpu)]
+        )[:8]
 
     @property
     def name(self) -> str:
@@ -106,7 +127,11 @@ class Hardware:
     def details(self) -> str:
         """The rest of what is known, in a line."""
         cpu = self.processor
-        clock = [f"{at:.0f} MHz{now}" for at, now in ((cpu.max_mhz, " at most"), (self.mhz, "")) if at]
+        clock = [
+            f"{at:.0f} MHz{now}"
+            for at, now in ((cpu.max_mhz, " at most"), (self.mhz, ""))
+            if at
+        ]
         known = [
             *([f"CPU {cpu.name}"] if self.gpu else []),
             *([f"driver {self.gpu.driver}"] if self.gpu and self.gpu.driver else []),
@@ -115,7 +140,11 @@ class Hardware:
             *clock,
             *([f"governor {cpu.governor}"] if cpu.governor else []),
             *([f"{self.memory / 2**30:.0f} GiB"] if self.memory else []),
-            *([f"limited to {self.limits.memory / 2**30:.1f} GiB"] if self.limits.memory else []),
+            *(
+                [f"limited to {self.limits.memory / 2**30:.1f} GiB"]
+                if self.limits.memory
+                else []
+            ),
             " ".join(cpu.flags),
         ]
         return ", ".join(filter(None, known))
@@ -131,10 +160,18 @@ def linux(root: Path = Path("/"), gpu: Gpu | None = None) -> Hardware:
     """From the files below `root` that the kernel of Linux offers; another system has none of them."""
     seen = _columns(_text(root / "proc/cpuinfo"))
     cpu0 = root / "sys/devices/system/cpu/cpu0"
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     implementer = _joined(seen, "CPU implementer")
-    name = _joined(seen, "model name") or " ".join(filter(None, (ARM.get(implementer), platform.machine())))
-    places = set(zip(seen.get("physical id", ()), seen.get("core id", ()), strict=False))
+    name = _joined(seen, "model name") or " ".join(
+        filter(None, (ARM.get(implementer), platform.machine()))
+    )
+    places = set(
+        zip(seen.get("physical id", ()), seen.get("core id", ()), strict=False)
+    )
     threads = len(seen.get("processor", ())) or os.cpu_count() or 1
     clock = [float(one) for one in seen.get("cpu MHz", ())]
     clock += [one / 1e3 for one in _numbers([cpu0 / "cpufreq/scaling_cur_freq"])]
@@ -149,8 +186,13 @@ def linux(root: Path = Path("/"), gpu: Gpu | None = None) -> Hardware:
             cores=len(places) or threads,
             threads=threads,
             caches=tuple(_caches(cpu0 / "cache")),
-            flags=_flags((seen.get("flags") or seen.get("Features") or [""])[0].split()),
-            max_mhz=next((one / 1e3 for one in _numbers([cpu0 / "cpufreq/cpuinfo_max_freq"])), None),
+            flags=_flags(
+                (seen.get("flags") or seen.get("Features") or [""])[0].split()
+            ),
+            max_mhz=next(
+                (one / 1e3 for one in _numbers([cpu0 / "cpufreq/cpuinfo_max_freq"])),
+                None,
+            ),
             governor=_text(cpu0 / "cpufreq/scaling_governor") or None,
         ),
         limits=_limits(root, affinity),
@@ -162,9 +204,19 @@ def linux(root: Path = Path("/"), gpu: Gpu | None = None) -> Hardware:
 
 def mac(said: Mapping[str, str], gpu: Gpu | None = None) -> Hardware:
     """From the settings that `sysctl` prints on macOS, by name."""
-    kinds = {"L1d": "l1dcachesize", "L1i": "l1icachesize", "L2": "l2cachesize", "L3": "l3cachesize"}
-    sizes = {kind: said.get(f"hw.perflevel0.{at}") or said.get(f"hw.{at}") for kind, at in kinds.items()}
-    present = (at.rpartition(".")[2].lower() for at, value in said.items() if value == "1")
+    kinds = {
+        "L1d": "l1dcachesize",
+        "L1i": "l1icachesize",
+        "L2": "l2cachesize",
+        "L3": "l3cachesize",
+    }
+    sizes = {
+        kind: said.get(f"hw.perflevel0.{at}") or said.get(f"hw.{at}")
+        for kind, at in kinds.items()
+    }
+    present = (
+        at.rpartition(".")[2].lower() for at, value in said.items() if value == "1"
+    )
     features = {one.removeprefix("feat_") for one in present}
     features |= set(said.get("machdep.cpu.features", "").lower().split())
     features |= set(said.get("machdep.cpu.leaf7_features", "").lower().split())
@@ -178,7 +230,9 @@ def mac(said: Mapping[str, str], gpu: Gpu | None = None) -> Hardware:
             stepping=said.get("machdep.cpu.stepping", ""),
             cores=int(said.get("hw.physicalcpu", 0)) or threads,
             threads=threads,
-            caches=tuple(f"{kind} {int(size) >> 10}K" for kind, size in sizes.items() if size),
+            caches=tuple(
+                f"{kind} {int(size) >> 10}K" for kind, size in sizes.items() if size
+            ),
             flags=_flags(features),
         ),
         limits=Limits(threads=threads),
@@ -191,7 +245,9 @@ def _sysctl() -> dict[str, str]:
     """What `sysctl` prints, by name; empty if it does not run."""
     command = ["sysctl", *SYSCTL]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return {}
     lines = (line.partition(":") for line in done.stdout.splitlines())
@@ -206,7 +262,9 @@ def _gpu(device: "torch.device") -> Gpu:
     seen = torch.cuda.get_device_properties(device)
     driver = re.search(r"\d+\.\d+[.\d]*", _text(Path("/proc/driver/nvidia/version")))
     power = clock = None
-    with contextlib.suppress(Exception):  # one of many errors of a driver: the rest is known
+    with contextlib.suppress(
+        Exception
+    ):  # one of many errors of a driver: the rest is known
         import pynvml
 
         pynvml.nvmlInit()
@@ -257,12 +315,20 @@ def _limits(root: Path, affinity: int) -> Limits:
         for _, controllers, path in groups
         for part in (path.strip("/"), *map(str, Path(path.strip("/")).parents))
     ]
-    quotas = [one.split() for one in map(_text, (folder / "cpu.max" for folder in folders)) if one]
+    quotas = [
+        one.split()
+        for one in map(_text, (folder / "cpu.max" for folder in folders))
+        if one
+    ]
     cpus = [int(quota) / int(period) for quota, period in quotas if quota.isdigit()]
     for folder in folders:
         old = _numbers([folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"])
         cpus += [old[0] / old[1]] if len(old) == 2 else []
-    memory = _numbers(folder / name for folder in folders for name in ("memory.max", "memory.limit_in_bytes"))
+    memory = _numbers(
+        folder / name
+        for folder in folders
+        for name in ("memory.max", "memory.limit_in_bytes")
+    )
     return Limits(
         threads=affinity,
         cpus=min(cpus, default=None),

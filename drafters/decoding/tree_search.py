@@ -44,7 +44,9 @@ class BestTree(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     conditions: str
     tree: str
-    tokens_per_second: dict[str, float]  # after the prefill, of each candidate in its last round
+    tokens_per_second: dict[
+        str, float
+    ]  # after the prefill, of each candidate in its last round
     measured: str
 
 
@@ -52,7 +54,9 @@ def conditions(target: Target, compiled: bool = False, temperature: float = 0.0)
     """What the speed of a tree depends on, besides the drafter and its target."""
     embed_VD = target.head.embed_VD
     threads = "" if embed_VD.is_cuda else f", threads: {torch.get_num_threads()}"
-    how = (", compiled" if compiled else "") + (f", temperature {temperature:g}" if temperature else "")
+    how = (", compiled" if compiled else "") + (
+        f", temperature {temperature:g}" if temperature else ""
+    )
     return f"{hardware.of(embed_VD.device).name}, {str(embed_VD.dtype).removeprefix('torch.')}{threads}{how}"
 
 
@@ -72,7 +76,10 @@ def search(
     The prompts are used again when they run out. `on_round` gets the numbers of trees and
     prompts of each round.
     """
-    device, deepest = target.head.embed_VD.device, drafter.config.max_hops or CANDIDATES[-1].total
+    device, deepest = (
+        target.head.embed_VD.device,
+        drafter.config.max_hops or CANDIDATES[-1].total,
+    )
     trees = [tree for tree in CANDIDATES if tree.depth < deepest]
     left = list(dict.fromkeys([drafter.tree, *trees]))
     seconds, tokens = dict.fromkeys(left, 0.0), dict.fromkeys(left, 0)
@@ -125,7 +132,9 @@ def kept(folder: Path, under: str, *, any_threads: bool = False) -> BestTree | N
     """
     searched = {one.conditions: one for one in _read(folder)}
     if any_threads and under not in searched:
-        searched = {THREADS.sub("", conditions): one for conditions, one in searched.items()}
+        searched = {
+            THREADS.sub("", conditions): one for conditions, one in searched.items()
+        }
         under = THREADS.sub("", under)
     return searched.get(under)
 
@@ -138,7 +147,9 @@ def keep(folder: Path, best: BestTree) -> None:
         with atomic_write(folder / FILE) as aside:
             aside.write_text(f"{text}\n")
     except OSError as error:
-        raise TrainingError(f"the best tree cannot be kept in {folder}: {error}") from None
+        raise TrainingError(
+            f"the best tree cannot be kept in {folder}: {error}"
+        ) from None
 
 
 def _read(folder: Path) -> list[BestTree]:
@@ -147,4 +158,6 @@ def _read(folder: Path) -> list[BestTree]:
     except FileNotFoundError:
         return []
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{folder / FILE} is not a list of trees ({error}): remove it") from None
+        raise DataError(
+            f"{folder / FILE} is not a list of trees ({error}): remove it"
+        ) from None

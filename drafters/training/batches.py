@@ -18,9 +18,13 @@ from vlmdistill.stores.schema import Feature, PackedSamples
 from vlmdistill.stores.store import Store
 
 
-def as_batch(samples: PackedSamples, dtype: str, failed_T: Tensor | None = None) -> Batch:
+def as_batch(
+    samples: PackedSamples, dtype: str, failed_T: Tensor | None = None
+) -> Batch:
     """A torch batch; features share memory. `dtype` is the dtype of the store (bfloat16 comes as uint16)."""
-    ids_T, position_T, rope_T, response_T = torch.from_numpy(samples.tokens_T4).long().T.contiguous()
+    ids_T, position_T, rope_T, response_T = (
+        torch.from_numpy(samples.tokens_T4).long().T.contiguous()
+    )
     segment_M, start_M, length_M = torch.from_numpy(samples.span_M3).T.contiguous()
     text_tokens_B = torch.from_numpy(samples.text_tokens_B)
     return Batch(
@@ -32,7 +36,9 @@ def as_batch(samples: PackedSamples, dtype: str, failed_T: Tensor | None = None)
         start_M=start_M,
         length_M=length_M,
         segment_M=segment_M,
-        features={feature: as_torch(rows, dtype) for feature, rows in samples.features.items()},
+        features={
+            feature: as_torch(rows, dtype) for feature, rows in samples.features.items()
+        },
         failed_T=failed_T,
     )
 
@@ -89,10 +95,14 @@ class DataSplit:
         random_ = random.Random(seed)
         length = min(len(self.visual), len(self.text))
         images = sum(random_.random() < share for _ in range(length))
-        return random_.sample(self.visual, images) + random_.sample(self.text, length - images)
+        return random_.sample(self.visual, images) + random_.sample(
+            self.text, length - images
+        )
 
 
-def split(store: Store, view: str | None, config: TrainConfig, held_out: float) -> DataSplit:
+def split(
+    store: Store, view: str | None, config: TrainConfig, held_out: float
+) -> DataSplit:
     """Sort the samples of a view, without any longer than `config.longest`.
 
     What is held out hangs on each key alone, so that it stays held out when the store grows.
@@ -100,7 +110,9 @@ def split(store: Store, view: str | None, config: TrainConfig, held_out: float) 
     visual: list[str] = []
     text: list[str] = []
     apart: list[str] = []
-    rows = store.view(view).select("key", "text_tokens", "visual_tokens", "response_tokens")
+    rows = store.view(view).select(
+        "key", "text_tokens", "visual_tokens", "response_tokens"
+    )
     for key, text_tokens, visual_tokens, response_tokens in rows.iter_rows():
         if text_tokens + visual_tokens > config.longest or response_tokens < 2:
             continue
@@ -120,7 +132,9 @@ def occurrences(reader: Iterable[PackedSamples], vocab_size: int) -> Tensor:
     return count_V
 
 
-def cure_of(step: Iterable[PackedSamples], store: Store, needs: Collection[Feature]) -> str:
+def cure_of(
+    step: Iterable[PackedSamples], store: Store, needs: Collection[Feature]
+) -> str:
     """Advice for a step whose loss is not finite, by its samples on all ranks."""
     odd = [
         key

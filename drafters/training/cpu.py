@@ -38,7 +38,9 @@ def tuned() -> Iterator[None]:
 def _exact() -> bool:
     """Products under the setting have the error of float32; rounding to bfloat16 errs by 2^-9."""
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.rand(256, 256, generator=generator, device="cpu") for _ in range(2))
+    left, right = (
+        torch.rand(256, 256, generator=generator, device="cpu") for _ in range(2)
+    )
     before = MATMUL.fp32_precision
     MATMUL.fp32_precision = "bf16"
     try:

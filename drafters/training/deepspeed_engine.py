@@ -17,7 +17,13 @@ from torch import Tensor, distributed, nn
 from vlmdistill.drafters.training import ranks
 
 ADAM_BETAS = (0.9, 0.95)  # of EAGLE and all its descendants
-WEIGHT, BUFFER, STEP, MOMENTS, BEST = "weight", "buffer", "step", ("exp_avg", "exp_avg_sq"), "best"
+WEIGHT, BUFFER, STEP, MOMENTS, BEST = (
+    "weight",
+    "buffer",
+    "step",
+    ("exp_avg", "exp_avg_sq"),
+    "best",
+)
 
 
 class PartEntry(NamedTuple):
@@ -47,7 +53,9 @@ def build(module: nn.Module, *, clip: float, zero: int, dtype: torch.dtype) -> A
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
     }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer, config=settings
+    )
     return engine
 
 
@@ -59,20 +67,30 @@ def set_learning_rate(engine: Any, value: float) -> None:
 
 def step(engine: Any) -> Tensor | float:
     """One optimizer step if this is its last micro-batch; returns its gradient's norm before clipping."""
-    measured = engine.zero_optimization() or engine.bfloat16_enabled()  # by DeepSpeed's own optimizers
+    measured = (
+        engine.zero_optimization() or engine.bfloat16_enabled()
+    )  # by DeepSpeed's own optimizers
     gradients = [one.grad for one in engine.module.parameters() if one.grad is not None]
     norm: Tensor | float = 0.0 if measured else nn.utils.get_total_norm(gradients)
     engine.step()
     if measured:
         known: Tensor | float | None = engine.get_global_grad_norm()
-        norm = 0.0 if known is None else known  # not `or`: a GPU would be asked what it is
+        norm = (
+            0.0 if known is None else known
+        )  # not `or`: a GPU would be asked what it is
     return norm
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
     """The trained weights as they compute now, as tensors of a state: the best ones that a run keeps."""
-    trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
-    return {f"{BEST}/{name}": one.detach().float().cpu().clone() for name, one in trained}
+    trained = [
+        (name, one)
+        for name, one in engine.module.named_parameters()
+        if one.requires_grad
+    ]
+    return {
+        f"{BEST}/{name}": one.detach().float().cpu().clone() for name, one in trained
+    }
 
 
 def set_weights(engine: Any, best: Mapping[str, Tensor]) -> None:
@@ -116,17 +134,23 @@ def state(engine: Any) -> dict[str, Tensor]:
 def expected(engine: Any, best: bool = False) -> dict[str, PartEntry]:
     """Every tensor that a checkpoint may hold, by its key: of `state`, and with `best` of `weights`."""
     entries = [
-        PartEntry(f"{BUFFER}/{name}", tuple(one.shape), one.dtype) for name, one in _buffers(engine).items()
+        PartEntry(f"{BUFFER}/{name}", tuple(one.shape), one.dtype)
+        for name, one in _buffers(engine).items()
     ]
     for name, weight, _ in _weights(engine):
         for kind in (WEIGHT, *MOMENTS, *[BEST][: int(best)]):
-            entries.append(PartEntry(f"{kind}/{name}", tuple(weight.shape), torch.float32))
+            entries.append(
+                PartEntry(f"{kind}/{name}", tuple(weight.shape), torch.float32)
+            )
         entries.append(PartEntry(f"{STEP}/{name}", (), torch.float32))
     return {entry.key: entry for entry in entries}
 
 
 def restore(
-    engine: Any, entries: Sequence[PartEntry], tensors: Mapping[str, Tensor], source: int
+    engine: Any,
+    entries: Sequence[PartEntry],
+    tensors: Mapping[str, Tensor],
+    source: int,
 ) -> dict[str, Tensor]:
     """Load a `state`: all ranks know its `entries`, the rank `source` has its tensors.
 
@@ -173,28 +197,46 @@ class _Shard(NamedTuple):
 def _weights(engine: Any) -> Iterator[tuple[str, nn.Parameter, Tensor | _Shard]]:
     """Each trained weight, and its form in the optimizer: its float32 copy (or itself), or a shard."""
     (group,) = engine.optimizer.param_groups
-    trained = [(name, one) for name, one in engine.module.named_parameters() if one.requires_grad]
+    trained = [
+        (name, one)
+        for name, one in engine.module.named_parameters()
+        if one.requires_grad
+    ]
     if not engine.zero_optimization():
         for (name, weight), held in zip(trained, group["params"], strict=True):
             yield name, weight, held
         return
     (flat,) = group["params"]
     adam = engine.optimizer.optimizer.state[flat]
-    if not adam:  # AdamW makes it at the first step, and DeepSpeed then links it to the weights
-        adam |= {STEP: torch.tensor(0.0), **{moment: torch.zeros_like(flat) for moment in MOMENTS}}
+    if (
+        not adam
+    ):  # AdamW makes it at the first step, and DeepSpeed then links it to the weights
+        adam |= {
+            STEP: torch.tensor(0.0),
+            **{moment: torch.zeros_like(flat) for moment in MOMENTS},
+        }
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, weight in trained:
         yield name, weight, _Shard(adam)
 
 
 def _buffers(engine: Any) -> dict[str, Tensor]:
-    trained = {name for name, one in engine.module.named_parameters() if one.requires_grad}
-    return {name: one for name, one in engine.module.state_dict().items() if name not in trained}
+    trained = {
+        name for name, one in engine.module.named_parameters() if one.requires_grad
+    }
+    return {
+        name: one
+        for name, one in engine.module.state_dict().items()
+        if name not in trained
+    }
 
 
 def _start() -> None:
     """Let DeepSpeed find the group of ranks; a group of one when no launcher made one."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(tempfile.gettempdir()) / "vlmdistill_extensions"))
+    os.environ.setdefault(
+        "TORCH_EXTENSIONS_DIR",
+        str(Path(tempfile.gettempdir()) / "vlmdistill_extensions"),
+    )
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -203,7 +245,10 @@ def _start() -> None:
     # On a CPU, DeepSpeed would compile a shared-memory collective with g++ at the first run, which takes
     # minutes and leaves a stale lock when interrupted. Gloo is enough.
     __compatible_ops__["deepspeed_shm_comm"] = False
-    for name, logger in logging.root.manager.loggerDict.items():  # to stdout, which belongs to results
+    for (
+        name,
+        logger,
+    ) in logging.root.manager.loggerDict.items():  # to stdout, which belongs to results
         if name.lower().startswith("deepspeed") and isinstance(logger, logging.Logger):
             logger.setLevel(logging.ERROR)
     if not distributed.is_initialized():
@@ -211,6 +256,12 @@ def _start() -> None:
         # child processes would inherit it.
         os.environ.setdefault("LOCAL_RANK", "0")
         alone = distributed.HashStore()  # type: ignore[attr-defined]
-        distributed.init_process_group(ranks.backend(), store=alone, rank=0, world_size=1)
-        atexit.register(ranks.leave)  # not before: a second run in this process uses the group again
-    deepspeed.init_distributed(dist_backend=ranks.backend(), auto_mpi_discovery=False, verbose=False)
+        distributed.init_process_group(
+            ranks.backend(), store=alone, rank=0, world_size=1
+        )
+        atexit.register(
+            ranks.leave
+        )  # not before: a second run in this process uses the group again
+    deepspeed.init_distributed(
+        dist_backend=ranks.backend(), auto_mpi_discovery=False, verbose=False
+    )

@@ -73,7 +73,9 @@ class TrainingProgress:
     @property
     def agreement(self) -> list[float]:
         """By hop, the share of rows whose best token is the target's."""
-        shares: list[float] = (self.sums_H3[:, 1] / self.sums_H3[:, 2].clamp(min=1)).tolist()
+        shares: list[float] = (
+            self.sums_H3[:, 1] / self.sums_H3[:, 2].clamp(min=1)
+        ).tolist()
         return shares
 
 
@@ -86,13 +88,17 @@ def memory() -> int:
     """The most bytes that were in use: of this rank's GPU, or of its process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )  # Linux counts in KiB
 
 
 class Metrics:
     """The figures of a run, written as they come."""
 
-    def __init__(self, about: About, history: Sequence[HeldOut], trackers: Sequence[str]) -> None:
+    def __init__(
+        self, about: About, history: Sequence[HeldOut], trackers: Sequence[str]
+    ) -> None:
         """Continue the record of a run after the measurements of `history`; drop later lines.
 
         TrainingError when a tracker is not installed, or when nothing can be written.
@@ -102,19 +108,36 @@ class Metrics:
         self._trackers = [opened(name, about) for name in dict.fromkeys(trackers)]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = read_bytes(self._file).splitlines(keepends=True) if self._file.exists() else []
+            lines = (
+                read_bytes(self._file).splitlines(keepends=True)
+                if self._file.exists()
+                else []
+            )
             with atomic_write(self._file, alone=True) as new:
-                new.write_bytes(b"".join(line for line in lines if _is_kept(line, done, history)))
+                new.write_bytes(
+                    b"".join(line for line in lines if _is_kept(line, done, history))
+                )
         except OSError as error:
-            raise TrainingError(f"{self._file} cannot be written ({one_line(error)})") from None
+            raise TrainingError(
+                f"{self._file} cannot be written ({one_line(error)})"
+            ) from None
 
     def step(self, progress: TrainingProgress) -> None:
         """Record an optimizer step."""
-        self._write("train", progress.stage, progress.step, progress.figures, total=progress.total)
+        self._write(
+            "train",
+            progress.stage,
+            progress.step,
+            progress.figures,
+            total=progress.total,
+        )
 
     def measured(self, entry: HeldOut) -> None:
         """Record a measurement on held-out samples."""
-        figures = {**_by_hop(entry.held_out_agreement), "predicted_tau": entry.predicted_tau}
+        figures = {
+            **_by_hop(entry.held_out_agreement),
+            "predicted_tau": entry.predicted_tau,
+        }
         self._write("held_out", entry.stage, entry.step, figures)
 
     def close(self) -> None:
@@ -122,11 +145,16 @@ class Metrics:
         for tracker in list(self._trackers):
             self._sent(tracker, tracker.close)
 
-    def _write(self, group: str, stage: str, step: int, figures: dict[str, float], **more: int) -> None:
+    def _write(
+        self, group: str, stage: str, step: int, figures: dict[str, float], **more: int
+    ) -> None:
         named = {f"{group}/{name}": value for name, value in figures.items()}
         try:
             with self._file.open("ab") as file:
-                file.write(msgspec.json.encode({"step": step, "stage": stage, **more, **named}) + b"\n")
+                file.write(
+                    msgspec.json.encode({"step": step, "stage": stage, **more, **named})
+                    + b"\n"
+                )
         except OSError as error:  # figures are not worth the run
             log.warning("step %d is not in %s (%s)", step, self._file, one_line(error))
         for tracker in list(self._trackers):
@@ -137,7 +165,9 @@ class Metrics:
         try:
             send()
         except Exception as error:  # noqa: BLE001 (whatever it raises without a network)
-            log.warning("a tracker has failed and gets no more figures (%s)", one_line(error))
+            log.warning(
+                "a tracker has failed and gets no more figures (%s)", one_line(error)
+            )
             self._trackers.remove(tracker)
 
 
@@ -169,7 +199,9 @@ class SampleStats:
             **{f"agree{hop}": score.agree_R for hop, score in enumerate(out.scores)},
         }
         # One wait for a GPU, whose sums of many rows would have no fixed order.
-        rows = torch.stack([value_R.double() for value_R in (out.segment_R, *told.values())])
+        rows = torch.stack(
+            [value_R.double() for value_R in (out.segment_R, *told.values())]
+        )
         segment_R, *values = rows.cpu()
         rows_B = torch.bincount(segment_R.long(), minlength=len(keys)).clamp(min=1)
 
@@ -178,13 +210,19 @@ class SampleStats:
             shares: list[float] = (sums / rows_B).tolist()
             return shares
 
-        columns = {name: mean(value_R) for name, value_R in zip(told, values, strict=True)}
+        columns = {
+            name: mean(value_R) for name, value_R in zip(told, values, strict=True)
+        }
         for number, key in enumerate(keys):
             self._rows[key] = {name: values[number] for name, values in columns.items()}
 
     def gather(self) -> None:
         """Add the samples of all other ranks."""
-        self._rows = {key: row for _, rows in ranks.of_each(self._rows) for key, row in rows.items()}
+        self._rows = {
+            key: row
+            for _, rows in ranks.of_each(self._rows)
+            for key, row in rows.items()
+        }
 
     def table(self) -> dict[str, list[Any]]:
         """The columns of `Store.write_stats`; empty when nothing was measured."""
@@ -192,4 +230,6 @@ class SampleStats:
             return {}
         names = next(iter(self._rows.values()))
         columns: dict[str, list[Any]] = {"key": list(self._rows)}
-        return columns | {name: [row[name] for row in self._rows.values()] for name in names}
+        return columns | {
+            name: [row[name] for row in self._rows.values()] for name in names
+        }

@@ -17,9 +17,8 @@ from torch import Tensor, distributed
 from vlmdistill.stores.errors import FOR_USER, LostRankError, TrainingError, one_line
 
 T = TypeVar("T")
-RENDEZVOUS = (
-    "VLMDISTILL_RENDEZVOUS"  # a file for the rendezvous on one machine, instead of torchrun's address
-)
+# a file for the rendezvous on one machine, instead of torchrun's address
+RENDEZVOUS = "VLMDISTILL_RENDEZVOUS"
 NAMED = 3  # how many differences an error names
 
 
@@ -119,9 +118,18 @@ def all_or_none() -> Iterator[None]:
         if error is not None:
             raise error
         return
-    failed = [(where, why) for where, why in of_each(error and (one_line(error) or repr(error))) if why]
-    if len({why for _, why in failed}) == 1 and len(failed) == distributed.get_world_size():
-        raise TrainingError(failed[0][1]) from error  # the same on all: no machine is at fault
+    failed = [
+        (where, why)
+        for where, why in of_each(error and (one_line(error) or repr(error)))
+        if why
+    ]
+    if (
+        len({why for _, why in failed}) == 1
+        and len(failed) == distributed.get_world_size()
+    ):
+        raise TrainingError(
+            failed[0][1]
+        ) from error  # the same on all: no machine is at fault
     if failed:
         where, why = failed[0]
         raise TrainingError(f"{where}: {why}") from error
@@ -133,10 +141,14 @@ def guarded() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if alone() or not (isinstance(error, distributed.DistError) or "gloo" in str(error)):
+        if alone() or not (
+            isinstance(error, distributed.DistError) or "gloo" in str(error)
+        ):
             raise
         reason = str(error).splitlines()[0]
-        raise LostRankError(f"another rank has stopped: see its own error ({reason})") from error
+        raise LostRankError(
+            f"another rank has stopped: see its own error ({reason})"
+        ) from error
 
 
 def same(facts: Mapping[str, Any], what: str) -> None:
@@ -146,14 +158,20 @@ def same(facts: Mapping[str, Any], what: str) -> None:
     (chief, mine), *others = of_each(dict(facts))
     for where, theirs in others:
         if odd := differences(theirs, mine):
-            raise TrainingError(f"the ranks do not {what}: {where} has {odd}, as {chief} has")
+            raise TrainingError(
+                f"the ranks do not {what}: {where} has {odd}, as {chief} has"
+            )
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """The settings in which two runs differ, such as `batch_tokens 30, not 60`; empty when they are equal."""
     names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
-    named = [f"{name} {mine.get(name)}, not {theirs.get(name)}" for name in names[:NAMED]]
-    return "; ".join(named) + (f"; and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    named = [
+        f"{name} {mine.get(name)}, not {theirs.get(name)}" for name in names[:NAMED]
+    ]
+    return "; ".join(named) + (
+        f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    )
 
 
 def of_each(value: T) -> list[tuple[str, T]]:
@@ -161,5 +179,7 @@ def of_each(value: T) -> list[tuple[str, T]]:
     if alone():
         return [(socket.gethostname(), value)]
     values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, (f"{socket.gethostname()} (rank {distributed.get_rank()})", value))
+    distributed.all_gather_object(
+        values, (f"{socket.gethostname()} (rank {distributed.get_rank()})", value)
+    )
     return values

@@ -31,7 +31,9 @@ def resolve(drafter: str, recipe: str, settings: Sequence[str] = ()) -> DrafterC
 def as_texts(settings: Mapping[str, Any]) -> list[str]:
     """Settings as `resolve` takes them; DataError if they are no mapping."""
     if not isinstance(settings, Mapping):
-        raise DataError(f"settings={settings!r}: give a mapping, such as {{'steps': 100}}")
+        raise DataError(
+            f"settings={settings!r}: give a mapping, such as {{'steps': 100}}"
+        )
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
@@ -45,12 +47,20 @@ def as_file(drafter: str, config: DrafterConfig) -> str:
 
 
 def _lines(values: Mapping[str, Any], without: Sequence[str]) -> list[str]:
-    return [f"{name} = {_toml(value)}" for name, value in values.items() if name not in without]
+    return [
+        f"{name} = {_toml(value)}"
+        for name, value in values.items()
+        if name not in without
+    ]
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items())
+            + " }"
+        )
     return json.dumps(value)
 
 
@@ -59,7 +69,11 @@ def _with_recipe(config: DrafterConfig, name: str) -> DrafterConfig:
     catalogue.check_recipe(name)
     recipe = catalogue.RECIPES[name]
     names = {stage.name for stage in config.training.stages}
-    epochs = [f"stages.{stage}.epochs={count}" for stage, count in recipe.epochs.items() if stage in names]
+    epochs = [
+        f"stages.{stage}.epochs={count}"
+        for stage, count in recipe.epochs.items()
+        if stage in names
+    ]
     return override(config, [*recipe.settings.split(), *epochs])
 
 
@@ -77,11 +91,17 @@ def _with_file(config: DrafterConfig, file: Path, drafter: str) -> DrafterConfig
         raise DataError(f"the recipe file {file} cannot be read: {reason}") from None
     for key, value in found.items():
         if key in drafters and not isinstance(value, dict):
-            raise DataError(f"{file}: {key} is a drafter: write a table [{key}] with its settings")
+            raise DataError(
+                f"{file}: {key} is a drafter: write a table [{key}] with its settings"
+            )
         if isinstance(value, dict) and key not in ("stages", *drafters):
             near = did_you_mean(key, ("stages", *drafters))
-            raise DataError(f"{file}: the table [{key}] is neither [stages] nor a drafter's{near}")
-    shared = {key: value for key, value in found.items() if key not in (*drafters, "recipe")}
+            raise DataError(
+                f"{file}: the table [{key}] is neither [stages] nor a drafter's{near}"
+            )
+    shared = {
+        key: value for key, value in found.items() if key not in (*drafters, "recipe")
+    }
     try:
         config = _with_recipe(config, str(found.get("recipe", "paper")))
         return changed(config, [*_leaves(shared), *_leaves(found.get(drafter, {}))])

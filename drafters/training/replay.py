@@ -38,7 +38,9 @@ class Walk:
 
     calls: int
     accepted: int
-    rejected: tuple[int, ...]  # the rows at which the cycles began that the target cut short
+    rejected: tuple[
+        int, ...
+    ]  # the rows at which the cycles began that the target cut short
     depths: tuple[int, ...]  # how many guesses it accepted in each
 
     @property
@@ -83,7 +85,9 @@ def replay(
 ) -> Iterator[tuple[str, Walk]]:
     """Draft the responses of some samples again; the rows of a walk are text tokens of the sample."""
     hops, like = chain_of(drafter), drafter.lm_head_VD
-    reader = Epoch(store, drafter.config.needs(store.info), keys=keys, token_budget=batch_tokens)
+    reader = Epoch(
+        store, drafter.config.needs(store.info), keys=keys, token_budget=batch_tokens
+    )
     for samples in reader:
         batch = as_batch(samples, store.provenance.dtype)
         guesses = right_guesses(drafter, batch.to(like.device, like.dtype), hops)
@@ -96,7 +100,12 @@ def replay(
             found = walk(right_R[mine_R].tolist(), able_R[mine_R].tolist(), token)
             yield (
                 key,
-                Walk(found.calls, found.accepted, tuple(token[row] for row in found.rejected), found.depths),
+                Walk(
+                    found.calls,
+                    found.accepted,
+                    tuple(token[row] for row in found.rejected),
+                    found.depths,
+                ),
             )
             first += int(samples.text_tokens_B[number])
 
@@ -121,7 +130,9 @@ class Failures:
             raise TrainingError(
                 f"anchors=failed needs a replay, and {store.path} has none: run `vlmdistill replay DRAFTER`"
             )
-        rows = store.index.select("key", REJECTED, DEPTHS).filter(pl.col("key").is_in(list(keys)))
+        rows = store.index.select("key", REJECTED, DEPTHS).filter(
+            pl.col("key").is_in(list(keys))
+        )
         rows = rows.drop_nulls()
         self._of: Mapping[str, tuple[list[int], list[int]]] = {
             key: (begins, depths) for key, begins, depths in rows.iter_rows()
@@ -135,9 +146,13 @@ class Failures:
         """
         failed_T = torch.zeros(int(samples.text_tokens_B.sum()), dtype=torch.bool)
         first = 0
-        for key, length in zip(samples.keys, samples.text_tokens_B.tolist(), strict=True):
+        for key, length in zip(
+            samples.keys, samples.text_tokens_B.tolist(), strict=True
+        ):
             if key in self._of:
-                begins, depths = (torch.tensor(one, dtype=torch.long) for one in self._of[key])
+                begins, depths = (
+                    torch.tensor(one, dtype=torch.long) for one in self._of[key]
+                )
                 failed_T[first + begins + (depths - (hops - 1)).clamp(min=0)] = True
             else:
                 failed_T[first : first + length] = True

@@ -24,7 +24,15 @@ from vlmdistill.stores.loader.epoch import select
 from vlmdistill.stores.schema import Feature, PackedSamples, content_hash
 from vlmdistill.stores.store import Store
 
-LATER = ("attention_window", "cell", "validate_every", "patience", "anchors", "pace", "mixed")
+LATER = (
+    "attention_window",
+    "cell",
+    "validate_every",
+    "patience",
+    "anchors",
+    "pace",
+    "mixed",
+)
 """Settings that came later, of a model, a run or its stages: left out of the signature when unset, so that
 runs of earlier versions keep theirs."""
 
@@ -45,9 +53,13 @@ class Run:
     micro_tokens: int = 8192  # tokens of one forward pass on one rank
     held_out: float = 0.02  # share of samples kept apart to measure agreement on
     save_every: int = 200  # optimizer steps between checkpoints
-    checkpoints: str | None = None  # a folder or URL that gets a copy of each checkpoint
+    checkpoints: str | None = (
+        None  # a folder or URL that gets a copy of each checkpoint
+    )
     trackers: tuple[str, ...] = ()  # that get the figures of `metrics.jsonl`, too
-    init: Path | None = None  # the drafter or published checkpoint whose weights it begins with
+    init: Path | None = (
+        None  # the drafter or published checkpoint whose weights it begins with
+    )
 
     @property
     def state(self) -> Path:
@@ -69,7 +81,14 @@ class Run:
     @property
     def how(self) -> dict[str, Any]:
         """How it runs, which is the same on all ranks."""
-        named = ("zero", "precision", "micro_tokens", "held_out", "save_every", "checkpoints")
+        named = (
+            "zero",
+            "precision",
+            "micro_tokens",
+            "held_out",
+            "save_every",
+            "checkpoints",
+        )
         return {name: getattr(self, name) for name in named}
 
 
@@ -98,7 +117,9 @@ class RunData:
             )
         keys = [sorted([*one.visual, *one.text]) for one in samples]
         settings = {"drafter": run.drafter, "seed": run.seed, **flat(run.config)}
-        settings["samples"] = f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
+        settings["samples"] = (
+            f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
+        )
         config = _known(to_dict(run.config))
         config["stages"] = [*map(_known, config["stages"])]
         initial = Initial.read(run.init, run.drafter) if run.init else None
@@ -130,7 +151,9 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value or name not in LATER}
 
 
-def check_features(store: Store, config: DrafterConfig, drafter: str) -> frozenset[Feature]:
+def check_features(
+    store: Store, config: DrafterConfig, drafter: str
+) -> frozenset[Feature]:
     """What a drafter reads of a store; TrainingError when the store lacks some of it."""
     needs = config.model.needs(store.info)
     if missing := sorted(feature.name for feature in needs - {*store.features}):
@@ -144,7 +167,9 @@ def check_features(store: Store, config: DrafterConfig, drafter: str) -> frozens
 def content_of(store: Store, keys: Collection[str]) -> str:
     """A hash of the target and of the tokens of some samples."""
     target = [store.provenance.config_hash, store.provenance.weights_hash]
-    return content_hash([target, select(store, None, keys).sort("key")["xxh3.tokens"].to_list()])
+    return content_hash(
+        [target, select(store, None, keys).sort("key")["xxh3.tokens"].to_list()]
+    )
 
 
 def splits(run: Run, store: Store) -> list[DataSplit]:
@@ -161,16 +186,24 @@ def finished(run: Run, data: RunData) -> bool:
         description = describe(run.out)
         done = description.get("training", {})
         if done.get("signature") == data.signature:
-            if done.get("content", data.settings["content"]) == data.settings["content"]:
+            if (
+                done.get("content", data.settings["content"])
+                == data.settings["content"]
+            ):
                 return True
             raise TrainingError(
                 f"{run.out} holds a drafter trained on another target or on other responses to the same "
                 "prompts: give this one a --name of its own, or --force to replace it"
             )
-        theirs = {"drafter": description["drafter"], "seed": done.get("seed"), **flat(description["config"])}
+        theirs = {
+            "drafter": description["drafter"],
+            "seed": done.get("seed"),
+            **flat(description["config"]),
+        }
         theirs["init"] = done.get("init", {}).get("hash")
         odd = ranks.differences(
-            {name: value for name, value in data.settings.items() if name in theirs}, theirs
+            {name: value for name, value in data.settings.items() if name in theirs},
+            theirs,
         )
         raise TrainingError(
             f"{run.out} holds a drafter trained with other settings or data ({odd or 'other samples'}): give "
@@ -178,7 +211,10 @@ def finished(run: Run, data: RunData) -> bool:
         )
     found = saved.read(run.state)
     mine = data.signature, data.settings["content"]
-    if found is not None and mine != (found.signature, found.settings.get("content", mine[1])):
+    if found is not None and mine != (
+        found.signature,
+        found.settings.get("content", mine[1]),
+    ):
         odd = ranks.differences(data.settings, found.settings)
         raise TrainingError(
             f"an unfinished run in {run.state} has other settings or data ({odd}): repeat its settings to "
@@ -194,9 +230,14 @@ def furthest(run: Run, data: RunData) -> tuple[Saved | None, int]:
     """
     try:
         here = saved.read(run.state)
-    except TrainingError:  # damaged: rank 0 has stopped before this; other ranks ignore theirs
+    except (
+        TrainingError
+    ):  # damaged: rank 0 has stopped before this; other ranks ignore theirs
         here = None
-    found = [one if one and one.signature == data.signature else None for _, one in ranks.of_each(here)]
+    found = [
+        one if one and one.signature == data.signature else None
+        for _, one in ranks.of_each(here)
+    ]
     steps = [one.position.total if one else 0 for one in found]
     source = steps.index(max(steps))
     return found[source], source

@@ -50,7 +50,9 @@ class HeldOut:
 
     stage: str
     step: Count
-    held_out_agreement: list[float]  # by hop, the share of rows whose best token is the target's
+    held_out_agreement: list[
+        float
+    ]  # by hop, the share of rows whose best token is the target's
     predicted_tau: float = 0.0  # of a chain as long as the drafter's tree is deep
 
 
@@ -72,7 +74,9 @@ class Position:
     taken: Count = 0  # optimizer steps of the stage
     begun: Count = 0  # of those, done when the epoch began
     total: Count = 0  # optimizer steps done in all
-    reader: dict[str, Any] | None = None  # how far the epoch has been read, see `Epoch.state`
+    reader: dict[str, Any] | None = (
+        None  # how far the epoch has been read, see `Epoch.state`
+    )
     passes: float = 0.0  # of the stage, of the epochs before this one, see `StageDone`
     part: float = 0.0  # of this epoch
     done: list[StageDone] = field(default_factory=list)
@@ -105,7 +109,11 @@ class Saved(Record, frozen=True, kw_only=True):
 
     def wrong(self, name: str) -> str | None:
         """Check the part of the position that has no type: the reader."""
-        legs = self.position.reader.get("history", ()) if self.position.reader is not None else ()
+        legs = (
+            self.position.reader.get("history", ())
+            if self.position.reader is not None
+            else ()
+        )
         return None if all(map(_is_leg, legs)) else "its position is not one of a run"
 
 
@@ -122,11 +130,15 @@ def write(folder: Path, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
         with atomic_write(folder / RECORD, alone=True) as new:
             new.write_bytes(seal(saved))
     except (OSError, SafetensorError, StoreError) as error:
-        raise TrainingError(f"no checkpoint can be written to {folder} ({one_line(error)})") from None
+        raise TrainingError(
+            f"no checkpoint can be written to {folder} ({one_line(error)})"
+        ) from None
     for old in folder.glob("step*"):
         if old.name != saved.file:
             with suppress(OSError):
-                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+                shutil.rmtree(
+                    old
+                ) if old.is_dir() and not old.is_symlink() else old.unlink()
 
 
 class RemoteRun:
@@ -135,7 +147,9 @@ class RemoteRun:
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
         record = folder.with_name(f".{folder.name}.version.json")
-        self._copy = Copy(open_backend(url), folder, record, lambda name: not name.startswith("."))
+        self._copy = Copy(
+            open_backend(url), folder, record, lambda name: not name.startswith(".")
+        )
 
     def begin(self, signature: str, force: bool = False) -> None:
         """Take over the copy if it is further than the checkpoint here; with `force`, it will be replaced.
@@ -147,7 +161,9 @@ class RemoteRun:
         except StoreError:
             raise _damaged(self.url) from None
 
-    @retried(on=FileNotFoundError)  # a newer checkpoint has replaced the one that was being read
+    @retried(
+        on=FileNotFoundError
+    )  # a newer checkpoint has replaced the one that was being read
     def _begin(self, signature: str, force: bool) -> None:
         latest = self._copy.part.latest()
         stored = latest.files.get(RECORD) if latest else None
@@ -176,7 +192,11 @@ class RemoteRun:
             self._copy.publish()
         except LostError as error:
             latest = self._copy.part.latest()
-            theirs = sorted(name for name in (latest.files if latest else ()) if name.startswith("step"))
+            theirs = sorted(
+                name
+                for name in (latest.files if latest else ())
+                if name.startswith("step")
+            )
             mine = sorted(path.name for path in self.folder.glob("step*"))
             raise TrainingError(
                 f"another machine has gone on with this run: it has {', '.join(theirs) or 'no checkpoint'}, "
@@ -200,7 +220,9 @@ def read(folder: Path) -> Saved | None:
         raise _damaged(file) from None
 
 
-def tensors(folder: Path, saved: Saved, expected: Mapping[str, PartEntry]) -> dict[str, Tensor]:
+def tensors(
+    folder: Path, saved: Saved, expected: Mapping[str, PartEntry]
+) -> dict[str, Tensor]:
     """The tensors of a checkpoint: all that a drafter needs, and none that it does not have.
 
     TrainingError when they are damaged, or of another drafter.
@@ -212,16 +234,27 @@ def tensors(folder: Path, saved: Saved, expected: Mapping[str, PartEntry]) -> di
         values = load_file(file)
     except (OSError, SafetensorError, ValueError):
         raise _damaged(file) from None
-    found = {key: PartEntry(key, tuple(value.shape), value.dtype) for key, value in values.items()}
+    found = {
+        key: PartEntry(key, tuple(value.shape), value.dtype)
+        for key, value in values.items()
+    }
     needed = {key for key in expected if not key.startswith((STEP, *MOMENTS))}
-    if needed - set(found) or any(expected.get(key) != entry for key, entry in found.items()):
-        raise TrainingError(f"{file} is not a checkpoint of this drafter: --force starts over")
+    if needed - set(found) or any(
+        expected.get(key) != entry for key, entry in found.items()
+    ):
+        raise TrainingError(
+            f"{file} is not a checkpoint of this drafter: --force starts over"
+        )
     return values
 
 
 def _is_leg(leg: Any) -> bool:
     """A part of an epoch: the tokens of a batch, the ranks, and the batches that each rank took."""
-    counts = isinstance(leg, list | tuple) and len(leg) == 3 and all(type(one) is int for one in leg)
+    counts = (
+        isinstance(leg, list | tuple)
+        and len(leg) == 3
+        and all(type(one) is int for one in leg)
+    )
     return counts and leg[0] > 0 and 0 < leg[1] <= RANKS and leg[2] >= 0
 
 
@@ -230,7 +263,9 @@ def _hash(file: Path) -> str:
 
 
 def _damaged(file: Path | str) -> TrainingError:
-    return TrainingError(f"the checkpoint {file} is damaged: --force starts the run over")
+    return TrainingError(
+        f"the checkpoint {file} is damaged: --force starts the run over"
+    )
 
 
 def where(done: int, planned: int, saved: int) -> str:

@@ -48,7 +48,9 @@ class Schedule:
             # The share of samples with images may move: the first epoch, the mean of those between, the last.
             epochs, mixed = ceil(stage.epochs), stage.visual[0] != stage.visual[1]
             counts = {0.0: 1, 0.5: epochs - 2, 1.0: stage.epochs - epochs + 1}
-            for ramp, count in (counts if mixed and epochs > 1 else {0.0: stage.epochs}).items():
+            for ramp, count in (
+                counts if mixed and epochs > 1 else {0.0: stage.epochs}
+            ).items():
                 if count and (keys := drawn(number, ramp)):
                     planned += count * ceil(batches(keys) / self.micro)
         return max(1, ceil(planned))
@@ -72,7 +74,9 @@ class Schedule:
         """How far the share of samples with images has moved in the current epoch, 0 to 1."""
         if steps := self.steps(position.stage):
             return min(1.0, position.begun / steps)
-        return min(1.0, position.epoch / max(1, ceil(self.stages[position.stage].epochs) - 1))
+        return min(
+            1.0, position.epoch / max(1, ceil(self.stages[position.stage].epochs) - 1)
+        )
 
     def batches_left(self, position: Position, whole: float, read: float) -> int:
         """Batches that may still be read of an epoch of `whole` batches, of which `read` are done."""

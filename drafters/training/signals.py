@@ -10,14 +10,20 @@ from typing import Any
 from vlmdistill.stores.errors import StoppedError
 
 ASKING = (signal.SIGINT, signal.SIGTERM)
-ECHO = (
-    10.0  # seconds in which a SIGTERM comes again: from Slurm to all processes, and from torchrun to its own
-)
+# seconds in which a SIGTERM comes again: from Slurm to all processes, and from torchrun to its own
+ECHO = 10.0
 
 
 def asked(flags: Sequence[float]) -> int | None:
     """The signal of some flags, if any."""
-    return next((number for number, some in reversed([*zip(ASKING, flags, strict=True)]) if some), None)
+    return next(
+        (
+            number
+            for number, some in reversed([*zip(ASKING, flags, strict=True)])
+            if some
+        ),
+        None,
+    )
 
 
 class Signals:
@@ -30,17 +36,24 @@ class Signals:
     def __init__(self) -> None:
         self.received: int | None = None
         self.patient = False
-        self.where: Callable[[], str] = lambda: "no step was taken yet; the same command goes on from here"
+        self.where: Callable[[], str] = lambda: (
+            "no step was taken yet; the same command goes on from here"
+        )
         self._before: dict[int, Any] = {}
         self._first = 0.0  # when the first signal came
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in ASKING}
+            self._before = {
+                number: signal.signal(number, self._receive) for number in ASKING
+            }
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)

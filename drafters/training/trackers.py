@@ -15,7 +15,11 @@ from typing import Any, Protocol
 from vlmdistill.stores.errors import TrainingError, one_line
 
 PROJECT = "vlmdistill"
-MODULES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
+MODULES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
 """Name of a tracker and of its extra -> its module."""
 
 
@@ -51,9 +55,15 @@ def opened(name: str, about: About) -> Tracker:
             f'"vlmdistill[{name}]", or leave it out: metrics.jsonl has the same figures'
         ) from None
     try:
-        return _Board(module, about) if name == "tensorboard" else _Runs(name, module, about)
+        return (
+            _Board(module, about)
+            if name == "tensorboard"
+            else _Runs(name, module, about)
+        )
     except Exception as error:  # noqa: BLE001 (whatever it raises without a network or an account)
-        raise TrainingError(f"--tracker {name} cannot begin ({one_line(error)}): leave it out") from None
+        raise TrainingError(
+            f"--tracker {name} cannot begin ({one_line(error)}): leave it out"
+        ) from None
 
 
 class _Board:
@@ -72,14 +82,20 @@ class _Board:
 class _Runs:
     def __init__(self, name: str, module: Any, about: About) -> None:
         # Runs of other targets, or of a name with other settings, are others; one that starts over is new.
-        label = re.sub(r"[^\w.-]", "-", f"{about.target}-{about.name}-{about.signature}")[-128:]
+        label = re.sub(
+            r"[^\w.-]", "-", f"{about.target}-{about.name}-{about.signature}"
+        )[-128:]
         own = {"id": label, "dir": str(about.folder)} if name == "wandb" else {}
         own |= {"resume": "allow"} if about.done else {}
         about.folder.mkdir(parents=True, exist_ok=True)
         self._module = module
         with redirect_stdout(sys.stderr):
             self._run = module.init(
-                project=PROJECT, name=label, group=about.target, config=dict(about.settings), **own
+                project=PROJECT,
+                name=label,
+                group=about.target,
+                config=dict(about.settings),
+                **own,
             )
 
     def log(self, figures: Mapping[str, float], step: int) -> None:

@@ -26,8 +26,20 @@ from vlmdistill.drafters.core.devices import choose_kernels
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.training import cpu, deepspeed_engine, ranks, saved
-from vlmdistill.drafters.training.batches import Ahead, MicroBatches, as_batch, cure_of, occurrences
-from vlmdistill.drafters.training.progress import Metrics, SampleStats, TrainingProgress, loss_of, memory
+from vlmdistill.drafters.training.batches import (
+    Ahead,
+    MicroBatches,
+    as_batch,
+    cure_of,
+    occurrences,
+)
+from vlmdistill.drafters.training.progress import (
+    Metrics,
+    SampleStats,
+    TrainingProgress,
+    loss_of,
+    memory,
+)
 from vlmdistill.drafters.training.run import Run, RunData, finished, furthest
 from vlmdistill.drafters.training.saved import HeldOut, Position, Saved
 from vlmdistill.drafters.training.schedule import Schedule
@@ -44,7 +56,9 @@ PROBE_HOPS = 5
 
 
 def train(
-    run: Run, on_step: Callable[[TrainingProgress], None] = lambda progress: None, force: bool = False
+    run: Run,
+    on_step: Callable[[TrainingProgress], None] = lambda progress: None,
+    force: bool = False,
 ) -> Path:
     """Train a drafter to the end of its schedule and return its folder; `on_step` is called on rank 0.
 
@@ -56,7 +70,9 @@ def train(
     """
     with Signals() as signals, ranks.guarded(), cpu.tuned():
         ranks.join()
-        ranks.same(run.how | {"force": force}, "train the same")  # it decides which exchanges there are
+        ranks.same(
+            run.how | {"force": force}, "train the same"
+        )  # it decides which exchanges there are
         with ranks.all_or_none():
             data = RunData.of(run)
         origin = {"provenance": content_hash(data.store.provenance.to_dict())}
@@ -78,28 +94,51 @@ def train(
 
 class _Trainer:
     def __init__(
-        self, run: Run, data: RunData, signals: Signals, on_step: Callable[[TrainingProgress], None]
+        self,
+        run: Run,
+        data: RunData,
+        signals: Signals,
+        on_step: Callable[[TrainingProgress], None],
     ) -> None:
-        self.run, self.store, self.needs, self.samples = run, data.store, data.needs, data.samples
+        self.run, self.store, self.needs, self.samples = (
+            run,
+            data.store,
+            data.needs,
+            data.samples,
+        )
         self.data, self.signals, self.on_step = data, signals, on_step
         self.config, self.keys = run.config.training, data.keys
         self.rank, self.world = ranks.join()
         self.position = Position()
         self.planned = 0
         self.saved = 0  # the step of the last checkpoint
-        self.copied = saved.RemoteRun(run.state, run.checkpoints) if run.checkpoints else None
+        self.copied = (
+            saved.RemoteRun(run.state, run.checkpoints) if run.checkpoints else None
+        )
         self.missing = ""  # why its copy failed
         self.metrics: Metrics | None = None  # on rank 0
-        self.best: dict[str, torch.Tensor] = {}  # weights at `position.best`, on rank 0, if the run validates
+        self.best: dict[
+            str, torch.Tensor
+        ] = {}  # weights at `position.best`, on rank 0, if the run validates
         self.measures = SampleStats()
         cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if cuda
+            else torch.device("cpu")
+        )
         choose_kernels(self.device)
         self.dtype: torch.dtype = getattr(torch, run.precision)
         initial = data.initial
         info = initial.info(self.store.info) if initial else self.store.info
         drafter = fresh(
-            run.drafter, run.config, self.store, run.seed, info, device=self.device, dtype=self.dtype
+            run.drafter,
+            run.config,
+            self.store,
+            run.seed,
+            info,
+            device=self.device,
+            dtype=self.dtype,
         )
         # Before DeepSpeed copies the weights; a checkpoint then replaces them all.
         self.taken = initial.into(drafter, run.drafter) if initial else None
@@ -140,7 +179,9 @@ class _Trainer:
             self._warn_of_nothing_held_out()
             self._choose_vocabulary()
         else:
-            validated = self.config.validate_every > 0 and found.position.best is not None
+            validated = (
+                self.config.validate_every > 0 and found.position.best is not None
+            )
             expected = deepspeed_engine.expected(self.engine, best=validated)
             tensors: dict[str, torch.Tensor] = {}
 
@@ -148,7 +189,9 @@ class _Trainer:
                 tensors.update(saved.tensors(self.run.state, found, expected))
                 return [expected[key] for key in sorted(tensors)]
 
-            self.best = deepspeed_engine.restore(self.engine, ranks.first(read, source), tensors, source)
+            self.best = deepspeed_engine.restore(
+                self.engine, ranks.first(read, source), tensors, source
+            )
             self.position, self.saved = found.position, found.position.total
 
         def record() -> None:
@@ -173,7 +216,12 @@ class _Trainer:
         if columns_of(drafter) is None or (self.taken and there & {*self.taken.taken}):
             return
         reader = Epoch(
-            self.store, (), keys=self.keys, token_budget=self.budget, rank=self.rank, world=self.world
+            self.store,
+            (),
+            keys=self.keys,
+            token_budget=self.budget,
+            rank=self.rank,
+            world=self.world,
         )
         count_V = occurrences(reader, self.store.info.vocab_size)
         drafter.choose_vocabulary(ranks.total(count_V.to(self.device)))
@@ -187,7 +235,12 @@ class _Trainer:
             )
             if self.rank == 0 and not self._drawn(self.position.stage, 0.0):
                 left = f"its {self.schedule.share(self.position.stage)} are left out"
-                log.warning("stage %s has no samples in %s: %s", stage.name, self.run.store, left)
+                log.warning(
+                    "stage %s has no samples in %s: %s",
+                    stage.name,
+                    self.run.store,
+                    left,
+                )
             self._validate(stage)  # if a signal has stopped the run just before
             while not self._over(stage) and self._epoch(stage):
                 self.position.epoch += 1
@@ -207,12 +260,16 @@ class _Trainer:
             self.position.reader = None  # of a checkpoint at the last step of the stage
         if self.position.total == 0:
             stages = f"the stages of {self.run.drafter}, or their epochs are too short"
-            raise TrainingError(f"no step was taken: {self.run.store} has no samples for {stages}")
+            raise TrainingError(
+                f"no step was taken: {self.run.store} has no samples for {stages}"
+            )
         self.measures.gather()
         ranks.first(self._publish)
         self._copy()  # the last figures, too
         if self.missing:
-            raise TrainingError(f"{self.missing}; the drafter is done, in {self.run.out}")
+            raise TrainingError(
+                f"{self.missing}; the drafter is done, in {self.run.out}"
+            )
 
     def close(self) -> None:
         """Write out what is still to be recorded."""
@@ -223,7 +280,9 @@ class _Trainer:
         """The samples of an epoch of a stage."""
         return self.samples[stage].draw(self.schedule.stages[stage], ramp, 0)
 
-    def _read(self, keys: Sequence[str], seed: int, start: dict[str, Any] | None = None) -> Epoch:
+    def _read(
+        self, keys: Sequence[str], seed: int, start: dict[str, Any] | None = None
+    ) -> Epoch:
         """This rank's batches of some samples."""
         return Epoch(
             self.store,
@@ -240,7 +299,10 @@ class _Trainer:
     def _epoch(self, stage: Stage) -> bool:
         """One pass, or the part of it that the stage's epochs or steps allow; False: nothing to read."""
         position, schedule = self.position, self.schedule
-        seed = int(content_hash([self.run.seed, position.stage, position.epoch]), 16) % 2**31
+        seed = (
+            int(content_hash([self.run.seed, position.stage, position.epoch]), 16)
+            % 2**31
+        )
         keys = self.samples[position.stage].draw(stage, schedule.ramp(position), seed)
         reader = self._read(keys, seed, position.reader)
         whole = reader.whole
@@ -251,7 +313,9 @@ class _Trainer:
         groups = Ahead(self._groups(reader, left, stage))
         for group in groups:
             rate = schedule.learning_rate(position, read / whole)
-            done = self._step(stage, group, rate, final, groups.fetch if self._moves else None)
+            done = self._step(
+                stage, group, rate, final, groups.fetch if self._moves else None
+            )
             loss, norm = loss_of(done.sums_H3), done.norm
             if not isfinite(norm + loss):
                 cure = cure_of(group.samples, self.store, self.needs)
@@ -296,14 +360,20 @@ class _Trainer:
         """Batches move to another device, where the next ones can arrive while it works."""
         return self.device.type != "cpu"
 
-    def _groups(self, reader: Epoch, batches: int, stage: Stage) -> Iterator[MicroBatches]:
+    def _groups(
+        self, reader: Epoch, batches: int, stage: Stage
+    ) -> Iterator[MicroBatches]:
         """The micro-batches of one optimizer step at a time, `batches` of them in all."""
         while batches > 0 and len(reader):
             began = time.perf_counter()
-            samples = [next(reader) for _ in range(min(self.micro, batches, len(reader)))]
+            samples = [
+                next(reader) for _ in range(min(self.micro, batches, len(reader)))
+            ]
             waited, state = time.perf_counter() - began, reader.state
             batches -= len(samples)
-            yield MicroBatches(samples, [self._batch(one, stage) for one in samples], state, waited)
+            yield MicroBatches(
+                samples, [self._batch(one, stage) for one in samples], state, waited
+            )
 
     def _step(
         self,
@@ -321,16 +391,24 @@ class _Trainer:
         deepspeed_engine.set_learning_rate(self.engine, rate)
         there = [batch for batch in group.batches if batch]
         rows = sum(rows_of(batch, stage) for batch in there)
-        tokens = sum(len(batch.ids_T) + int(batch.readable.length_M.sum()) for batch in there)
+        tokens = sum(
+            len(batch.ids_T) + int(batch.readable.length_M.sum()) for batch in there
+        )
         counts_2 = place(torch.tensor([rows, tokens], dtype=torch.float64), self.device)
         share = self.world / ranks.total(counts_2)[0].clamp(min=1)
-        sums = torch.zeros(stage.hops, 3, dtype=torch.float64, device=self.device)  # loss, agree, counted
+        sums = torch.zeros(
+            stage.hops, 3, dtype=torch.float64, device=self.device
+        )  # loss, agree, counted
         norm: torch.Tensor | float = 0.0
         last = len(group.batches) - 1
-        for micro, (batch, samples) in enumerate(zip(group.batches, group.samples, strict=True)):
+        for micro, (batch, samples) in enumerate(
+            zip(group.batches, group.samples, strict=True)
+        ):
             self.engine.set_gradient_accumulation_boundary(micro == last)
             # A draw of its own for every step, micro-batch and rank: nothing to save, nothing to lose.
-            draw = int(content_hash([self.run.seed, self.position.total, micro, self.rank]), 16)
+            draw = int(
+                content_hash([self.run.seed, self.position.total, micro, self.rank]), 16
+            )
             generator = torch.Generator(self.device).manual_seed(draw % 2**63)
             # At the end of an epoch, a rank may have no samples. It runs a spare batch with a weight of zero,
             # so that all ranks have the same gradients in the same order, as ZeRO 2 needs.
@@ -349,18 +427,35 @@ class _Trainer:
         norm_1 = torch.as_tensor(norm, dtype=torch.float64).reshape(1)
         parts = [sent, counts_2[1:], place(norm_1, self.device)]
         told = torch.cat(parts).cpu()  # the only wait for a GPU besides DeepSpeed's own
-        sums_X, flags, (tokens_all, norm_all) = torch.split(told, [sums.numel(), len(flags), 2])
-        return _Step(sums_X.view_as(sums), int(tokens_all), float(norm_all), asked(flags.tolist()))
+        sums_X, flags, (tokens_all, norm_all) = torch.split(
+            told, [sums.numel(), len(flags), 2]
+        )
+        return _Step(
+            sums_X.view_as(sums),
+            int(tokens_all),
+            float(norm_all),
+            asked(flags.tolist()),
+        )
 
     def _over(self, stage: Stage) -> bool:
         """Whether a stage has come to its end, or had `patience` validations without a better one."""
-        taus = [one.predicted_tau for one in self.position.history if one.stage == stage.name]
+        taus = [
+            one.predicted_tau
+            for one in self.position.history
+            if one.stage == stage.name
+        ]
         stale = len(taus) - 1 - taus.index(max(taus)) if taus else 0
-        return self.schedule.progress(self.position) >= 1 or 0 < self.config.patience <= stale
+        return (
+            self.schedule.progress(self.position) >= 1
+            or 0 < self.config.patience <= stale
+        )
 
     def _validate(self, stage: Stage) -> None:
         """Measure when the settings say so."""
-        if self.config.validate_every and self.position.total % self.config.validate_every == 0:
+        if (
+            self.config.validate_every
+            and self.position.total % self.config.validate_every == 0
+        ):
             self._measure(stage)
 
     def _measure(self, stage: Stage) -> None:
@@ -370,14 +465,24 @@ class _Trainer:
         validates, the weights are kept unless an earlier step had weights as good.
         """
         keys, history = self.samples[-1].held_out, self.position.history
-        if not keys or not self.position.total or (history and history[-1].step == self.position.total):
+        if (
+            not keys
+            or not self.position.total
+            or (history and history[-1].step == self.position.total)
+        ):
             return
         limit = self.run.config.model.max_hops or sys.maxsize
         chain = min(self.run.config.tree.depth + 1, limit)
         hops = max(chain, min(PROBE_HOPS, limit))
-        probe = Stage(name="probe", hops=hops, anchors=stage.probed, losses=stage.losses)
-        batches = (batch for samples in self._read(keys, 0) if (batch := self._batch(samples)))
-        agree_H, count_H, accepted_H = ranks.total(agreement(self.engine, batches, probe, self.device))
+        probe = Stage(
+            name="probe", hops=hops, anchors=stage.probed, losses=stage.losses
+        )
+        batches = (
+            batch for samples in self._read(keys, 0) if (batch := self._batch(samples))
+        )
+        agree_H, count_H, accepted_H = ranks.total(
+            agreement(self.engine, batches, probe, self.device)
+        )
         count_H = count_H.clamp(min=1)
         entry = HeldOut(
             stage=stage.name,
@@ -393,11 +498,19 @@ class _Trainer:
 
     @cached_property
     def _spare(self) -> Batch | None:
-        return self._batch(next(Epoch(self.store, self.needs, keys=self.keys[:1], token_budget=1)))
+        return self._batch(
+            next(Epoch(self.store, self.needs, keys=self.keys[:1], token_budget=1))
+        )
 
-    def _batch(self, samples: PackedSamples, stage: Stage | None = None) -> Batch | None:
+    def _batch(
+        self, samples: PackedSamples, stage: Stage | None = None
+    ) -> Batch | None:
         failed_T = self.data.failed(samples, stage) if stage else None
-        batch = as_batch(samples, self.store.provenance.dtype, failed_T) if samples else None
+        batch = (
+            as_batch(samples, self.store.provenance.dtype, failed_T)
+            if samples
+            else None
+        )
         return batch and batch.to(self.device, self.dtype)
 
     def _save(self) -> None:
@@ -456,13 +569,19 @@ class _Trainer:
             training["init"] = self.data.initial.record(self.taken)
         before = self.data.initial.samples if self.data.initial else ()
         samples = sorted({*self.keys, *before})
-        origin = checkpoint.Origin(self.store.provenance, self.config, training, samples)
-        checkpoint.save(self.engine.module.drafter, self.run.drafter, self.run.out, origin)
+        origin = checkpoint.Origin(
+            self.store.provenance, self.config, training, samples
+        )
+        checkpoint.save(
+            self.engine.module.drafter, self.run.drafter, self.run.out, origin
+        )
         if table := self.measures.table():
             try:
                 self.store.write_stats(self.run.out.name, table)
             except StoreError as error:  # the store may be read-only
-                log.warning("the statistics of each sample are not in the store: %s", error)
+                log.warning(
+                    "the statistics of each sample are not in the store: %s", error
+                )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ class Unroll(nn.Module):
         super().__init__()
         self.drafter, self.config = drafter, config
 
-    def forward(self, batch: Batch, stage: Stage, generator: torch.Generator | None = None) -> Unrolled:
+    def forward(
+        self, batch: Batch, stage: Stage, generator: torch.Generator | None = None
+    ) -> Unrolled:
         """See `unroll`."""
         noise, detach = self.config.noise, self.config.detach
         return unroll(self.drafter, batch, stage, generator, noise=noise, detach=detach)
@@ -114,14 +116,21 @@ def unroll(
         )
     ahead_HR = token_R + hop_H1
     inside_HR = supervised_T[ahead_HR.clamp(max=last)] & (ahead_HR <= last)
-    middle_TD = batch.feature(source, "text") if (source := drafter.middle_source) else None
-    targets = TargetRows(hidden_TD, known.ids_T, token_R, inside_HR.cumprod(0).bool(), middle_TD)
+    middle_TD = (
+        batch.feature(source, "text") if (source := drafter.middle_source) else None
+    )
+    targets = TargetRows(
+        hidden_TD, known.ids_T, token_R, inside_HR.cumprod(0).bool(), middle_TD
+    )
     scores = drafter.loss(states, targets, stage)
     return Unrolled(scores.total, scores.hops, rows.segment_N)
 
 
 def _drawn(
-    segment_R: Tensor, failed_R: Tensor | None, stage: Stage, generator: torch.Generator | None
+    segment_R: Tensor,
+    failed_R: Tensor | None,
+    stage: Stage,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """The indices of the rows of `stage.anchors` of each sample, ascending. Rows are sorted by sample.
 
@@ -133,13 +142,17 @@ def _drawn(
     seed = generator.initial_seed() if generator else 0
     if generator is None or generator.device.type != device.type:
         generator = torch.Generator(device).manual_seed(seed)
-    draw_R = torch.rand(len(segment_R), generator=generator, device=device, dtype=torch.float64)
+    draw_R = torch.rand(
+        len(segment_R), generator=generator, device=device, dtype=torch.float64
+    )
     first_R = torch.searchsorted(segment_R, segment_R)
     place_R = torch.arange(len(segment_R), device=device) - first_R
     if failed_R is not None and stage.anchors == "failed":
         order_R = (2 * segment_R + ~failed_R + draw_R).argsort(stable=True)
     else:
-        order_R = (segment_R + draw_R[first_R + place_R // RUN * RUN]).argsort(stable=True)
+        order_R = (segment_R + draw_R[first_R + place_R // RUN * RUN]).argsort(
+            stable=True
+        )
     return order_R[place_R < most_B[segment_R]].sort().values
 
 
@@ -174,13 +187,21 @@ def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
     length_B = torch.bincount(known.segment_T, minlength=samples)
     if any(feature.where == "visual" for feature in batch.features):
         length_B = length_B.index_add(0, known.segment_M, known.length_M)
-    segments = {"text": known.segment_T, "visual": known.visual_tokens.segment_N, "span": known.segment_M}
+    segments = {
+        "text": known.segment_T,
+        "visual": known.visual_tokens.segment_N,
+        "span": known.segment_M,
+    }
     noisy = {}
-    for feature, state_ND in sorted(batch.features.items(), key=itemgetter(0)):  # the order fixes the draws
+    for feature, state_ND in sorted(
+        batch.features.items(), key=itemgetter(0)
+    ):  # the order fixes the draws
         if feature.source == "hidden" and width:
             scale_N = width * 512 / length_B[segments[feature.where]]
             scale_N1 = place(scale_N, state_ND.device)[:, None]
-            draw_ND = torch.rand(state_ND.shape, generator=generator, device=state_ND.device)
+            draw_ND = torch.rand(
+                state_ND.shape, generator=generator, device=state_ND.device
+            )
             state_ND = state_ND + ((draw_ND - 0.5) * scale_N1).to(state_ND.dtype)
         noisy[feature] = state_ND
     return batch.having(noisy)
@@ -198,7 +219,9 @@ def supervised(batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def agreement(engine: nn.Module, batches: Iterable[Batch], probe: Stage, device: torch.device) -> Tensor:
+def agreement(
+    engine: nn.Module, batches: Iterable[Batch], probe: Stage, device: torch.device
+) -> Tensor:
     """By hop, the rows that agree with the target, that count, and that agree at all hops so far: [3, H].
 
     Whole numbers, so that their sums are the same on all ranks, and all decide the same.

@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="demo",
         help="demo-large is grown from demo, demo-video supports videos too; default: demo",
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the new checkpoint")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the new checkpoint"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.add_argument("--json", action="store_true", help="print the scores as JSON")
     given = parser.parse_args(arguments)
@@ -50,14 +52,18 @@ def _build(name: str, out: Path, seed: int) -> dict[str, Any]:
     from examples.demo_target.build import RECIPES, STATE, build, build_grown
 
     if (out / "model.safetensors").exists() and not (out / STATE).exists():
-        raise TargetError(f"{out} already holds a checkpoint: empty it, or give another --out")
+        raise TargetError(
+            f"{out} already holds a checkpoint: empty it, or give another --out"
+        )
     with console.progress(f"training the target {name}", "steps") as report:
         make = build_grown if name == "demo-large" else build
         return make(
             out,
             seed=seed,
             recipe=RECIPES[name],
-            progress=lambda stage, step, steps, loss: report(step, steps, f"{stage}, loss {loss:.3f}"),
+            progress=lambda stage, step, steps, loss: report(
+                step, steps, f"{stage}, loss {loss:.3f}"
+            ),
         )
 
 

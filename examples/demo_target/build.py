@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
 
-from examples.demo_target.evaluation import LENGTHS, evaluate, evaluate_clips, evaluate_loaded, load
+from examples.demo_target.evaluation import (
+    LENGTHS,
+    evaluate,
+    evaluate_clips,
+    evaluate_loaded,
+    load,
+)
 from examples.demo_target.growth import grow
 from examples.demo_target.lessons import CLIPS, GROWN, Recipe
 from examples.demo_target.model import (
@@ -69,14 +75,20 @@ def build(
     unfinished build with another seed or recipe.
     """
     if layers < 2:
-        raise ValueError(f"layers must be at least 2, not {layers}: a head is wired in each of the first two")
+        raise ValueError(
+            f"layers must be at least 2, not {layers}: a head is wired in each of the first two"
+        )
     if hidden % 64:
-        raise ValueError(f"hidden must be a multiple of 64, not {hidden}: heads are 64 wide")
+        raise ValueError(
+            f"hidden must be a multiple of 64, not {hidden}: heads are 64 wide"
+        )
     recipe = recipe or Recipe()
     began = time.process_time()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)  # denormal gradients would slow down matrix products a hundredfold
+    torch.set_flush_denormal(
+        True
+    )  # denormal gradients would slow down matrix products a hundredfold
     try:
         torch.manual_seed(seed)
         tokenizer = train_tokenizer(seed, texts=texts)
@@ -85,23 +97,41 @@ def build(
         model = new_model(settings, tokenizer)
         ends = [tokens["<|im_end|>"], tokens["<|endoftext|>"]]
         start = tokens["<|endoftext|>"]
-        model.generation_config = GenerationConfig(bos_token_id=start, pad_token_id=start, eos_token_id=ends)
+        model.generation_config = GenerationConfig(
+            bos_token_id=start, pad_token_id=start, eos_token_id=ends
+        )
         model.train()
         out.mkdir(parents=True, exist_ok=True)
         train(Course(model, tokenizer, recipe, seed, progress, out / STATE, save_every))
         seconds = time.process_time() - began
         model.eval().save_pretrained(out)
         tokenizer.save_pretrained(out)
-        for name, settings in {"preprocessor": _PREPROCESSOR, "video_preprocessor": _VIDEO}.items():
-            (out / f"{name}_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        for name, settings in {
+            "preprocessor": _PREPROCESSOR,
+            "video_preprocessor": _VIDEO,
+        }.items():
+            (out / f"{name}_config.json").write_text(
+                json.dumps(settings, indent=2) + "\n"
+            )
         loaded = load(out)
-        scores = evaluate_loaded(*loaded, n=scenes, seed=0, max_new_tokens=max_new_tokens)
-        if recipe.clips:
-            scores["clips"] = evaluate_clips(*loaded, n=clips, lengths=lengths, max_new_tokens=max_new_tokens)
-        origin = (
-            f"trained from scratch by `python -m examples.demo_target{' demo-video' * (recipe.clips > 0)}`"
+        scores = evaluate_loaded(
+            *loaded, n=scenes, seed=0, max_new_tokens=max_new_tokens
         )
-        text = card(scores, recipe, model=model, origin=origin, seed=seed, threads=threads, seconds=seconds)
+        if recipe.clips:
+            scores["clips"] = evaluate_clips(
+                *loaded, n=clips, lengths=lengths, max_new_tokens=max_new_tokens
+            )
+        video = " demo-video" if recipe.clips else ""
+        origin = f"trained from scratch by `python -m examples.demo_target{video}`"
+        text = card(
+            scores,
+            recipe,
+            model=model,
+            origin=origin,
+            seed=seed,
+            threads=threads,
+            seconds=seconds,
+        )
         (out / "README.md").write_text(f"{text}\n{_TAUGHT}", encoding="utf-8")
         (out / STATE).unlink(missing_ok=True)
         return scores
@@ -134,16 +164,36 @@ def build_grown(
         model = grow(small, seed).train()
         out.mkdir(parents=True, exist_ok=True)
         with cpu.tuned():
-            train_grown(Course(model, tokenizer, recipe, seed, progress, out / STATE, save_every))
+            train_grown(
+                Course(
+                    model, tokenizer, recipe, seed, progress, out / STATE, save_every
+                )
+            )
         seconds = time.process_time() - began
-        for part in (model.config, model.config.text_config, model.config.vision_config):
+        for part in (
+            model.config,
+            model.config.text_config,
+            model.config.vision_config,
+        ):
             part.dtype = torch.bfloat16
         model.eval().bfloat16().save_pretrained(out)
         for file in _SAME:
             shutil.copy(base / file, out)
-        scores = evaluate_loaded(*load(out), n=scenes, seed=0, max_new_tokens=max_new_tokens)
-        origin = f"grown from `{base.name}` by `python -m examples.demo_target demo-large`"
-        text = card(scores, recipe, model=model, origin=origin, seed=seed, threads=threads, seconds=seconds)
+        scores = evaluate_loaded(
+            *load(out), n=scenes, seed=0, max_new_tokens=max_new_tokens
+        )
+        origin = (
+            f"grown from `{base.name}` by `python -m examples.demo_target demo-large`"
+        )
+        text = card(
+            scores,
+            recipe,
+            model=model,
+            origin=origin,
+            seed=seed,
+            threads=threads,
+            seconds=seconds,
+        )
         (out / "README.md").write_text(f"{text}\n{_GROWN}", encoding="utf-8")
         (out / STATE).unlink(missing_ok=True)
         return scores
@@ -152,7 +202,12 @@ def build_grown(
         torch.set_flush_denormal(False)
 
 
-_SAME = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
+_SAME = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+)
 _LIMITS = """## Limits
 
 Images and frames of videos are scaled down to at most 84 x 84 pixels. The target understands only images and
@@ -209,10 +264,16 @@ def card(
 ) -> str:
     """The model card of a checkpoint with these scores, up to its recipe; `seconds` of CPU time."""
     rows = {"all image tasks": scores["facts"], **scores["tasks"]}
-    rows |= {"second round": scores["second_round"], "imagined, no image": scores["text_only"]}
+    rows |= {
+        "second round": scores["second_round"],
+        "imagined, no image": scores["text_only"],
+    }
     film = ""
     if clips := scores.get("clips"):
-        lengths = {f"{tokens:,} ({row['n']} clips)": row for tokens, row in clips["lengths"].items()}
+        lengths = {
+            f"{tokens:,} ({row['n']} clips)": row
+            for tokens, row in clips["lengths"].items()
+        }
         counts = clips["tokens"]
         film = f"""
 The same on {clips["n"]} held-out clips of {next(iter(clips["lengths"]))} visual tokens. Position, colour,
@@ -233,7 +294,11 @@ attending to one whose score is higher by log n. Clips have eight seconds; the c
 shows its time.
 """
     text, dtype = model.config.text_config, str(model.dtype).removeprefix("torch.")
-    videos = "about a video of eight seconds in which shapes appear, vanish and move, " if clips else ""
+    videos = (
+        "about a video of eight seconds in which shapes appear, vanish and move, "
+        if clips
+        else ""
+    )
     knobs = "\n".join(f"- `{name}`: {value}" for name, value in asdict(recipe).items())
     tokens = scores["tokens"]
     return f"""# vlmdistill demo target

@@ -24,15 +24,27 @@ from examples.demo_target.slides import distinct
 from examples.demo_target.text import placeholder
 from vlmdistill.pipelines.demo import narration, wording
 from vlmdistill.pipelines.demo.chats import imagine
-from vlmdistill.pipelines.demo.clips import PHASES, SECONDS, Clip, patches_for, random_clip
+from vlmdistill.pipelines.demo.clips import (
+    PHASES,
+    SECONDS,
+    Clip,
+    patches_for,
+    random_clip,
+)
 from vlmdistill.pipelines.demo.scenes import Scene, draw, random_scene
 
 
 def load(
     checkpoint: Path,
-) -> tuple[Qwen2_5_VLForConditionalGeneration, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil]:
+) -> tuple[
+    Qwen2_5_VLForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+]:
     """The model, tokenizer and image processor of a checkpoint folder."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        checkpoint, dtype=torch.float32
+    ).eval()
     return (
         model,
         AutoTokenizer.from_pretrained(checkpoint),
@@ -66,11 +78,17 @@ def responses(
             dict(processor(list(images), return_tensors="pt")),
         )
     elif clips is not None:
-        seen, shown = placeholder(video_tokens=IMAGE_TOKENS * patches), _film(clips, patches)
+        seen, shown = (
+            placeholder(video_tokens=IMAGE_TOKENS * patches),
+            _film(clips, patches),
+        )
     prompts = [
         tokenizer.apply_chat_template(
             [
-                {"role": "assistant" if turn % 2 else "user", "content": text if turn else seen + text}
+                {
+                    "role": "assistant" if turn % 2 else "user",
+                    "content": text if turn else seen + text,
+                }
                 for turn, text in enumerate(talk)
             ],
             tokenize=False,
@@ -78,7 +96,9 @@ def responses(
         )
         for talk in talks
     ]
-    batch = dict(tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left"))
+    batch = dict(
+        tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    )
     ids, config = batch["input_ids"], model.config
     batch["mm_token_type_ids"] = (ids == config.image_token_id).int() + 2 * (
         ids == config.video_token_id
@@ -133,7 +153,9 @@ def evaluate_loaded(
     rng = random.Random(f"demo evaluation {seed}")
     scenes = [random_scene(rng, "evaluation") for _ in range(n)]
     tasks = [wording.TASKS[index % len(wording.TASKS)] for index in range(n)]
-    asked = [wording.ask(scene, task, rng) for scene, task in zip(scenes, tasks, strict=True)]
+    asked = [
+        wording.ask(scene, task, rng) for scene, task in zip(scenes, tasks, strict=True)
+    ]
     questions = [(question,) for question, _ in asked]
     images = [draw(scene) for scene in scenes]
     say = partial(responses, model, tokenizer, processor, max_new_tokens=max_new_tokens)
@@ -143,34 +165,58 @@ def evaluate_loaded(
     result: dict[str, Any] = {
         "n": n,
         "facts": _shares(texts, scenes, tasks),
-        "tasks": {task: _shares(texts, scenes, tasks, only=task) for task in dict.fromkeys(tasks)},
-        "tokens": {"least": min(counts), "mean": statistics.fmean(counts), "most": max(counts)},
+        "tasks": {
+            task: _shares(texts, scenes, tasks, only=task)
+            for task in dict.fromkeys(tasks)
+        },
+        "tokens": {
+            "least": min(counts),
+            "mean": statistics.fmean(counts),
+            "most": max(counts),
+        },
     }
     if swap:
         others = say(questions, images[1:] + images[:1])
-        result["swap"] = statistics.fmean(a != b for a, b in zip(generated, others, strict=True))
+        result["swap"] = statistics.fmean(
+            a != b for a, b in zip(generated, others, strict=True)
+        )
     if more:
         some = slice(max(n // 3, 1))
         later = tasks[1:] + tasks[:1]
         talks = [
             (*first, wording.ask(scene, task, rng)[0])
-            for first, scene, task in zip(asked[some], scenes[some], later[some], strict=True)
+            for first, scene, task in zip(
+                asked[some], scenes[some], later[some], strict=True
+            )
         ]
         generated = say(talks, images[some])
-        result["second_round"] = _shares(tokenizer.batch_decode(generated), scenes[some], later[some])
+        result["second_round"] = _shares(
+            tokenizer.batch_decode(generated), scenes[some], later[some]
+        )
         generated = say([imagine(scene, rng)[:1] for scene in scenes[some]])
         result["text_only"] = _shares(
-            tokenizer.batch_decode(generated), scenes[some], ["describe"] * len(generated)
+            tokenizer.batch_decode(generated),
+            scenes[some],
+            ["describe"] * len(generated),
         )
     return result
 
 
 def _shares(
-    texts: Sequence[str], scenes: Sequence[Scene], tasks: Sequence[str], *, only: str | None = None
+    texts: Sequence[str],
+    scenes: Sequence[Scene],
+    tasks: Sequence[str],
+    *,
+    only: str | None = None,
 ) -> dict[str, float]:
     rows = zip(texts, scenes, tasks, strict=True)
-    scores = [score(text, scene, task) for text, scene, task in rows if only in (None, task)]
-    return {kind: sum(s[kind][0] for s in scores) / sum(s[kind][1] for s in scores) for kind in FACTS}
+    scores = [
+        score(text, scene, task) for text, scene, task in rows if only in (None, task)
+    ]
+    return {
+        kind: sum(s[kind][0] for s in scores) / sum(s[kind][1] for s in scores)
+        for kind in FACTS
+    }
 
 
 LENGTHS = (36, 144, 504, 1512, 6012, 25020)
@@ -197,15 +243,25 @@ def evaluate_clips(
     rng = random.Random(f"demo clip evaluation {seed}")
     clips = [random_clip(rng, "evaluation") for _ in range(n)]
     tasks = [narration.TASKS[index % len(narration.TASKS)] for index in range(n)]
-    questions = [(narration.ask(clip, task, rng)[0],) for clip, task in zip(clips, tasks, strict=True)]
+    questions = [
+        (narration.ask(clip, task, rng)[0],)
+        for clip, task in zip(clips, tasks, strict=True)
+    ]
     result: dict[str, Any] = {"n": n, "lengths": {}}
 
     def generated(some: int, length: int, shift: int = 0) -> list[list[int]]:
         shown = clips[shift:] + clips[:shift]
         size = max(_BATCH_TOKENS // length, 1)
-        parts = [slice(start, min(start + size, some)) for start in range(0, some, size)]
-        say = partial(responses, model, tokenizer, processor, max_new_tokens=max_new_tokens)
-        generated = (say(questions[part], clips=shown[part], patches=patches_for(length)) for part in parts)
+        parts = [
+            slice(start, min(start + size, some)) for start in range(0, some, size)
+        ]
+        say = partial(
+            responses, model, tokenizer, processor, max_new_tokens=max_new_tokens
+        )
+        generated = (
+            say(questions[part], clips=shown[part], patches=patches_for(length))
+            for part in parts
+        )
         return [ids for some_ids in generated for ids in some_ids]
 
     for length in lengths:
@@ -216,17 +272,32 @@ def evaluate_clips(
         result["lengths"][length] = {"n": some, **_clip_shares(scores)}
         if length == lengths[0]:
             counts = [len(ids) for ids in found]
-            result["tokens"] = {"least": min(counts), "mean": statistics.fmean(counts), "most": max(counts)}
+            result["tokens"] = {
+                "least": min(counts),
+                "mean": statistics.fmean(counts),
+                "most": max(counts),
+            }
             result["tasks"] = {
-                task: _clip_shares([score for score, its in zip(scores, tasks, strict=True) if its == task])
+                task: _clip_shares(
+                    [
+                        score
+                        for score, its in zip(scores, tasks, strict=True)
+                        if its == task
+                    ]
+                )
                 for task in dict.fromkeys(tasks)
             }
             others = generated(some, length, 1)
-            result["swap"] = statistics.fmean(a != b for a, b in zip(found, others, strict=True))
+            result["swap"] = statistics.fmean(
+                a != b for a, b in zip(found, others, strict=True)
+            )
     return result
 
 
 def _clip_shares(scores: Sequence[dict[str, tuple[int, int]]]) -> dict[str, float]:
     """Share right by kind; kinds that none of the tasks asks for are left out."""
-    sums = {kind: [sum(score[kind][side] for score in scores) for side in (0, 1)] for kind in CLIP_FACTS}
+    sums = {
+        kind: [sum(score[kind][side] for score in scores) for side in (0, 1)]
+        for kind in CLIP_FACTS
+    }
     return {kind: right / total for kind, (right, total) in sums.items() if total}

@@ -11,11 +11,16 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 
-def grow(model: Qwen2_5_VLForConditionalGeneration, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+def grow(
+    model: Qwen2_5_VLForConditionalGeneration, seed: int = 0
+) -> Qwen2_5_VLForConditionalGeneration:
     """A model of twice the width and layers with the same logits; its vision tower stays as wide."""
     settings = deepcopy(model.config)
     text = settings.text_config
-    text.hidden_size, text.intermediate_size = 2 * text.hidden_size, 2 * text.intermediate_size
+    text.hidden_size, text.intermediate_size = (
+        2 * text.hidden_size,
+        2 * text.intermediate_size,
+    )
     text.num_attention_heads, text.num_key_value_heads = (
         2 * text.num_attention_heads,
         2 * text.num_key_value_heads,
@@ -40,7 +45,9 @@ def grow(model: Qwen2_5_VLForConditionalGeneration, seed: int = 0) -> Qwen2_5_VL
     return grown
 
 
-def _widened(name: str, value: Tensor, shape: torch.Size, generator: torch.Generator) -> Tensor:
+def _widened(
+    name: str, value: Tensor, shape: torch.Size, generator: torch.Generator
+) -> Tensor:
     if value.shape == shape:
         return value
     if "embed_tokens" in name or "lm_head" in name:

@@ -102,7 +102,10 @@ def lessons(
     tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: random.Random, done: float
 ) -> Iterator[Batch]:
     """About eight batches of similar lengths; `done` is the finished share of the run."""
-    start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
+    start, end = (
+        tokenizer.convert_tokens_to_ids(token)
+        for token in ("<|im_start|>", "<|im_end|>")
+    )
     head = [start, *tokenizer.encode("assistant\n")]
     drawn: list[_Row] = []
     while sum(len(ids) for ids, _ in drawn) < 8 * recipe.tokens:
@@ -127,20 +130,26 @@ def _sample(rng: random.Random, recipe: Recipe, done: float) -> Sample:
     look = probe and rng.random() >= _ramp(done, recipe.scan)
     if not look and rng.random() < recipe.chats:
         rounds = (
-            [probes.described_items(random_scene(rng, "target"), rng)] if probe else chats.chat(rng, "target")
+            [probes.described_items(random_scene(rng, "target"), rng)]
+            if probe
+            else chats.chat(rng, "target")
         )
         return Sample(conversation(rounds))
     if rng.random() < recipe.clips * (1 + look):
         return _clip_sample(rng, recipe, probe=probe, look=look, long=talks > 0)
     scene = random_scene(rng, "target")
     if probe:
-        rounds = probes.scene_facts(scene, rng) if look else [probes.scene_items(scene, rng)]
+        rounds = (
+            probes.scene_facts(scene, rng) if look else [probes.scene_items(scene, rng)]
+        )
     else:
         rounds = wording.rounds(scene, rng)
     return Sample(conversation(rounds, image_tokens=IMAGE_TOKENS), scene)
 
 
-def _clip_sample(rng: random.Random, recipe: Recipe, *, probe: bool, look: bool, long: bool) -> Sample:
+def _clip_sample(
+    rng: random.Random, recipe: Recipe, *, probe: bool, look: bool, long: bool
+) -> Sample:
     count = PHASES if look else _patches(rng, long=long)
     copies = 1.0
     if long and rng.random() < recipe.crowd:
@@ -154,8 +163,14 @@ def _clip_sample(rng: random.Random, recipe: Recipe, *, probe: bool, look: bool,
         rounds = probes.slide_facts(shown, rng)
     else:
         shown = random_clip(rng, "target")
-        rounds = [probes.clip_items_or_events(shown, rng)] if probe else narration.rounds(shown, rng)
-    return Sample(conversation(rounds, video_tokens=count * IMAGE_TOKENS), shown, count, copies)
+        rounds = (
+            [probes.clip_items_or_events(shown, rng)]
+            if probe
+            else narration.rounds(shown, rng)
+        )
+    return Sample(
+        conversation(rounds, video_tokens=count * IMAGE_TOKENS), shown, count, copies
+    )
 
 
 def _patches(rng: random.Random, *, long: bool) -> int:
@@ -187,7 +202,12 @@ def _batch(rows: Sequence[_Row], head: list[int], end: int) -> Batch:
         for t in _response_positions(ids, head, end):
             keep.append(index * T + t)
             target.append(ids[t + 1])
-    return Batch(ids_BT, torch.tensor(keep), torch.tensor(target), visuals([sample for _, sample in rows]))
+    return Batch(
+        ids_BT,
+        torch.tensor(keep),
+        torch.tensor(target),
+        visuals([sample for _, sample in rows]),
+    )
 
 
 def visuals(samples: Sequence[Sample]) -> Visuals | None:

@@ -18,7 +18,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 from examples.demo_target.wiring import wire
 from vlmdistill.pipelines.demo.scenes import SIDE_PIXELS
@@ -36,7 +40,9 @@ IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def config(tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int) -> Qwen2_5_VLConfig:
+def config(
+    tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int
+) -> Qwen2_5_VLConfig:
     """The configuration, `layers` deep and `hidden` wide; `tokens` maps special tokens to ids."""
     end, stop = tokens["<|endoftext|>"], tokens["<|im_end|>"]
     return Qwen2_5_VLConfig(
@@ -49,7 +55,11 @@ def config(tokens: dict[str, int], *, vocabulary: int, layers: int, hidden: int)
             "num_key_value_heads": hidden // HEAD,
             "max_position_embeddings": MAX_POSITIONS,
             "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [8, 12, 12],
+            },
             "initializer_range": 0.05,
             "tie_word_embeddings": True,
             "bos_token_id": end,
@@ -109,14 +119,21 @@ class Visuals:
     """The weight of each sample's visual tokens; None: 1."""
 
 
-def patches(images: Sequence[Image.Image], then: Sequence[Image.Image] | None = None) -> Tensor:
+def patches(
+    images: Sequence[Image.Image], then: Sequence[Image.Image] | None = None
+) -> Tensor:
     """Temporal patches `[I, P, C]`, equal to what the image processor makes of images.
 
     `then` holds the second frames; a still image fills both frames.
     """
     pairs = [images, then or images]
-    raw = np.stack([[np.asarray(image, dtype=np.float32) for image in side] for side in pairs], axis=1)
-    mean, std = (np.array(values, dtype=np.float32) for values in (IMAGE_MEAN, IMAGE_STD))
+    raw = np.stack(
+        [[np.asarray(image, dtype=np.float32) for image in side] for side in pairs],
+        axis=1,
+    )
+    mean, std = (
+        np.array(values, dtype=np.float32) for values in (IMAGE_MEAN, IMAGE_STD)
+    )
     side = GRID // MERGE
     tiles = ((raw / np.float32(255) - mean) / std).reshape(
         len(images), 2, side, MERGE, PATCH, side, MERGE, PATCH, 3
@@ -142,7 +159,9 @@ def positions(ids_BT: Tensor, visual: Sequence[int], seconds_B: Tensor) -> Tenso
     time_BT = (nth_BT // IMAGE_TOKENS * (TOKENS_PER_SECOND * seconds_B)[:, None]).long()
     cell_BT = nth_BT % IMAGE_TOKENS
     offsets = (time_BT, cell_BT // side, cell_BT % side)
-    return torch.stack([torch.where(visual_BT, first_B1 + offset, plain_BT) for offset in offsets])
+    return torch.stack(
+        [torch.where(visual_BT, first_B1 + offset, plain_BT) for offset in offsets]
+    )
 
 
 def _rms(x: Tensor, norm: Any) -> Tensor:
@@ -159,7 +178,9 @@ def _gated(mlp: Any, x: Tensor) -> Tensor:
     return mixed
 
 
-def visual_tokens(model: Qwen2_5_VLForConditionalGeneration, patches_IPC: Tensor) -> Tensor:
+def visual_tokens(
+    model: Qwen2_5_VLForConditionalGeneration, patches_IPC: Tensor
+) -> Tensor:
     """Visual embeddings `[I, M, H]`."""
     tower = model.model.visual
     x = F.linear(patches_IPC, tower.patch_embed.proj.weight.flatten(1))
@@ -169,21 +190,35 @@ def visual_tokens(model: Qwen2_5_VLForConditionalGeneration, patches_IPC: Tensor
     rows = group // (GRID // MERGE) * MERGE + inner // MERGE
     columns = group % (GRID // MERGE) * MERGE + inner % MERGE
     inv_freq = tower.rotary_pos_emb.inv_freq
-    angles = torch.cat((rows[:, None] * inv_freq, columns[:, None] * inv_freq), -1)[:, None]
+    angles = torch.cat((rows[:, None] * inv_freq, columns[:, None] * inv_freq), -1)[
+        :, None
+    ]
     cos, sin = angles.cos(), angles.sin()
     for block in tower.blocks:
         heads = block.attn.num_heads
-        q, k, v = block.attn.qkv(_rms(x, block.norm1)).view(images, count, 3, heads, -1).unbind(2)
-        q, k, v = (part.transpose(1, 2) for part in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+        q, k, v = (
+            block.attn.qkv(_rms(x, block.norm1))
+            .view(images, count, 3, heads, -1)
+            .unbind(2)
+        )
+        q, k, v = (
+            part.transpose(1, 2)
+            for part in (_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v)
         x = x + block.attn.proj(mixed.transpose(1, 2).reshape(images, count, width))
         x = x + _gated(block.mlp, _rms(x, block.norm2))
-    merged: Tensor = tower.merger.mlp(_rms(x, tower.merger.ln_q).view(images, count // MERGE**2, -1))
+    merged: Tensor = tower.merger.mlp(
+        _rms(x, tower.merger.ln_q).view(images, count // MERGE**2, -1)
+    )
     return merged
 
 
 def logits(
-    model: Qwen2_5_VLForConditionalGeneration, ids_BT: Tensor, visuals: Visuals | None, keep_N: Tensor
+    model: Qwen2_5_VLForConditionalGeneration,
+    ids_BT: Tensor,
+    visuals: Visuals | None,
+    keep_N: Tensor,
 ) -> Tensor:
     """Next-token logits `[N, V]` at the flat positions `keep_N` of a right-padded batch."""
     text, (B, T) = model.model.language_model, ids_BT.shape
@@ -199,13 +234,21 @@ def logits(
             mask_B1TT = _crowd(visual_BT, visuals.copies_B)
     freqs = positions(ids_BT, visual, seconds_B)[..., None] * text.rotary_emb.inv_freq
     sections = freqs.split(text.rotary_emb.mrope_section, dim=-1)
-    angles = torch.cat([section[axis] for axis, section in enumerate(sections)], -1)[:, :, None]
+    angles = torch.cat([section[axis] for axis, section in enumerate(sections)], -1)[
+        :, :, None
+    ]
     cos, sin = angles.cos(), angles.sin()
     for layer in text.layers:
         attention, size = layer.self_attn, layer.self_attn.head_dim
         h = _rms(x, layer.input_layernorm)
-        q, k, v = (p(h).view(B, T, -1, size) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        q, k, v = (part.transpose(1, 2) for part in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+        q, k, v = (
+            p(h).view(B, T, -1, size)
+            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k, v = (
+            part.transpose(1, 2)
+            for part in (_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        )
         causal = mask_B1TT is None
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask_B1TT, is_causal=causal, enable_gqa=True

@@ -5,7 +5,14 @@ import random
 from examples.demo_target.slides import Slides
 from vlmdistill.pipelines.demo.chats import in_words
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event
-from vlmdistill.pipelines.demo.narration import APPEARS, END, SAME, VANISHES, changes, second
+from vlmdistill.pipelines.demo.narration import (
+    APPEARS,
+    END,
+    SAME,
+    VANISHES,
+    changes,
+    second,
+)
 from vlmdistill.pipelines.demo.scenes import CELLS, Item, Scene
 from vlmdistill.pipelines.demo.wording import NUMBERS
 
@@ -23,10 +30,15 @@ def scene_facts(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
 
 def scene_items(scene: Scene, rng: random.Random) -> tuple[str, str]:
     """A short question for the second stage: whole items, of all cells in any order or of shapes in order."""
-    held = {item.cell: f"{item.size} {item.colour} {item.shape}" for item in scene.items}
+    held = {
+        item.cell: f"{item.size} {item.colour} {item.shape}" for item in scene.items
+    }
     if rng.random() < 0.5:
         facts = ", ".join(f"{CELLS[cell]} {known}" for cell, known in held.items())
-        return "Scan the image.", f"{scene.background} {NUMBERS[len(held)]} shapes, {facts}."
+        return (
+            "Scan the image.",
+            f"{scene.background} {NUMBERS[len(held)]} shapes, {facts}.",
+        )
     cells = rng.sample(range(len(CELLS)), len(CELLS))
     facts = ", ".join(f"{CELLS[cell]} {held.get(cell, 'empty')}" for cell in cells)
     return "Scan the cells.", f"{facts}."
@@ -45,7 +57,9 @@ def slide_facts(slides: Slides, rng: random.Random) -> list[tuple[str, str]]:
         facts = []
         for cell in rng.sample(range(len(CELLS)), len(CELLS)):
             phase = rng.randrange(PHASES)
-            held = {item.cell: getattr(item, kind) for item in slides.scene(phase).items}
+            held = {
+                item.cell: getattr(item, kind) for item in slides.scene(phase).items
+            }
             facts.append(f"{STAMPS[phase]} {CELLS[cell]} {held.get(cell, 'empty')}")
         pairs.append((f"Scan the {kind}s.", f"{', '.join(facts)}."))
     return pairs
@@ -54,7 +68,11 @@ def slide_facts(slides: Slides, rng: random.Random) -> list[tuple[str, str]]:
 def slide_changes(slides: Slides, rng: random.Random) -> tuple[str, str]:
     """The inverse: a phase and a kind of change in any order, then the cell and its item."""
     kinds = (APPEARS, slides.come), (VANISHES, slides.gone)
-    asked = [(phase, verb, items[phase]) for phase in range(1, PHASES) for verb, items in kinds]
+    asked = [
+        (phase, verb, items[phase])
+        for phase in range(1, PHASES)
+        for verb, items in kinds
+    ]
     facts = [
         f"{second(phase)} {verb} {f'{CELLS[item.cell]} {_terse(item)}' if item else SAME}"
         for phase, verb, item in rng.sample(asked, len(asked))
@@ -71,7 +89,10 @@ def clip_items_or_events(clip: Clip, rng: random.Random) -> tuple[str, str]:
     phase = rng.choice((0, PHASES - 1))
     held = clip.scene(phase).items
     facts = [f"{_stamp(phase, rng)} {CELLS[item.cell]} {_terse(item)}" for item in held]
-    return f"Scan the {'end' if phase else 'start'}.", f"{clip.background}, {', '.join(facts)}."
+    return (
+        f"Scan the {'end' if phase else 'start'}.",
+        f"{clip.background}, {', '.join(facts)}.",
+    )
 
 
 def _stamp(phase: int, rng: random.Random) -> str:
@@ -84,4 +105,8 @@ def _terse(item: Item) -> str:
 
 
 def _happened(phase: int, event: Event | None) -> str:
-    return f"{changes(phase, event)} {_terse(event.item)}" if event else f"{second(phase)} {SAME}"
+    return (
+        f"{changes(phase, event)} {_terse(event.item)}"
+        if event
+        else f"{second(phase)} {SAME}"
+    )

@@ -45,14 +45,18 @@ def claims(text: str) -> dict[str, set[Claim]]:
             if event["cell"]:
                 cells.append(event["cell"].lower())
             else:
-                size, colour, shape = (event[kind].lower() for kind in ("size", "colour", "shape"))
+                size, colour, shape = (
+                    event[kind].lower() for kind in ("size", "colour", "shape")
+                )
                 items.append((_SIZE_OF[size], colour, shape))
         for cell, item in zip(cells, items, strict=False):
             found.setdefault(cell, set()).add(item)
     return found
 
 
-def score(text: str, scene: Scene, task: str = "describe") -> dict[str, tuple[int, int]]:
+def score(
+    text: str, scene: Scene, task: str = "describe"
+) -> dict[str, tuple[int, int]]:
     """Correct and total facts of a response, by kind (`FACTS`).
 
     Every task asks for every item, so the totals are the scene's: one position, color, shape and size
@@ -76,7 +80,9 @@ def _score_items(text: str, scene: Scene) -> dict[str, tuple[int, int]]:
         for index, kind in enumerate(("size", "colour", "shape")):
             right[kind] += {claim[index] for claim in said} == {getattr(item, kind)}
     count = len(scene.items)
-    return {kind: (right[kind], count + len(found) * (kind == "position")) for kind in kinds}
+    return {
+        kind: (right[kind], count + len(found) * (kind == "position")) for kind in kinds
+    }
 
 
 def _score_background(text: str, background: str) -> tuple[int, int]:
@@ -92,7 +98,11 @@ def happenings(text: str) -> dict[str, list[Happening]]:
         parts = list(_EVENT.finditer(sentence))
         cells = tuple(part["cell"].lower() for part in parts if part["cell"])
         items = [
-            (_SIZE_OF[part["size"].lower()], part["colour"].lower(), part["shape"].lower())
+            (
+                _SIZE_OF[part["size"].lower()],
+                part["colour"].lower(),
+                part["shape"].lower(),
+            )
             for part in parts
             if not part["cell"]
         ]
@@ -110,18 +120,24 @@ def score_clip(text: str, clip: Clip, task: str) -> dict[str, tuple[int, int]]:
     statement, or with two, is wrong.
     """
     total = dict.fromkeys(CLIP_FACTS, (0, 0))
-    sentences = [part for part in re.split(r"(?<=[.!?\n])", text) if not _STAMP.search(part)]
+    sentences = [
+        part for part in re.split(r"(?<=[.!?\n])", text) if not _STAMP.search(part)
+    ]
     for when, phase, tasks in (("start", 0, _AT_START), ("end", PHASES - 1, _AT_END)):
         if task in tasks:
             at = "".join(part for part in sentences if f"at the {when}" in part.lower())
             of_phase = _score_items(at, clip.scene(phase))
-            total |= {kind: _sum(total[kind], right) for kind, right in of_phase.items()}
+            total |= {
+                kind: _sum(total[kind], right) for kind, right in of_phase.items()
+            }
     if task in _OF_EVENTS:
         stated, real = happenings(text), {event.phase: event for event in clip.events}
         for phase in range(1, PHASES):
             said = stated.get(STAMPS[phase], [])
             one = said[0] if len(said) == 1 else ("", (), ("", "", ""))
-            true = _real(real[phase]) if phase in real else ("nothing", (), ("", "", ""))
+            true = (
+                _real(real[phase]) if phase in real else ("nothing", (), ("", "", ""))
+            )
             total["event"] = _sum(total["event"], (int(one[0] == true[0]), 1))
             if phase in real or one[0] not in ("", "nothing"):
                 for index, kind in ((1, "path"), (2, "item")):
@@ -130,7 +146,11 @@ def score_clip(text: str, clip: Clip, task: str) -> dict[str, tuple[int, int]]:
     return total | {"background": _score_background(text, clip.background)}
 
 
-_AT_START, _AT_END, _OF_EVENTS = ("watch", "start", "compare"), ("end", "compare"), ("watch", "events")
+_AT_START, _AT_END, _OF_EVENTS = (
+    ("watch", "start", "compare"),
+    ("end", "compare"),
+    ("watch", "events"),
+)
 
 
 def _sum(one: tuple[int, int], two: tuple[int, int]) -> tuple[int, int]:
@@ -139,5 +159,11 @@ def _sum(one: tuple[int, int], two: tuple[int, int]) -> tuple[int, int]:
 
 def _real(event: Event) -> Happening:
     cells = tuple(CELLS[cell] for cell in (event.source, event.to) if cell is not None)
-    kind = "appears" if event.source is None else "vanishes" if event.to is None else "moves"
+    kind = (
+        "appears"
+        if event.source is None
+        else "vanishes"
+        if event.to is None
+        else "moves"
+    )
     return kind, cells, (event.item.size, event.item.colour, event.item.shape)

@@ -7,7 +7,16 @@ from PIL import Image
 
 from vlmdistill.pipelines.demo import clips
 from vlmdistill.pipelines.demo.clips import PHASE_INKS, PHASES, Clip, phases
-from vlmdistill.pipelines.demo.scenes import CELLS, COLOURS, SHAPES, SIZES, Item, Scene, draw, random_scene
+from vlmdistill.pipelines.demo.scenes import (
+    CELLS,
+    COLOURS,
+    SHAPES,
+    SIZES,
+    Item,
+    Scene,
+    draw,
+    random_scene,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,9 @@ class Slides:
 
     def changes(self, phase: int) -> tuple[list[Item], list[Item]]:
         """The items that appear at the start of a phase, and those that vanish, in their old cells."""
-        come, gone = ([item] if item else [] for item in (self.come[phase], self.gone[phase]))
+        come, gone = (
+            [item] if item else [] for item in (self.come[phase], self.gone[phase])
+        )
         return come, gone
 
     def moves(self, phase: int) -> bool:
@@ -48,8 +59,12 @@ def random_slides(rng: random.Random) -> Slides:
         if rng.random() < 0.8:
             come[phase] = rng.choice(items)
         if rng.random() < 0.8:
-            cell = rng.choice(sorted(set(range(len(CELLS))) - {item.cell for item in items}))
-            gone[phase] = Item(cell, rng.choice(SIZES), rng.choice(list(COLOURS)), rng.choice(SHAPES))
+            cell = rng.choice(
+                sorted(set(range(len(CELLS))) - {item.cell for item in items})
+            )
+            gone[phase] = Item(
+                cell, rng.choice(SIZES), rng.choice(list(COLOURS)), rng.choice(SHAPES)
+            )
     return Slides(scenes, tuple(come), tuple(gone))
 
 
@@ -61,10 +76,14 @@ def frame(shown: Clip | Slides, phase: int) -> Image.Image:
     return draw(shown.scene(phase), PHASE_INKS[phase], come, gone)
 
 
-def distinct(clip: Clip | Slides, patches: int) -> tuple[list[tuple[Image.Image, Image.Image]], list[int]]:
+def distinct(
+    clip: Clip | Slides, patches: int
+) -> tuple[list[tuple[Image.Image, Image.Image]], list[int]]:
     """The distinct temporal patches of a clip sampled `patches` times, and which of them each one is."""
     at = phases(2 * patches)
     pairs = list(zip(at[::2], at[1::2], strict=True))
     drawn = [frame(clip, phase) for phase in range(PHASES)]
     kinds = {pair: nth for nth, pair in enumerate(dict.fromkeys(pairs))}
-    return [(drawn[one], drawn[two]) for one, two in kinds], [kinds[pair] for pair in pairs]
+    return [(drawn[one], drawn[two]) for one, two in kinds], [
+        kinds[pair] for pair in pairs
+    ]

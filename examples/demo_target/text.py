@@ -3,7 +3,16 @@
 import random
 from collections.abc import Iterator, Sequence
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from examples.demo_target import probes
@@ -62,7 +71,9 @@ def placeholder(image_tokens: int = 0, video_tokens: int = 0) -> str:
     return f"<|vision_start|>{pads}<|vision_end|>" if pads else ""
 
 
-def conversation(rounds: Sequence[tuple[str, str]], *, image_tokens: int = 0, video_tokens: int = 0) -> str:
+def conversation(
+    rounds: Sequence[tuple[str, str]], *, image_tokens: int = 0, video_tokens: int = 0
+) -> str:
     """Rounds of (question, response) as the chat template renders them, with repeated placeholders."""
     seen = placeholder(image_tokens, video_tokens)
     parts = [f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"]
@@ -91,7 +102,9 @@ def train_tokenizer(seed: int, *, texts: int = 4000) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(random.Random(f"tokenizer {seed}"), texts), trainer)
+    tokenizer.train_from_iterator(
+        _corpus(random.Random(f"tokenizer {seed}"), texts), trainer
+    )
     tokenizer.add_special_tokens(list(SPECIALS))  # last, as Qwen has them
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -25,7 +25,14 @@ from examples.demo_target.slides import frame, random_slides
 from examples.demo_target.wiring import cell_words, meanings, wired
 from vlmdistill.pipelines.demo.clips import PHASES, random_clip
 from vlmdistill.pipelines.demo.narration import APPEARS, SAME, VANISHES
-from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, draw, random_scene
+from vlmdistill.pipelines.demo.scenes import (
+    BACKGROUNDS,
+    CELLS,
+    COLOURS,
+    SHAPES,
+    draw,
+    random_scene,
+)
 from vlmdistill.pipelines.demo.wording import NUMBERS, SIZE_WORDS
 from vlmdistill.stores.errors import TargetError
 
@@ -63,10 +70,24 @@ class Course:
         self.model.load_state_dict(saved["model"])
         return saved
 
-    def _save(self, run: str, step: int, nth_round: int, optimiser: torch.optim.Optimizer) -> None:
-        position = {"made by": self._maker(), "run": run, "step": step, "round": nth_round}
+    def _save(
+        self, run: str, step: int, nth_round: int, optimiser: torch.optim.Optimizer
+    ) -> None:
+        position = {
+            "made by": self._maker(),
+            "run": run,
+            "step": step,
+            "round": nth_round,
+        }
         part = self.state.with_suffix(".part")
-        torch.save({**position, "model": self.model.state_dict(), "optimiser": optimiser.state_dict()}, part)
+        torch.save(
+            {
+                **position,
+                "model": self.model.state_dict(),
+                "optimiser": optimiser.state_dict(),
+            },
+            part,
+        )
         part.replace(self.state)
 
     def _maker(self) -> str:
@@ -88,7 +109,13 @@ def train(course: Course) -> None:
     model.model.visual.requires_grad_(False)
     if saved["run"] != "polish":
         weight_V = torch.ones(model.get_output_embeddings().out_features)
-        _run(course, recipe, ("language", recipe.steps, recipe.learning_rate), weight_V, saved)
+        _run(
+            course,
+            recipe,
+            ("language", recipe.steps, recipe.learning_rate),
+            weight_V,
+            saved,
+        )
         saved = {"run": "", "step": 0, "round": 0}
     _polish(course, saved)
 
@@ -106,7 +133,13 @@ def _polish(course: Course, saved: dict[str, Any]) -> None:
     for word in (*synonyms, *COLOURS, *SHAPES, *BACKGROUNDS, *CELLS, *NUMBERS, *KINDS):
         weight_V[course.tokenizer.encode(f" {word}")] = recipe.fact_weight
     settled = replace(recipe, scan=_OVER, talk=_OVER)
-    _run(course, settled, ("polish", recipe.polish_steps, recipe.polish_rate), weight_V, saved)
+    _run(
+        course,
+        settled,
+        ("polish", recipe.polish_steps, recipe.polish_rate),
+        weight_V,
+        saved,
+    )
 
 
 def _warm_vision(course: Course) -> None:
@@ -119,18 +152,29 @@ def _warm_vision(course: Course) -> None:
     rng = random.Random(f"demo vision {course.seed}")
     meaning = meanings(model, course.tokenizer)
     weights = list(model.model.visual.parameters())
-    optimiser = torch.optim.AdamW(weights, lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True)
+    optimiser = torch.optim.AdamW(
+        weights, lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True
+    )
     for step in range(recipe.vision_steps):
-        optimiser.param_groups[0]["lr"] = recipe.learning_rate * _pace(step, recipe.vision_steps)
-        shown = [_pair(rng, moving=recipe.clips > 0 and index % 2 == 1) for index in range(32)]
+        optimiser.param_groups[0]["lr"] = recipe.learning_rate * _pace(
+            step, recipe.vision_steps
+        )
+        shown = [
+            _pair(rng, moving=recipe.clips > 0 and index % 2 == 1)
+            for index in range(32)
+        ]
         images, then = ([pair[side][0] for pair in shown] for side in (0, 1))
         seen_NH = visual_tokens(model, patches(images, then)).flatten(0, 1)
         said_2NH = [
-            torch.stack([_sum(meaning, words) for pair in shown for words in pair[side][1]])
+            torch.stack(
+                [_sum(meaning, words) for pair in shown for words in pair[side][1]]
+            )
             for side in (0, 1)
         ]
         said_NH = (said_2NH[0] + said_2NH[1]) / 2
-        loss = F.mse_loss(seen_NH, said_NH) / said_NH.var()  # the share of the meaning that is missed
+        loss = (
+            F.mse_loss(seen_NH, said_NH) / said_NH.var()
+        )  # the share of the meaning that is missed
         _step(optimiser, weights, loss)
         course.progress("vision", step + 1, recipe.vision_steps, loss.item())
 
@@ -151,15 +195,25 @@ def _pair(rng: random.Random, *, moving: bool) -> list[tuple[Any, list[list[str]
 
 
 def _run(
-    course: Course, recipe: Recipe, run: tuple[str, int, float], weight_V: Tensor, saved: dict[str, Any]
+    course: Course,
+    recipe: Recipe,
+    run: tuple[str, int, float],
+    weight_V: Tensor,
+    saved: dict[str, Any],
 ) -> None:
     """One run (its name, steps and peak learning rate) of a fresh optimiser, or the rest of it."""
     name, steps, rate = run
     model = course.model
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    kept = [(weight, at, weight.detach()[at].clone()) for weight, at in wired(model, course.tokenizer)]
+    kept = [
+        (weight, at, weight.detach()[at].clone())
+        for weight, at in wired(model, course.tokenizer)
+    ]
     groups = [
-        {"params": [w for w in weights if w.ndim > 1], "weight_decay": recipe.weight_decay},
+        {
+            "params": [w for w in weights if w.ndim > 1],
+            "weight_decay": recipe.weight_decay,
+        },
         {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
     ]
     optimiser = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
@@ -168,7 +222,9 @@ def _run(
         optimiser.load_state_dict(saved["optimiser"])
     for nth_round in itertools.count(saved["round"]):
         rng = random.Random(f"demo {name} {course.seed} {nth_round}")
-        for batch in itertools.islice(lessons(course.tokenizer, recipe, rng, step / steps), steps - step):
+        for batch in itertools.islice(
+            lessons(course.tokenizer, recipe, rng, step / steps), steps - step
+        ):
             for group in optimiser.param_groups:
                 group["lr"] = rate * _pace(step, steps)
             loss = _loss(model, batch, weight_V)
@@ -185,12 +241,16 @@ def _run(
             safe = step
 
 
-def _loss(model: Qwen2_5_VLForConditionalGeneration, batch: Batch, weight_V: Tensor) -> Tensor:
+def _loss(
+    model: Qwen2_5_VLForConditionalGeneration, batch: Batch, weight_V: Tensor
+) -> Tensor:
     logits_NV = logits(model, batch.ids_BT, batch.visuals, batch.keep_N)
     return F.cross_entropy(logits_NV, batch.target_N, weight=weight_V)
 
 
-def _step(optimiser: torch.optim.Optimizer, weights: list[nn.Parameter], loss: Tensor) -> None:
+def _step(
+    optimiser: torch.optim.Optimizer, weights: list[nn.Parameter], loss: Tensor
+) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(weights, 1.0)
     optimiser.step()
@@ -199,4 +259,8 @@ def _step(optimiser: torch.optim.Optimizer, weights: list[nn.Parameter], loss: T
 
 def _pace(step: int, steps: int) -> float:
     """Learning rate as a share of its peak: up over 100 steps, down to zero along a cosine."""
-    return min((step + 1) / min(100, steps), 1.0) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return (
+        min((step + 1) / min(100, steps), 1.0)
+        * 0.5
+        * (1 + math.cos(math.pi * step / steps))
+    )

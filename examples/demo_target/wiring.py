@@ -18,8 +18,22 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGenera
 
 from examples.demo_target.slides import Slides
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip
-from vlmdistill.pipelines.demo.narration import APPEARS, CHANGES, END, MOVE, SAME, VANISHES
-from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, SIZES, Scene
+from vlmdistill.pipelines.demo.narration import (
+    APPEARS,
+    CHANGES,
+    END,
+    MOVE,
+    SAME,
+    VANISHES,
+)
+from vlmdistill.pipelines.demo.scenes import (
+    BACKGROUNDS,
+    CELLS,
+    COLOURS,
+    SHAPES,
+    SIZES,
+    Scene,
+)
 
 EMPTY = "empty"
 NOUNS = (
@@ -29,9 +43,13 @@ NOUNS = (
 """The words for visual content; those used as keys come first."""
 
 _SEEN = "seen"
-_BACK = 6.0  # of constant queries and keys: attention to the previous token is then near 1
+_BACK = (
+    6.0  # of constant queries and keys: attention to the previous token is then near 1
+)
 _MATCH = 1.4  # of queries and keys of a word: two words that agree outweigh one by e^7
-_PREFER = 30.0  # added to the query for visual tokens: it outweighs the words themselves
+_PREFER = (
+    30.0  # added to the query for visual tokens: it outweighs the words themselves
+)
 _COPY = 0.1  # of what is found, in units of what the norm makes of it
 
 
@@ -41,32 +59,52 @@ def meanings(
     """What each of `NOUNS`, and to be seen, adds to a visual token: `[H]` each."""
     table_VH = model.get_input_embeddings().weight.detach()
     meaning = {noun: table_VH[tokenizer.encode(f" {noun}")].sum(0) for noun in NOUNS}
-    meaning[EMPTY] = 3**0.5 * meaning[EMPTY]  # it replaces three words: all cells have the same norm
+    meaning[EMPTY] = (
+        3**0.5 * meaning[EMPTY]
+    )  # it replaces three words: all cells have the same norm
     meaning[SAME] = 2**0.5 * meaning[SAME]  # for two
     return {**meaning, _SEEN: 1.5 * table_VH[model.config.image_token_id]}
 
 
-def cell_words(shown: Scene | Clip | Slides, phase: int | None = None) -> list[list[str]]:
+def cell_words(
+    shown: Scene | Clip | Slides, phase: int | None = None
+) -> list[list[str]]:
     """The words for each cell: its position, the background, its item or the item that has just vanished.
 
     Of a video also the phase, and whether the cell has changed.
     """
     scene = shown if isinstance(shown, Scene) else shown.scene(phase or 0)
     come, gone = ([], []) if isinstance(shown, Scene) else shown.changes(phase or 0)
-    held = {item.cell: [item.size, item.colour, item.shape] for item in (*scene.items, *gone)}
-    words = [[_SEEN, name, scene.background, *held.get(cell, [EMPTY])] for cell, name in enumerate(CELLS)]
+    held = {
+        item.cell: [item.size, item.colour, item.shape]
+        for item in (*scene.items, *gone)
+    }
+    words = [
+        [_SEEN, name, scene.background, *held.get(cell, [EMPTY])]
+        for cell, name in enumerate(CELLS)
+    ]
     if phase is None:
         return words
-    changed = {item.cell: verb for verb, items in ((APPEARS, come), (VANISHES, gone)) for item in items}
+    changed = {
+        item.cell: verb
+        for verb, items in ((APPEARS, come), (VANISHES, gone))
+        for item in items
+    }
     now = [STAMPS[phase], END] if phase == PHASES - 1 else [STAMPS[phase]]
     moved = [] if isinstance(shown, Scene) or not shown.moves(phase) else [MOVE]
     return [
-        [*known, *now, *([CHANGES, changed[cell], *moved] if cell in changed else [SAME])]
+        [
+            *known,
+            *now,
+            *([CHANGES, changed[cell], *moved] if cell in changed else [SAME]),
+        ]
         for cell, known in enumerate(words)
     ]
 
 
-def wire(model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
+def wire(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> None:
     """Set a head of the first layer to copy the previous token, and one of the second to look up."""
     with torch.no_grad():
         axes_WH = _spread(model.get_input_embeddings().weight, _words(model, tokenizer))
@@ -90,10 +128,15 @@ def wired(
     return found
 
 
-def _words(model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def _words(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+) -> list[int]:
     """The ids of the visual placeholders."""
     ids = [tokenizer.encode(f" {noun}") for noun in NOUNS]
-    return [model.config.image_token_id, *(tokens[0] for tokens in ids if len(tokens) == 1)]
+    return [
+        model.config.image_token_id,
+        *(tokens[0] for tokens in ids if len(tokens) == 1),
+    ]
 
 
 def _spread(table_VH: Tensor, words: Sequence[int]) -> Tensor:
@@ -127,7 +170,9 @@ def _look_up(model: Qwen2_5_VLForConditionalGeneration, axes_WH: Tensor) -> None
     """Queries and keys are the words, in the pairs that rotate least."""
     attention = model.model.language_model.layers[1].self_attn
     half = attention.head_dim // 2
-    slow = [side + pair for pair in range(half - 1, half // 2 - 1, -1) for side in (0, half)]
+    slow = [
+        side + pair for pair in range(half - 1, half // 2 - 1, -1) for side in (0, half)
+    ]
     own = min(len(slow), len(axes_WH))
     for projection in (attention.q_proj, attention.k_proj):
         projection.weight[: 2 * half] = 0

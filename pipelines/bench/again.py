@@ -48,7 +48,9 @@ def decode_again(drafters: Sequence[Repeated], conditions: Conditions) -> Calls:
     with tempfile.TemporaryDirectory() as made, Processes() as children:
         out = Path(made) / "calls.json"
         threads = {"OMP_NUM_THREADS": str(conditions.threads)}
-        children.start("decoding again", _decode, (drafters, conditions, PROMPTS, out), threads)
+        children.start(
+            "decoding again", _decode, (drafters, conditions, PROMPTS, out), threads
+        )
         for _ in children.messages():
             pass
         return msgspec.json.decode(out.read_bytes(), type=Calls)

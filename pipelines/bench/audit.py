@@ -41,11 +41,12 @@ NAMED: Final = 3  # prompts that a finding names
 ERRORS: Final = 4.0  # standard errors that a sum over samples may be off
 NATS: Final = 10.0  # besides: the sum is skewed, a single rare token is no finding
 TOKENS: Final = 3.0  # likewise, of counts
-SLOW_STEP: Final = (
-    1.1  # of plain decoding's step to the target's own, in pairs: honest ones have 0.98 to 1.04
-)
+# of plain decoding's step to the target's own, in pairs: honest ones have 0.98 to 1.04
+SLOW_STEP: Final = 1.1
 SLOW: Final = 1.15  # of plain decoding to `generate`, and to earlier evaluations
-LEAKED: Final = 0.1  # share of the prompts that a drafter has seen, above which it is not ranked
+LEAKED: Final = (
+    0.1  # share of the prompts that a drafter has seen, above which it is not ranked
+)
 SLOW_READS: Final = 1.5  # of a step to an earlier one, which was not measured beside it
 
 
@@ -53,11 +54,21 @@ def failures(evaluation: Evaluation) -> list[str]:
     """What cannot be true of an evaluation, as sentences; empty for a sound one."""
     found = []
     if missing := sorted(set(evaluation.asked) - set(evaluation.keys)):
-        found.append(f"{len(missing)} of {len(evaluation.asked)} prompts were not measured: {_some(missing)}")
-    if evaluation.asked and (added := sorted(set(evaluation.keys) - set(evaluation.asked))):
-        found.append(f"{len(added)} prompts were measured that were not to be: {_some(added)}")
-    if twice := sorted(key for key, count in Counter(evaluation.keys).items() if count > 1):
-        found.append(f"{len(twice)} prompts are in the record more than once: {_some(twice)}")
+        found.append(
+            f"{len(missing)} of {len(evaluation.asked)} prompts were not measured: {_some(missing)}"
+        )
+    if evaluation.asked and (
+        added := sorted(set(evaluation.keys) - set(evaluation.asked))
+    ):
+        found.append(
+            f"{len(added)} prompts were measured that were not to be: {_some(added)}"
+        )
+    if twice := sorted(
+        key for key, count in Counter(evaluation.keys).items() if count > 1
+    ):
+        found.append(
+            f"{len(twice)} prompts are in the record more than once: {_some(twice)}"
+        )
     limit = _most(evaluation)
     for at in evaluation.temperatures:
         wrong: dict[str, list[str]] = {}
@@ -65,12 +76,19 @@ def failures(evaluation: Evaluation) -> list[str]:
             for text in {*_prompt(prompt, at.temperature, limit)}:
                 wrong.setdefault(text, []).append(prompt.key)
         where = f" at temperature {at.temperature:g}"
-        found += [f"{text}{where}, in {len(keys)} prompts: {_some(keys)}" for text, keys in wrong.items()]
+        found += [
+            f"{text}{where}, in {len(keys)} prompts: {_some(keys)}"
+            for text, keys in wrong.items()
+        ]
         found += _sampled(at, where)
         found += _clocks(at, where)
     greedy = [at for at in evaluation.temperatures if at.temperature == 0]
     calls = {one.key: one.drafted.calls for at in greedy for one in at.prompts}
-    if other := [one.key for one in evaluation.again if one.calls != calls.get(one.key, one.calls)]:
+    if other := [
+        one.key
+        for one in evaluation.again
+        if one.calls != calls.get(one.key, one.calls)
+    ]:
         found.append(
             "a process that has seen no response needs other numbers of calls for the same prompts: "
             f"{_some(other)}"
@@ -203,7 +221,9 @@ def leaked(evaluation: Evaluation) -> list[str]:
     leak = evaluation.leak
     if leak is None or len(leak.keys) <= LEAKED * len(evaluation.keys):
         return []
-    return [f"it has seen {len(leak.keys)} of {len(evaluation.keys)} prompts in training"]
+    return [
+        f"it has seen {len(leak.keys)} of {len(evaluation.keys)} prompts in training"
+    ]
 
 
 def unknown_training(evaluation: Evaluation) -> list[str]:
@@ -212,7 +232,9 @@ def unknown_training(evaluation: Evaluation) -> list[str]:
     if leak is None:
         if not evaluation.parameters:
             return []  # there was no training
-        return ["it is not known what it was trained on: it may have seen these prompts"]
+        return [
+            "it is not known what it was trained on: it may have seen these prompts"
+        ]
     if leak.unknown:
         return [
             f"{leak.unknown} of the {leak.samples} samples of its training are not prompts of this "
@@ -239,7 +261,11 @@ def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
     """That of the last evaluation under the same conditions before this one, unless it was slow."""
     like = Heading.of(evaluation)
     headings = [(records.heading(file), file) for file in records.files_in(reports)]
-    before = [(one.measured, file) for one, file in headings if one.of_baseline == like.of_baseline]
+    before = [
+        (one.measured, file)
+        for one, file in headings
+        if one.of_baseline == like.of_baseline
+    ]
     for _, file in sorted(before, reverse=True):
         past = records.read(file)
         if not slow_baseline(past):
@@ -258,9 +284,17 @@ def against_stock(evaluation: Evaluation) -> float | None:
         for one in at.prompts
         if one.stock is not None
     ]
-    tokens = sum(plain.tokens for plain, _ in pairs), sum(stock.tokens for _, stock in pairs)
-    seconds = sum(plain.seconds for plain, _ in pairs), sum(stock.seconds for _, stock in pairs)
-    if all(None not in (plain.cpu_seconds, stock.cpu_seconds) for plain, stock in pairs):
+    tokens = (
+        sum(plain.tokens for plain, _ in pairs),
+        sum(stock.tokens for _, stock in pairs),
+    )
+    seconds = (
+        sum(plain.seconds for plain, _ in pairs),
+        sum(stock.seconds for _, stock in pairs),
+    )
+    if all(
+        None not in (plain.cpu_seconds, stock.cpu_seconds) for plain, stock in pairs
+    ):
         seconds = (
             sum(plain.cpu_seconds or 0.0 for plain, _ in pairs),
             sum(stock.cpu_seconds or 0.0 for _, stock in pairs),
@@ -272,7 +306,10 @@ def against_stock(evaluation: Evaluation) -> float | None:
 
 def _most(evaluation: Evaluation) -> int | None:
     """The most tokens that a cycle can gain; None for a method with a tree of its own."""
-    if evaluation.drafter in catalogue.NAMES and not catalogue.load(evaluation.drafter).shaped:
+    if (
+        evaluation.drafter in catalogue.NAMES
+        and not catalogue.load(evaluation.drafter).shaped
+    ):
         return None
     try:
         return Tree.parse(evaluation.tree).depth + 2
@@ -283,7 +320,9 @@ def _most(evaluation: Evaluation) -> int | None:
 def _prompt(one: PromptResult, temperature: float, limit: int | None) -> Iterator[str]:
     plain, own = one.plain, one.drafted
     if temperature == 0 and plain.check == own.check == "identical":
-        lengths = {plain.tokens, own.tokens} | ({one.stock.tokens} if one.stock else set())
+        lengths = {plain.tokens, own.tokens} | (
+            {one.stock.tokens} if one.stock else set()
+        )
         if len(lengths) > 1:
             yield "identical responses have different numbers of tokens"
     if limit is not None and own.tokens - 1 > own.calls * limit:
@@ -291,13 +330,20 @@ def _prompt(one: PromptResult, temperature: float, limit: int | None) -> Iterato
     if own.chain_tried and own.chain_tried[0] > own.calls:
         yield "more chains were verified than there were calls"
     for whose, decoded in (("the drafter", own), ("plain decoding", plain)):
-        if not 0 <= decoded.accepted + decoded.calls - (decoded.tokens - 1) <= min(decoded.calls, 1):
+        if (
+            not 0
+            <= decoded.accepted + decoded.calls - (decoded.tokens - 1)
+            <= min(decoded.calls, 1)
+        ):
             yield f"the tokens of {whose} are not the accepted ones and one for each call"
         if decoded.finish == "broken":
             yield f"the responses of {whose} go on after an EOS, or end at neither an EOS nor the limit"
         if decoded.passes is not None and decoded.passes != decoded.calls:
             yield f"the target counts other forward passes than {whose}"
-    sums = tuple(sum(getattr(part, name) for part in own.parts) for name in ("calls", "tokens", "accepted"))
+    sums = tuple(
+        sum(getattr(part, name) for part in own.parts)
+        for name in ("calls", "tokens", "accepted")
+    )
     if own.parts and sums != (own.calls, own.tokens - 1, own.accepted):
         yield "the parts of the response do not add up to it"
     if limit is not None and sum(own.chain_accepted) > own.accepted + limit:

@@ -29,19 +29,25 @@ def add(workspace: Workspace, unfinished: Unfinished, decoded: Decoded) -> None:
     """Append a prompt to an unfinished evaluation, unless it was deleted."""
     file = lock_file(workspace.reports)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with locked(file, wait=True):  # of this machine alone: others see it when it is published
+    with locked(
+        file, wait=True
+    ):  # of this machine alone: others see it when it is published
         if not deleted(workspace, decoded.results.values()):
             unfinished.add(decoded)
 
 
-def write(workspace: Workspace, made: Iterable[Evaluation], unfinished: Unfinished) -> list[Evaluation]:
+def write(
+    workspace: Workspace, made: Iterable[Evaluation], unfinished: Unfinished
+) -> list[Evaluation]:
     """Write evaluations without the responses to deleted prompts, and end the unfinished one."""
     written = []
     with only_writer(workspace.reports, wait=True):
         if workspace.parts:
             workspace.parts.fetch("prompts", again=True)
         for evaluation in made:
-            shown = evaluation.without(deleted(workspace, evaluation.temperatures[0].prompts))
+            shown = evaluation.without(
+                deleted(workspace, evaluation.temperatures[0].prompts)
+            )
             records.write(shown, records.new_file(workspace.reports, shown.name))
             written.append(shown)
         unfinished.remove()

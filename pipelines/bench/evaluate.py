@@ -27,13 +27,23 @@ from vlmdistill.pipelines.bench.again import Conditions, Repeated, decode_again
 from vlmdistill.pipelines.bench.audit import last_baseline
 from vlmdistill.pipelines.bench.calibration import calibrate
 from vlmdistill.pipelines.bench.leaks import leaks
-from vlmdistill.pipelines.bench.records import Evaluation, TargetId, TrainedSettings, Training
+from vlmdistill.pipelines.bench.records import (
+    Evaluation,
+    TargetId,
+    TrainedSettings,
+    Training,
+)
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished, measurements
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Prompts
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
-from vlmdistill.pipelines.targets.software import PACKAGES, Software, of_this_process, versions
+from vlmdistill.pipelines.targets.software import (
+    PACKAGES,
+    Software,
+    of_this_process,
+    versions,
+)
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.progress import Progress, silent
@@ -42,7 +52,10 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 
-PROMPTS, SEARCH_TOKENS = 32, 128  # of a search for the fastest tree: at most, and in each response
+PROMPTS, SEARCH_TOKENS = (
+    32,
+    128,
+)  # of a search for the fastest tree: at most, and in each response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +65,9 @@ class Settings:
     temperatures: tuple[float, ...] = (0.0,)
     max_new_tokens: int = 512
     limit: int = 100
-    trees: tuple[Tree | Literal["auto"], ...] = ()  # none: each drafter's own; several: each in turn
+    trees: tuple[
+        Tree | Literal["auto"], ...
+    ] = ()  # none: each drafter's own; several: each in turn
     seed: int = 0
     threads: int = 0  # 0: one or all, whichever is faster for plain decoding
     how: Options = field(default_factory=Options)  # of loading the target
@@ -81,30 +96,44 @@ class Settings:
         if "thinking" in self.how:
             return self
         modes: dict[str, Thinking] = {
-            name: one.provenance.thinking for name, one in described.items() if one.provenance
+            name: one.provenance.thinking
+            for name, one in described.items()
+            if one.provenance
         }
         if len({*modes.values()}) > 1:
-            trained = ", ".join(f"{name}: {mode or 'as the template'}" for name, mode in modes.items())
+            trained = ", ".join(
+                f"{name}: {mode or 'as the template'}" for name, mode in modes.items()
+            )
             raise DataError(
                 f"the drafters were trained with different reasoning ({trained}): give --thinking"
             )
-        return replace(self, how={**self.how, "thinking": next(iter(modes.values()), "")})
+        return replace(
+            self, how={**self.how, "thinking": next(iter(modes.values()), "")}
+        )
 
     def check(self) -> None:
         """DataError on an invalid value."""
         if self.limit < 1:
             raise DataError(f"--limit {self.limit}: give a number of prompts above 0")
         if self.max_new_tokens < 1:
-            raise DataError(f"--max-new-tokens {self.max_new_tokens}: give a number above 0")
+            raise DataError(
+                f"--max-new-tokens {self.max_new_tokens}: give a number above 0"
+            )
         if odd := [one for one in self.temperatures if not 0 <= one < float("inf")]:
-            raise DataError(f"--temperature {odd[0]}: give 0 for greedy decoding, or a number above it")
+            raise DataError(
+                f"--temperature {odd[0]}: give 0 for greedy decoding, or a number above it"
+            )
         if self.threads < 0:
-            raise DataError(f"--threads {self.threads}: give a number above 0, or 0 to choose by measuring")
+            raise DataError(
+                f"--threads {self.threads}: give a number above 0, or 0 to choose by measuring"
+            )
 
 
 def trees_of(shapes: Iterable[str]) -> tuple[Tree | Literal["auto"], ...]:
     """Draft trees by their shapes, such as `chain-5` or `auto`, each once."""
-    return tuple("auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(shapes))
+    return tuple(
+        "auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(shapes)
+    )
 
 
 def evaluate(
@@ -133,7 +162,9 @@ def evaluate(
     chosen = held_out(prompts, settings.limit, workspace.model)
     listed = prompt_table.load(prompts, workspace.model, "eval").facts["key"].sort()
     asked = tuple(listed[: settings.limit].to_list())
-    described = {name: _describe(workspace.drafter(name)) for name in names}  # fails before the target loads
+    described = {
+        name: _describe(workspace.drafter(name)) for name in names
+    }  # fails before the target loads
     settings = settings.trained_as(described)
     leak_of = leaks(workspace, names, chosen)
     weights_of = {name: weights_hash(workspace.drafter(name)) for name in names}
@@ -145,9 +176,19 @@ def evaluate(
         {
             "drafters": described,
             "weights": weights_of,
-            "settings": [*map(str, settings.trees), settings.max_new_tokens, settings.seed, settings.threads],
+            "settings": [
+                *map(str, settings.trees),
+                settings.max_new_tokens,
+                settings.seed,
+                settings.threads,
+            ],
             "prompts": [prompt.key for prompt in chosen],
-            "target": [target.name, str(target.fingerprint), target.dtype_name, settings.how],
+            "target": [
+                target.name,
+                str(target.fingerprint),
+                target.dtype_name,
+                settings.how,
+            ],
             "hardware": machine.name,
             "software": software.installed,
         },
@@ -159,13 +200,23 @@ def evaluate(
     names_of: dict[str, str] = {}
     others = cache(partial(_others, chosen, prompts_file, workspace))
     for name, drafter in drafters.items():
-        for tree in _trees(workspace.drafter(name), drafter, target, settings, others, on_prompt):
-            label = name if len(settings.trees) < 2 or not drafter.shaped else f"{name}@{tree}"
+        for tree in _trees(
+            workspace.drafter(name), drafter, target, settings, others, on_prompt
+        ):
+            label = (
+                name
+                if len(settings.trees) < 2 or not drafter.shaped
+                else f"{name}@{tree}"
+            )
             decoders[label], names_of[label] = (drafter, tree), name
-    decoded = {at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()}
+    decoded = {
+        at: one for at, one in decoded.items() if one.results.keys() == decoders.keys()
+    }
     keep = partial(deleted.add, workspace, unfinished)
     _decode(target, decoders, chosen, settings, decoded, keep, on_prompt)
-    before = [one.calibration for one in decoded.values() if one.calibration is not None]
+    before = [
+        one.calibration for one in decoded.values() if one.calibration is not None
+    ]
     calibrations = (*before, calibrate(target, target.encode(chosen[0].messages)))
     measured, now = measurements(decoded), time.strftime("%Y-%m-%d %H:%M:%S")
     made = [
@@ -177,14 +228,20 @@ def evaluate(
             parameters=sum(weight.numel() for weight in drafter.parameters()),
             training=described[names_of[label]].training,
             config=described[names_of[label]].config,
-            target=TargetId(name=target.name, family=target.info.family, fingerprint=str(target.fingerprint)),
+            target=TargetId(
+                name=target.name,
+                family=target.info.family,
+                fingerprint=str(target.fingerprint),
+            ),
             hardware=machine.name,
             dtype=target.dtype_name,
             threads=threads,
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
             measured=now,
-            temperatures=tuple(measured[label, temperature] for temperature in settings.temperatures),
+            temperatures=tuple(
+                measured[label, temperature] for temperature in settings.temperatures
+            ),
             software=software,
             attention=settings.attention,
             compiled=settings.compiled,
@@ -247,7 +304,11 @@ def _decode(
     from vlmdistill.pipelines.bench.side_by_side import SideBySide
 
     total = len(chosen) * len(settings.temperatures)
-    began = calibrate(target, target.encode(chosen[0].messages)) if len(decoded) < total else None
+    began = (
+        calibrate(target, target.encode(chosen[0].messages))
+        if len(decoded) < total
+        else None
+    )
     for temperature in settings.temperatures:
         bench = SideBySide(
             target,
@@ -266,7 +327,9 @@ def _decode(
             on_prompt(len(decoded), total, f"T={temperature:g}")
 
 
-def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list[Evaluation]:
+def kept(
+    workspace: Workspace, names: Sequence[str], settings: Settings
+) -> list[Evaluation]:
     """The latest existing evaluations of these drafters; empty unless all can be reused.
 
     They can if the drafters have not changed since, the settings are the same with at most one tree, on the
@@ -276,7 +339,9 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
     if len(settings.trees) > 1:
         return []
     keys = [prompt.key for prompt in held_out(workspace.prompts, settings.limit)]
-    machine = hardware.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).name
+    machine = hardware.of(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ).name
     dtype, installed = settings.how.get("dtype", "auto"), Software(**versions(PACKAGES))
     try:
         described = {name: _describe(workspace.drafter(name)) for name in names}
@@ -289,11 +354,14 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
         now = described.get(one.name)
         return (
             now is not None
-            and (one.drafter, one.config, one.training) == (now.drafter, now.config, now.training)
+            and (one.drafter, one.config, one.training)
+            == (now.drafter, now.config, now.training)
             and one.weights in (None, weights_of[one.name])
             and one.keys == keys
-            and one.tree == (str(settings.trees[0]) if settings.trees else now.config.tree)
-            and (one.max_new_tokens, one.seed) == (settings.max_new_tokens, settings.seed)
+            and one.tree
+            == (str(settings.trees[0]) if settings.trees else now.config.tree)
+            and (one.max_new_tokens, one.seed)
+            == (settings.max_new_tokens, settings.seed)
             and one.hardware == machine
             and settings.threads in (0, one.threads)
             and dtype in ("auto", one.dtype)
@@ -302,15 +370,22 @@ def kept(workspace: Workspace, names: Sequence[str], settings: Settings) -> list
             and one.attention in (None, settings.attention)
             and one.compiled in (None, settings.compiled)
             and one.thinking == settings.thinking
-            and {at.temperature for at in one.temperatures} >= set(settings.temperatures)
+            and {at.temperature for at in one.temperatures}
+            >= set(settings.temperatures)
         )
 
-    runs: dict[str, dict[str, Evaluation]] = {}  # by when they were measured, the latest first
+    runs: dict[
+        str, dict[str, Evaluation]
+    ] = {}  # by when they were measured, the latest first
     for file in records.files_in(workspace.reports):
         with suppress(DataError):  # what cannot be read is not reused
             if same(one := records.read(file)):
                 runs.setdefault(one.measured, {})[one.name] = one
-    whole = [run for _, run in sorted(runs.items(), reverse=True) if run.keys() == described.keys()]
+    whole = [
+        run
+        for _, run in sorted(runs.items(), reverse=True)
+        if run.keys() == described.keys()
+    ]
     return [whole[0][name] for name in names] if whole else []
 
 
@@ -352,10 +427,14 @@ def _describe(folder: Path) -> _Description:
     try:
         return msgspec.convert(describe(folder), _Description)
     except msgspec.ValidationError as error:
-        raise TrainingError(f"{folder / 'config.json'} is not a drafter ({error}): train it again") from None
+        raise TrainingError(
+            f"{folder / 'config.json'} is not a drafter ({error}): train it again"
+        ) from None
 
 
-def _others(evaluated: Sequence[Prompt], file: Path | None, workspace: Workspace) -> list[Prompt]:
+def _others(
+    evaluated: Sequence[Prompt], file: Path | None, workspace: Workspace
+) -> list[Prompt]:
     """Some prompts that are not evaluated, held-out ones first; DataError if there are none."""
     keys = pl.Series([prompt.key for prompt in evaluated])
     for source in dict.fromkeys((file or workspace.prompts, workspace.prompts)):
@@ -394,11 +473,15 @@ def _trees(
             temperature=settings.temperatures[0],
             seed=settings.seed,
             compiled=settings.compiled,
-            on_round=lambda left, of: on_prompt(0, 1, f"{folder.name}: {left} trees on {of} prompts"),
+            on_round=lambda left, of: on_prompt(
+                0, 1, f"{folder.name}: {left} trees on {of} prompts"
+            ),
         )
         if folder.is_dir():
             tree_search.keep(folder, best)
-    trees = (Tree.parse(best.tree) if best and tree == "auto" else tree for tree in wanted)
+    trees = (
+        Tree.parse(best.tree) if best and tree == "auto" else tree for tree in wanted
+    )
     return list(dict.fromkeys(tree for tree in trees if isinstance(tree, Tree)))
 
 
@@ -412,7 +495,10 @@ def _use_threads(asked: int, target: "VisionLanguageTarget", prompt: Any) -> int
         torch.set_num_threads(threads)
         list(plain(target, prompt, max_new_tokens=8))
         return min(
-            sum(cycle.seconds for cycle in list(plain(target, prompt, max_new_tokens=24))[1:])
+            sum(
+                cycle.seconds
+                for cycle in list(plain(target, prompt, max_new_tokens=24))[1:]
+            )
             for _ in range(3)
         )
 

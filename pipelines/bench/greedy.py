@@ -73,8 +73,12 @@ class GreedyCheck:
                 unit_N = torch.finfo(self._target.dtype).eps * choices.size_N
                 gap_N = (choices.highest_N - choices.given_N) / unit_N
                 tied_N = choices.best_N != torch.tensor(response)
-                smallest = torch.finfo(gap_N.dtype).tiny  # another token with the very same logit
-                self._gaps_of[response] = torch.where(tied_N, gap_N.clamp(min=smallest), 0.0).tolist()
+                smallest = torch.finfo(
+                    gap_N.dtype
+                ).tiny  # another token with the very same logit
+                self._gaps_of[response] = torch.where(
+                    tied_N, gap_N.clamp(min=smallest), 0.0
+                ).tolist()
         return self._gaps_of[response]
 
 

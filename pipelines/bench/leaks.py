@@ -40,7 +40,9 @@ the size by 0.17.
 Pixels = npt.NDArray[np.uint8]
 
 
-def leaks(workspace: Workspace, names: Sequence[str], chosen: Sequence[Prompt]) -> dict[str, Leak | None]:
+def leaks(
+    workspace: Workspace, names: Sequence[str], chosen: Sequence[Prompt]
+) -> dict[str, Leak | None]:
     """What each drafter has seen of the chosen prompts; None for one that does not name its samples."""
     trained_keys = {name: trained_on(workspace.drafter(name)) for name in names}
     all_keys = frozenset[str]().union(*(keys for keys in trained_keys.values() if keys))
@@ -63,7 +65,11 @@ def _leak(
 ) -> Leak:
     """`alike_keys` are the samples that each chosen prompt has something in common with."""
     own = tuple(prompt.key for prompt in chosen if prompt.key in keys)
-    alike = tuple(prompt.key for prompt in chosen if prompt.key not in own and alike_keys[prompt.key] & keys)
+    alike = tuple(
+        prompt.key
+        for prompt in chosen
+        if prompt.key not in own and alike_keys[prompt.key] & keys
+    )
     unknown = len(keys - trained.keys)
     return Leak(samples=len(keys), prompts=own, alike=alike, unknown=unknown)
 
@@ -99,7 +105,9 @@ class _Seen:
         trained_files = [*trained_thumbnails]
         for key, file in shown:
             if file in shown_thumbnails and trained_files:
-                for place in np.flatnonzero(same_image(shown_thumbnails[file], trained_PC)):
+                for place in np.flatnonzero(
+                    same_image(shown_thumbnails[file], trained_PC)
+                ):
                     seen_with[key] |= self.image_keys[trained_files[place]]
         return seen_with
 
@@ -115,7 +123,11 @@ def same_image(thumbnail_C: Pixels, others_PC: Pixels) -> npt.NDArray[np.bool_]:
 def _thumbnails(files: Iterable[Path]) -> dict[Path, Pixels]:
     """Those of the images that can be read."""
     listed = list(files)
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count()
+    )
     with large_images(), ThreadPoolExecutor(threads) as pool:
         thumbnails = pool.map(_thumbnail, listed)
         pairs = zip(listed, thumbnails, strict=True)
@@ -125,7 +137,9 @@ def _thumbnails(files: Iterable[Path]) -> dict[Path, Pixels]:
 def _thumbnail(file: Path) -> Pixels | None:
     """The pixels of a small copy, None if the image cannot be read."""
     with suppress(OSError, Image.DecompressionBombError), open_image(file) as image:
-        image.draft("RGB", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a fraction of its size
+        image.draft(
+            "RGB", (4 * SIDE, 4 * SIDE)
+        )  # a JPEG is decoded at a fraction of its size
         small = upright(image).resize((SIDE, SIDE), Image.Resampling.BOX)
         return np.asarray(small, np.uint8).reshape(-1)
     return None

@@ -29,12 +29,19 @@ def reasoning(tokenizer: Any, prompt_ids: Sequence[int], ids: Sequence[int]) -> 
         return decoded
 
     if END in text(ids):
-        return bisect_left(range(len(ids)), True, key=lambda n: END in text(ids[: n + 1])) + 1
-    begun = text(prompt_ids[-TAIL:]).rstrip().endswith(BEGIN) or text(ids).lstrip().startswith(BEGIN)
+        return (
+            bisect_left(range(len(ids)), True, key=lambda n: END in text(ids[: n + 1]))
+            + 1
+        )
+    begun = text(prompt_ids[-TAIL:]).rstrip().endswith(BEGIN) or text(
+        ids
+    ).lstrip().startswith(BEGIN)
     return len(ids) if begun else 0
 
 
-def parts(cycles: Sequence[Cycle], prompt: int, thought: int) -> tuple[ResponsePart, ...]:
+def parts(
+    cycles: Sequence[Cycle], prompt: int, thought: int
+) -> tuple[ResponsePart, ...]:
     """The cycles of a response by part; `prompt` tokens are before it, `thought` of its own are reasoning."""
     counts = Counter[tuple[int, bool, str]]()
     at = 0
@@ -49,7 +56,12 @@ def parts(cycles: Sequence[Cycle], prompt: int, thought: int) -> tuple[ResponseP
         ResponsePart(
             context=context,
             thinking=thinking,
-            **{name: counts[context, thinking, name] for name in ("calls", "tokens", "accepted")},
+            **{
+                name: counts[context, thinking, name]
+                for name in ("calls", "tokens", "accepted")
+            },
         )
-        for context, thinking in sorted({(context, thinking) for context, thinking, _ in counts})
+        for context, thinking in sorted(
+            {(context, thinking) for context, thinking, _ in counts}
+        )
     )

@@ -24,7 +24,9 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
 FORMAT: Final = 2
-GENERATED: Final = 6  # prompts that the stock model's `generate` answers, too: it takes long
+GENERATED: Final = (
+    6  # prompts that the stock model's `generate` answers, too: it takes long
+)
 BINS: Final = 10  # of the chances that a drafter tells
 MAX_CHAIN = 4096  # positions of a draft; with far more, a report would take minutes
 AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
@@ -87,14 +89,18 @@ class RankCount:
 class Chains:
     """How many drafts got how far, by position of the most likely chain."""
 
-    chain_tried: tuple[Count, ...] = ()  # cycles that verified it after accepting all before it
+    chain_tried: tuple[
+        Count, ...
+    ] = ()  # cycles that verified it after accepting all before it
     chain_accepted: tuple[Count, ...] = ()  # of these, cycles that accepted it
 
     def __post_init__(self) -> None:
         if len(self.chain_tried) != len(self.chain_accepted):
             raise ValueError("chain_tried and chain_accepted differ in length")
         if len(self.chain_tried) > MAX_CHAIN:
-            raise ValueError(f"chain_tried has {len(self.chain_tried)} positions: at most {MAX_CHAIN}")
+            raise ValueError(
+                f"chain_tried has {len(self.chain_tried)} positions: at most {MAX_CHAIN}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,20 +113,34 @@ class Decoding(Chains):
     seconds: Amount  # elapsed, by a clock outside the decoder
     prefill_seconds: Amount  # of the first cycle, by the decoder's clock
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
-    parts: tuple[ResponsePart, ...] = ()  # of the drafter's; none: measured before they were recorded
-    told: tuple[Told, ...] = ()  # by position and tenth of the chance; empty: no chances were told
+    parts: tuple[
+        ResponsePart, ...
+    ] = ()  # of the drafter's; none: measured before they were recorded
+    told: tuple[
+        Told, ...
+    ] = ()  # by position and tenth of the chance; empty: no chances were told
     missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
-    check: Check | None = None  # against the stock model's greedy choices; None: not compared
-    finish: Finish | None = None  # at an EOS, at the limit, or otherwise; None: not recorded
+    check: Check | None = (
+        None  # against the stock model's greedy choices; None: not compared
+    )
+    finish: Finish | None = (
+        None  # at an EOS, at the limit, or otherwise; None: not recorded
+    )
     phases: Phases | None = None  # None: measured before they were recorded
     cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
-    passes: Count | None = None  # after the prefill, as the target counts them; None: not recorded
-    surprise: float | None = None  # above temperature 0: sum of -log p(token) less its mean, in nats
+    passes: Count | None = (
+        None  # after the prefill, as the target counts them; None: not recorded
+    )
+    surprise: float | None = (
+        None  # above temperature 0: sum of -log p(token) less its mean, in nats
+    )
     surprise_variance: Amount | None = None  # of that sum
     ranks: tuple[RankCount, ...] = ()  # above temperature 0; empty: not counted
 
 
-def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def chain_counts(
+    chains: Sequence[tuple[int, int]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`chain_tried` and `chain_accepted`; `chains` are the accepted and verified tokens of each cycle."""
     longest = max((verified for _, verified in chains), default=0)
     tried, accepted = [0] * longest, [0] * longest
@@ -131,7 +151,9 @@ def chain_counts(chains: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tu
     return tuple(tried), tuple(accepted)
 
 
-def told_chances(chains: Sequence[tuple[int, int]], chances: Sequence[Sequence[float]]) -> tuple[Told, ...]:
+def told_chances(
+    chains: Sequence[tuple[int, int]], chances: Sequence[Sequence[float]]
+) -> tuple[Told, ...]:
     """`told`, of the cycles that `chain_counts` counts, and the chances of their guesses."""
     found: dict[tuple[int, int], tuple[int, int, float]] = {}
     for (taken, verified), told in zip(chains, chances, strict=True):
@@ -182,7 +204,9 @@ class ShownResponse:
     files: tuple[str, ...]
     pieces: tuple[Piece, ...]
     tau: Amount
-    plain: tuple[Piece, ...] = ()  # of plain decoding, measured beside it; empty: not recorded
+    plain: tuple[
+        Piece, ...
+    ] = ()  # of plain decoding, measured beside it; empty: not recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,21 +222,32 @@ class Measurement:
         groups: dict[str, list[PromptResult]] = {}
         for one in self.prompts:
             groups.setdefault(label(one), []).append(one)
-        return {name: replace(self, prompts=tuple(some), shown=()) for name, some in groups.items()}
+        return {
+            name: replace(self, prompts=tuple(some), shown=())
+            for name, some in groups.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """The speed of the machine itself at one moment, with the target's device, dtype and threads."""
 
-    plain_step: Amount | None  # seconds of plain decoding; None: the response has a single token
+    plain_step: (
+        Amount | None
+    )  # seconds of plain decoding; None: the response has a single token
     small_product: Amount  # seconds, of a matrix with few rows and a square one
     large_product: Amount  # seconds, of two square matrices
     bandwidth: Amount  # bytes read and written in a second of copying
     cpu_share: Share | None = None  # of these seconds; None on a GPU
-    bare_step: Amount | None = None  # seconds of such a step without the decoder; None: not measured
-    step_ratio: Amount | None = None  # median of plain over bare, in pairs; None: not measured in pairs
-    step_bytes: Count | None = None  # of the weights that such a step reads; None: not recorded
+    bare_step: Amount | None = (
+        None  # seconds of such a step without the decoder; None: not measured
+    )
+    step_ratio: Amount | None = (
+        None  # median of plain over bare, in pairs; None: not measured in pairs
+    )
+    step_bytes: Count | None = (
+        None  # of the weights that such a step reads; None: not recorded
+    )
 
     @property
     def reads(self) -> float | None:
@@ -224,10 +259,18 @@ class Calibration:
     @property
     def text(self) -> str:
         """The measurements in a line."""
-        step = "" if self.plain_step is None else f"plain step {1e3 * self.plain_step:.2f} ms, "
+        step = (
+            ""
+            if self.plain_step is None
+            else f"plain step {1e3 * self.plain_step:.2f} ms, "
+        )
         share = "" if self.cpu_share is None else f", CPU share {self.cpu_share:.0%}"
-        products = f"{1e6 * self.small_product:.0f} and {1e6 * self.large_product:.0f} µs"
-        return f"{step}products {products}, memory {self.bandwidth / 1e9:.1f} GB/s{share}"
+        products = (
+            f"{1e6 * self.small_product:.0f} and {1e6 * self.large_product:.0f} µs"
+        )
+        return (
+            f"{step}products {products}, memory {self.bandwidth / 1e9:.1f} GB/s{share}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,8 +358,12 @@ class Leak:
 
     samples: Count  # that it was trained on
     prompts: tuple[str, ...] = ()
-    alike: tuple[str, ...] = ()  # others, with an image, a video or, without any, a text that it has seen
-    unknown: Count = 0  # samples whose media and texts are not in this workspace, or cannot be read
+    alike: tuple[
+        str, ...
+    ] = ()  # others, with an image, a video or, without any, a text that it has seen
+    unknown: Count = (
+        0  # samples whose media and texts are not in this workspace, or cannot be read
+    )
 
     @property
     def keys(self) -> list[str]:
@@ -361,21 +408,33 @@ class Evaluation:
     measured: str  # date and time; the same for all drafters of one process
     temperatures: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
     software: Software | None = None  # None: measured before it was recorded
-    attention: str | None = None  # of the target's prefill; None: measured before it was recorded
+    attention: str | None = (
+        None  # of the target's prefill; None: measured before it was recorded
+    )
     compiled: bool | None = None  # whether decoding steps were compiled; likewise
-    thinking: str = ""  # whether the target reasoned: on, off, mixed; empty: as its template has it
+    thinking: str = (
+        ""  # whether the target reasoned: on, off, mixed; empty: as its template has it
+    )
     machine: Hardware | None = None  # likewise
-    calibrations: tuple[Calibration, ...] = ()  # where each process began, and at the end
+    calibrations: tuple[
+        Calibration, ...
+    ] = ()  # where each process began, and at the end
     title: str = ""  # by `--name`
     asked: tuple[str, ...] = ()  # the keys of the prompts that were to be measured
     leak: Leak | None = None  # None: it is not known what the drafter was trained on
     again: tuple[Again, ...] = ()  # some of the prompts
     not_again: str = ""  # why none could be decoded again
-    weights: str | None = None  # SHA-256 of the drafter's weights; None: it has none, or not recorded
-    earlier: Baseline | None = None  # of the last sound evaluation under the same conditions
+    weights: str | None = (
+        None  # SHA-256 of the drafter's weights; None: it has none, or not recorded
+    )
+    earlier: Baseline | None = (
+        None  # of the last sound evaluation under the same conditions
+    )
 
     def __post_init__(self) -> None:
-        if any([one.key for one in at.prompts] != self.keys for at in self.temperatures):
+        if any(
+            [one.key for one in at.prompts] != self.keys for at in self.temperatures
+        ):
             raise ValueError("its temperatures have different prompts")
 
     @cached_property
@@ -392,7 +451,9 @@ class Evaluation:
         """The evaluation with the same numbers, and nothing shown of some prompts."""
 
         def stripped(at: Measurement) -> Measurement:
-            return replace(at, shown=tuple(one for one in at.shown if one.key not in keys))
+            return replace(
+                at, shown=tuple(one for one in at.shown if one.key not in keys)
+            )
 
         return replace(self, temperatures=tuple(map(stripped, self.temperatures)))
 
@@ -400,7 +461,9 @@ class Evaluation:
     def lossless(self) -> bool:
         """Whether no response at temperature 0, of plain decoding either, differs by more than a near-tie."""
         results = [one for at in self.temperatures for one in at.prompts]
-        return not any("different" in (one.plain.check, one.drafted.check) for one in results)
+        return not any(
+            "different" in (one.plain.check, one.drafted.check) for one in results
+        )
 
 
 def read(file: Path) -> Evaluation:
@@ -460,10 +523,14 @@ def files_in(folder: Path) -> list[Path]:
 
 def new_file(folder: Path, name: str) -> Path:
     """A file for an evaluation: its name is on no machine the name of another, and sorts by time."""
-    return folder / f"{name}.{datetime.now():%Y%m%d-%H%M%S-%f}-{secrets.token_hex(4)}.json"
+    return (
+        folder / f"{name}.{datetime.now():%Y%m%d-%H%M%S-%f}-{secrets.token_hex(4)}.json"
+    )
 
 
 def write(evaluation: object, file: Path) -> None:
     """Replace the file atomically."""
     with atomic_write(file) as aside:
-        aside.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation), indent=1))
+        aside.write_bytes(
+            msgspec.json.format(msgspec.json.encode(evaluation), indent=1)
+        )

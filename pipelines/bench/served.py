@@ -29,7 +29,12 @@ from vlmdistill.pipelines.bench.served_records import (
     ServerRun,
     TimedRequest,
 )
-from vlmdistill.pipelines.bench.server_client import ServedModel, ServerClient, ServerError, between
+from vlmdistill.pipelines.bench.server_client import (
+    ServedModel,
+    ServerClient,
+    ServerError,
+    between,
+)
 from vlmdistill.pipelines.cluster.environment import check_environment
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.media.frames import check_unchanged, media_file
@@ -74,14 +79,23 @@ def evaluate_server(
     async def measured() -> ServedEvaluation:
         clients = [ServerClient(one) for one in (url, baseline) if one is not None]
         try:
-            models = [await _model(client, workspace, served_model) for client in clients]
+            models = [
+                await _model(client, workspace, served_model) for client in clients
+            ]
             servers = [
                 _Server(client, model.id, asked, settings)
                 for client, model in zip(clients, models, strict=True)
             ]
             for server in servers:
-                await server.send(0, 0.0)  # to warm up; what fails here fails again when it is counted
-            total = len(settings.temperatures) * len(settings.concurrencies) * len(servers) * len(asked)
+                await server.send(
+                    0, 0.0
+                )  # to warm up; what fails here fails again when it is counted
+            total = (
+                len(settings.temperatures)
+                * len(settings.concurrencies)
+                * len(servers)
+                * len(asked)
+            )
             done = count(1)
             made = ServedEvaluation(
                 format=served_records.FORMAT,
@@ -98,9 +112,14 @@ def evaluate_server(
                 software=of_this_process(),
             )
             file = records.new_file(workspace.reports / "served", made.name)
-            for temperature, concurrency in product(settings.temperatures, settings.concurrencies):
+            for temperature, concurrency in product(
+                settings.temperatures, settings.concurrencies
+            ):
                 one = await _load(
-                    servers, temperature, concurrency, lambda remark: on_prompt(next(done), total, remark)
+                    servers,
+                    temperature,
+                    concurrency,
+                    lambda remark: on_prompt(next(done), total, remark),
                 )
                 made = replace(made, loads=(*made.loads, one))
                 if made.answered:
@@ -110,18 +129,26 @@ def evaluate_server(
                 await client.close()
         if not made.answered:
             failed = [lost for one in made.loads for lost in one.server.failed]
-            raise ServerError(f"{made.url}: all {len(failed)} requests failed: {failed[0].reason}")
+            raise ServerError(
+                f"{made.url}: all {len(failed)} requests failed: {failed[0].reason}"
+            )
         return made
 
     return asyncio.run(measured())
 
 
-def questions(workspace: Workspace, settings: Settings, prompts_file: Path | None) -> list[Question]:
+def questions(
+    workspace: Workspace, settings: Settings, prompts_file: Path | None
+) -> list[Question]:
     """The held-out prompts; DataError when one cannot be sent, or the settings are none for a server."""
     settings.check()
-    chosen = held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
+    chosen = held_out(
+        prompts_file or workspace.prompts, settings.limit, workspace.model
+    )
     if odd := [one for one in settings.temperatures if one > 2]:
-        raise DataError(f"--temperature {odd[0]}: servers take 0, greedy decoding, to 2")
+        raise DataError(
+            f"--temperature {odd[0]}: servers take 0, greedy decoding, to 2"
+        )
     if odd := [one for one in settings.concurrencies if not 1 <= one <= len(chosen)]:
         raise DataError(
             f"--concurrency {odd[0]}: give 1 to {len(chosen)}, the number of held-out prompts that are sent"
@@ -151,7 +178,9 @@ def evaluate_drafters(
     served does not stop the next one. TrainingError when a drafter cannot be exported.
     """
     check_environment("vllm")
-    asked = questions(workspace, settings, prompts_file)  # once for all, before a server starts
+    asked = questions(
+        workspace, settings, prompts_file
+    )  # once for all, before a server starts
     target, folder = resolve(workspace.model), workspace.root / "served"
     dtype = settings.how.get("dtype", "auto")
     if dtype == "auto":
@@ -165,7 +194,9 @@ def evaluate_drafters(
     def server(drafter: str, images: bool) -> AbstractContextManager[str]:
         on_prompt(0, 0, f"starting vLLM with {drafter or 'no drafter'}")
         log, one = folder / f"{drafter or 'baseline'}.log", written.get(drafter)
-        return vllm_server(target, workspace.model, dtype, log, one, whole_images=images)
+        return vllm_server(
+            target, workspace.model, dtype, log, one, whole_images=images
+        )
 
     def counted(done: int, total: int, remark: str = "") -> None:
         on_prompt(done, total, f"{name} {remark}")
@@ -175,9 +206,14 @@ def evaluate_drafters(
         for name in sorted(written, key=lambda name: written[name].whole_images):
             images = written[name].whole_images
             try:
-                if images != served_images:  # the baseline is as the drafter in all else
+                if (
+                    images != served_images
+                ):  # the baseline is as the drafter in all else
                     baseline.close()
-                    plain, served_images = baseline.enter_context(server("", images)), images
+                    plain, served_images = (
+                        baseline.enter_context(server("", images)),
+                        images,
+                    )
                 with server(name, images) as url:
                     found.made.append(
                         evaluate_server(
@@ -218,11 +254,17 @@ def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
     ]
 
 
-async def _model(client: ServerClient, workspace: Workspace, wanted: str | None) -> ServedModel:
+async def _model(
+    client: ServerClient, workspace: Workspace, wanted: str | None
+) -> ServedModel:
     """The model `wanted`, or the one that has a name of the workspace's; ServerError if it is not served."""
     served = await client.models()
     target = workspace.model
-    names = [wanted] if wanted else [target, HUB.get(target, target), str(EMBEDDED.get(target, target))]
+    names = (
+        [wanted]
+        if wanted
+        else [target, HUB.get(target, target), str(EMBEDDED.get(target, target))]
+    )
     short = {short_name(one).lower() for one in names} if wanted is None else ()
     found = [model for model in served if model.id in names]
     found += [model for model in served if short_name(model.id).lower() in short]
@@ -235,12 +277,17 @@ async def _model(client: ServerClient, workspace: Workspace, wanted: str | None)
 
 
 async def _load(
-    servers: Sequence["_Server"], temperature: float, concurrency: int, count: Callable[[str], None]
+    servers: Sequence["_Server"],
+    temperature: float,
+    concurrency: int,
+    count: Callable[[str], None],
 ) -> ServedLoad:
     """Send all prompts to all servers, in alternation if there are several."""
     prompts = range(len(servers[0].asked))
     size = len(prompts)
-    if len(servers) > 1:  # both should be first, which takes two blocks, full if possible
+    if (
+        len(servers) > 1
+    ):  # both should be first, which takes two blocks, full if possible
         size = max(concurrency, min(BLOCK * concurrency, (size + 1) // 2))
     before = [await server.client.settled() for server in servers]
     outcomes: list[list[TimedRequest | FailedRequest]] = [[] for _ in servers]
@@ -250,16 +297,23 @@ async def _load(
         for side in [*range(len(servers))[turn:], *range(len(servers))[:turn]]:
             waiting = iter(prompts[start : start + size])
             begun = time.perf_counter()
-            work = [servers[side].drain(waiting, temperature, count) for _ in range(concurrency)]
+            work = [
+                servers[side].drain(waiting, temperature, count)
+                for _ in range(concurrency)
+            ]
             for some in await asyncio.gather(*work):
                 outcomes[side] += some
             seconds[side] += time.perf_counter() - begun
     runs = []
-    for server, then, took, found in zip(servers, before, seconds, outcomes, strict=True):
+    for server, then, took, found in zip(
+        servers, before, seconds, outcomes, strict=True
+    ):
         requests = tuple(one for one in found if isinstance(one, TimedRequest))
         failed = tuple(one for one in found if isinstance(one, FailedRequest))
         counts = between(then, await server.client.settled())
-        runs.append(ServerRun(seconds=took, requests=requests, failed=failed, counts=counts))
+        runs.append(
+            ServerRun(seconds=took, requests=requests, failed=failed, counts=counts)
+        )
     return ServedLoad(
         temperature=temperature,
         concurrency=concurrency,
@@ -277,7 +331,9 @@ class _Server:
     asked: Sequence[Question]
     settings: Settings
 
-    async def send(self, number: int, temperature: float) -> TimedRequest | FailedRequest:
+    async def send(
+        self, number: int, temperature: float
+    ) -> TimedRequest | FailedRequest:
         """Send one prompt."""
         key, messages = self.asked[number]
         options: dict[str, Any] = {

@@ -18,7 +18,14 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from msgspec import Meta
 
-from vlmdistill.pipelines.bench.records import AGAIN, Chains, Count, Decoding, Measurement, PromptResult
+from vlmdistill.pipelines.bench.records import (
+    AGAIN,
+    Chains,
+    Count,
+    Decoding,
+    Measurement,
+    PromptResult,
+)
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, alpha, figures
 from vlmdistill.pipelines.data.responses.pieces import Amount
 from vlmdistill.pipelines.targets.software import Software
@@ -101,7 +108,9 @@ class ServedEvaluation:
     @property
     def runs(self) -> list[ServerRun]:
         """The runs of the server and of its baseline."""
-        return [run for load in self.loads for run in (load.server, load.baseline) if run]
+        return [
+            run for load in self.loads for run in (load.server, load.baseline) if run
+        ]
 
     @property
     def answered(self) -> bool:
@@ -175,9 +184,13 @@ def run_figures(run: ServerRun) -> RunFigures:
         if one.tokens is not None and one.tokens > 1
     ]
     tau = None
-    if counts.drafts and tokens is not None and not run.failed:  # else the two count different requests
+    if (
+        counts.drafts and tokens is not None and not run.failed
+    ):  # else the two count different requests
         gained = tokens - len(done)
-        undrafted = 0 if counts.accepted is None else gained - counts.accepted - counts.drafts
+        undrafted = (
+            0 if counts.accepted is None else gained - counts.accepted - counts.drafts
+        )
         tau = gained / (counts.drafts + max(0, undrafted))
     return RunFigures(
         requests=len(done),
@@ -199,32 +212,54 @@ def run_figures(run: ServerRun) -> RunFigures:
 
 def load_figures(load: ServedLoad) -> LoadFigures:
     """The metrics of a server, compared with the baseline on the prompts that both responded to."""
-    server, baseline = run_figures(load.server), run_figures(load.baseline) if load.baseline else None
+    server, baseline = (
+        run_figures(load.server),
+        run_figures(load.baseline) if load.baseline else None,
+    )
     theirs = {one.key: one for one in load.baseline.requests} if load.baseline else {}
-    pairs = [(theirs[one.key], one) for one in load.server.requests if one.key in theirs]
+    pairs = [
+        (theirs[one.key], one) for one in load.server.requests if one.key in theirs
+    ]
     greedy = bool(pairs) and load.temperature == 0
     timed = [
         PromptResult(key=one.key, dataset="", kind="text", plain=plain, drafted=drafted)
         for base, one in pairs
         if (plain := _decoding(base)) and (drafted := _decoding(one))
     ]
-    rates = figures(Measurement(temperature=load.temperature, prompts=tuple(timed))) if timed else None
-    intervals = {name: found for name, found in rates.intervals.items() if name in SPEEDS} if rates else {}
+    rates = (
+        figures(Measurement(temperature=load.temperature, prompts=tuple(timed)))
+        if timed
+        else None
+    )
+    intervals = (
+        {name: found for name, found in rates.intervals.items() if name in SPEEDS}
+        if rates
+        else {}
+    )
     return LoadFigures(
         temperature=load.temperature,
         concurrency=load.concurrency,
         server=server,
         baseline=baseline,
-        identical=sum(base.response == one.response for base, one in pairs) if greedy else None,
+        identical=sum(base.response == one.response for base, one in pairs)
+        if greedy
+        else None,
         compared=len(pairs) if greedy else None,
         speedup=rates.speedup if rates else None,
-        decode_speedup=(rates.decode_speedup or None) if rates else None,  # 0: nothing came after the first
+        decode_speedup=(rates.decode_speedup or None)
+        if rates
+        else None,  # 0: nothing came after the first
         intervals=intervals or None,
         warnings=tuple(
             text
-            for whose, run, found in (("server", load.server, server), ("baseline", load.baseline, baseline))
+            for whose, run, found in (
+                ("server", load.server, server),
+                ("baseline", load.baseline, baseline),
+            )
             if run and found
-            for text in _warnings(f"the {whose} at concurrency {load.concurrency}", run, found)
+            for text in _warnings(
+                f"the {whose} at concurrency {load.concurrency}", run, found
+            )
         ),
     )
 
@@ -233,7 +268,10 @@ def _warnings(at: str, run: ServerRun, found: RunFigures) -> Iterator[str]:
     """What makes the numbers less than they seem; `at` says whose they are."""
     if run.failed and not run.requests:
         yield f"{at} failed all {len(run.failed)} requests: {run.failed[0].reason}"
-    for share, what in ((found.cached_prompts, "prompt tokens"), (found.cached_images, "images")):
+    for share, what in (
+        (found.cached_prompts, "prompt tokens"),
+        (found.cached_images, "images"),
+    ):
         if share:
             yield (
                 f"{at} had {share:.0%} of the {what} in a cache: start it without caches to measure the "
@@ -267,4 +305,8 @@ def _share(count: int | None, total: float | None) -> float | None:
 
 
 def _quartiles(values: Sequence[float]) -> Quartiles | None:
-    return Quartiles(*map(float, np.quantile(values, [0.25, 0.5, 0.75]))) if values else None
+    return (
+        Quartiles(*map(float, np.quantile(values, [0.25, 0.5, 0.75])))
+        if values
+        else None
+    )

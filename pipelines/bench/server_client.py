@@ -21,7 +21,10 @@ from vlmdistill.stores.schema import content_hash
 KEY_VARIABLE = "OPENAI_API_KEY"
 SILENCE_SECONDS = 600  # after which a request has failed
 CONNECT_SECONDS = 10
-PAUSE, PATIENCE = 0.2, 5.0  # seconds between looks at the metrics, and for all, until they stand still
+PAUSE, PATIENCE = (
+    0.2,
+    5.0,
+)  # seconds between looks at the metrics, and for all, until they stand still
 OTHER = "is not a server of the OpenAI API"
 
 
@@ -109,9 +112,13 @@ class ServerClient:
         except httpx2.InvalidURL as error:
             raise ServerError(f"'{url}' is not a URL: {error}") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ServerError(f"'{url}' is not a URL of a server: write http://127.0.0.1:8000")
+            raise ServerError(
+                f"'{url}' is not a URL of a server: write http://127.0.0.1:8000"
+            )
         if parsed.userinfo:
-            raise ServerError(f"the URL of {parsed.host} has a password: set {KEY_VARIABLE} to a key instead")
+            raise ServerError(
+                f"the URL of {parsed.host} has a password: set {KEY_VARIABLE} to a key instead"
+            )
         self.address = f"{parsed.host}-{parsed.port}" if parsed.port else parsed.host
         self._counts = False  # whether it has shown metrics
         self._http = httpx2.AsyncClient(
@@ -125,7 +132,9 @@ class ServerClient:
         """Close its connections."""
         await self._http.aclose()
 
-    async def request(self, method: str, path: str, body: Any = None) -> httpx2.Response:
+    async def request(
+        self, method: str, path: str, body: Any = None
+    ) -> httpx2.Response:
         """A response of any status; ServerError when the server cannot be reached."""
         try:
             return await self._http.request(method, f"{self.url}/{path}", json=body)
@@ -137,14 +146,22 @@ class ServerClient:
         response = await self.request("GET", "v1/models")
         if response.status_code in (401, 403):
             known = KEY_VARIABLE in os.environ
-            what = f"refuses the key in {KEY_VARIABLE}" if known else f"needs a key: set {KEY_VARIABLE}"
+            what = (
+                f"refuses the key in {KEY_VARIABLE}"
+                if known
+                else f"needs a key: set {KEY_VARIABLE}"
+            )
             raise ServerError(f"{self.url} {what}")
         if response.status_code != 200:
-            raise ServerError(f"{self.url} {OTHER}: GET /v1/models gives {response.status_code}")
+            raise ServerError(
+                f"{self.url} {OTHER}: GET /v1/models gives {response.status_code}"
+            )
         try:
             return msgspec.json.decode(response.content, type=Models).data
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ServerError(f"{self.url} {OTHER}: GET /v1/models gives no list ({error})") from None
+            raise ServerError(
+                f"{self.url} {OTHER}: GET /v1/models gives no list ({error})"
+            ) from None
 
     async def settled(self) -> Counters:
         """What it has counted so far; empty if it shows no metrics.
@@ -174,10 +191,17 @@ class ServerClient:
         except ServerError:
             return {}
 
-    async def chat(self, key: str, messages: Sequence[Any], options: Mapping[str, Any]) -> TimedRequest:
+    async def chat(
+        self, key: str, messages: Sequence[Any], options: Mapping[str, Any]
+    ) -> TimedRequest:
         """Stream the chat completion of a prompt; ServerError says why there is no whole response."""
         body = msgspec.json.encode(
-            {"messages": messages, **options, "stream": True, "stream_options": {"include_usage": True}}
+            {
+                "messages": messages,
+                **options,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
         )
         headers = {"Content-Type": "application/json"}
         text: list[str] = []
@@ -189,7 +213,9 @@ class ServerClient:
                 "POST", f"{self.url}/v1/chat/completions", content=body, headers=headers
             ) as response:
                 if response.status_code != 200:
-                    raise ServerError(_refusal(response.status_code, await response.aread()))
+                    raise ServerError(
+                        _refusal(response.status_code, await response.aread())
+                    )
                 async for line in response.aiter_lines():
                     data = line.removeprefix("data:").strip()
                     if data == line or data == "[DONE]":  # not an event; the last
@@ -197,18 +223,24 @@ class ServerClient:
                     now = time.perf_counter() - start
                     chunk = msgspec.json.decode(data, type=StreamChunk)
                     if chunk.error:
-                        raise ServerError(f"the stream has an error: {_message(chunk.error)}")
+                        raise ServerError(
+                            f"the stream has an error: {_message(chunk.error)}"
+                        )
                     tokens = chunk.usage.completion_tokens if chunk.usage else tokens
                     for choice in chunk.choices:
                         delta = choice.delta
-                        new = (delta.reasoning or delta.reasoning_content or "") + (delta.content or "")
+                        new = (delta.reasoning or delta.reasoning_content or "") + (
+                            delta.content or ""
+                        )
                         first = first or (now if new else 0.0)
                         text.append(new)
                         finish, end = choice.finish_reason or finish, now
         except httpx2.HTTPError as error:
             raise ServerError(_text(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ServerError(f"it is not the stream of a chat completion: {error}") from None
+            raise ServerError(
+                f"it is not the stream of a chat completion: {error}"
+            ) from None
         if not finish:
             raise ServerError("the stream ends before the response does")
         return TimedRequest(
@@ -243,7 +275,9 @@ def between(before: Counters, after: Counters) -> ServerCounts:
         return ServerCounts()
 
     def chain(wanted: str) -> tuple[int, ...]:
-        return tuple(value for (name, _), value in sorted(gained.items()) if name == wanted)
+        return tuple(
+            value for (name, _), value in sorted(gained.items()) if name == wanted
+        )
 
     drafted = bool(gained.get(("drafts", 0)))
     tried, accepted = chain("chain_tried"), chain("chain_accepted")
@@ -271,7 +305,9 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _message(error: Any) -> str:
-    return one_line(ValueError(error.get("message", error) if isinstance(error, dict) else error))
+    return one_line(
+        ValueError(error.get("message", error) if isinstance(error, dict) else error)
+    )
 
 
 def _text(error: httpx2.HTTPError) -> str:

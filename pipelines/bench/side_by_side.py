@@ -50,7 +50,11 @@ class SideBySide:
         seed: int,
     ) -> None:
         self.target, self.drafters = target, drafters
-        self.temperature, self.max_new_tokens, self.seed = temperature, max_new_tokens, seed
+        self.temperature, self.max_new_tokens, self.seed = (
+            temperature,
+            max_new_tokens,
+            seed,
+        )
         self._warm = set[PromptKind]()  # images and videos have kernels of their own
 
     def decode(self, number: int, prompt: Prompt) -> Decoded:
@@ -89,8 +93,12 @@ class SideBySide:
                 finish=finish_of(ids, self.target.info.eos_ids, limit),
             )
             if name != PLAIN:
-                thought = reasoning(self.target.tokenizer, encoded.ids_L.tolist(), decoded[name].ids)
-                one = replace(one, parts=parts(decoded[name].cycles, encoded.length, thought))
+                thought = reasoning(
+                    self.target.tokenizer, encoded.ids_L.tolist(), decoded[name].ids
+                )
+                one = replace(
+                    one, parts=parts(decoded[name].cycles, encoded.length, thought)
+                )
             if greedy:
                 counted[name] = replace(one, check=check.check(ids))
             else:
@@ -163,19 +171,34 @@ class SideBySide:
             target.commit(range(len(ids_N)))
             logits_NV = target.logits(torch.cat([last_1D, state_ND[:-1]])).double()
             log_NV = (logits_NV / self.temperature).log_softmax(-1)
-            last_1D = state_ND[-1:].clone()  # a compiled step writes its next states to the same memory
+            last_1D = state_ND[
+                -1:
+            ].clone()  # a compiled step writes its next states to the same memory
             surprise_2 += surprise(log_NV, ids_N).cpu()
             ranks_R3 += ranks(log_NV, ids_N).cpu()
         counts = [
-            RankCount(rank=rank, tokens=int(tokens), expected=expected, variance=variance)
-            for rank, (tokens, expected, variance) in zip(RANKS, ranks_R3.tolist(), strict=True)
+            RankCount(
+                rank=rank, tokens=int(tokens), expected=expected, variance=variance
+            )
+            for rank, (tokens, expected, variance) in zip(
+                RANKS, ranks_R3.tolist(), strict=True
+            )
         ]
         nats, variance = surprise_2.tolist()
-        return replace(decoding, surprise=nats, surprise_variance=variance, ranks=tuple(counts))
+        return replace(
+            decoding, surprise=nats, surprise_variance=variance, ranks=tuple(counts)
+        )
 
-    def _show(self, prompt: Prompt, decoded: Mapping[str, Timed]) -> dict[str, ShownResponse]:
+    def _show(
+        self, prompt: Prompt, decoded: Mapping[str, Timed]
+    ) -> dict[str, ShownResponse]:
         """The response of each drafter in pieces, and of plain decoding beside it."""
-        asked = [part for turn in prompt.messages if turn["role"] == "user" for part in turn["content"]]
+        asked = [
+            part
+            for turn in prompt.messages
+            if turn["role"] == "user"
+            for part in turn["content"]
+        ]
         prompts = [part["text"] for part in asked if part["type"] == "text"]
         plain = self._pieces(decoded[PLAIN].cycles)
         return {
@@ -184,7 +207,8 @@ class SideBySide:
                 prompt="\n".join(prompts),
                 files=tuple(prompt.files),
                 pieces=self._pieces(cycles := decoded[name].cycles),
-                tau=sum(len(cycle.ids) for cycle in cycles[1:]) / max(1, len(cycles) - 1),
+                tau=sum(len(cycle.ids) for cycle in cycles[1:])
+                / max(1, len(cycles) - 1),
                 plain=plain if len(plain) <= REPLAYED else (),
             )
             for name in self.drafters
@@ -192,7 +216,10 @@ class SideBySide:
 
     def _pieces(self, cycles: list[Cycle]) -> tuple[Piece, ...]:
         """The text of each cycle: what it drafted in one piece, and the target's own token."""
-        runs = groupby(pieces(cycles, self.target.tokenizer), key=lambda one: (one.drafted, one.seconds))
+        runs = groupby(
+            pieces(cycles, self.target.tokenizer),
+            key=lambda one: (one.drafted, one.seconds),
+        )
         return tuple(Piece("".join(one.text for one in run), *key) for key, run in runs)
 
 
@@ -231,14 +258,18 @@ def _matching(tree: DraftTree, following: list[int]) -> int:
     """The most tokens that a path of the tree has in common with what followed; see `verify`."""
     token_N, parent_N = tree.ids_N.tolist(), tree.parent_N.tolist()
     depth_N, visible_NN = tree.depth_N.tolist(), tree.visible_NN.tolist()
-    chosen_N = [True] * len(token_N)  # by the target, which is the root's choice by definition
+    chosen_N = [True] * len(
+        token_N
+    )  # by the target, which is the root's choice by definition
     for node in range(1, len(token_N)):
         place = depth_N[parent_N[node]] - 1
         chosen_N[node] = place < len(following) and following[place] == token_N[node]
     matching: list[int] = [
         depth - 1
         for depth, visible_N in zip(depth_N, visible_NN, strict=True)
-        if all(chosen for chosen, is_on in zip(chosen_N, visible_N, strict=True) if is_on)
+        if all(
+            chosen for chosen, is_on in zip(chosen_N, visible_N, strict=True) if is_on
+        )
     ]
     return max(matching)
 

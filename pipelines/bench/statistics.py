@@ -49,17 +49,23 @@ from vlmdistill.pipelines.bench.records import (
 )
 
 FEWEST = 6  # prompts for an interval
-FEWEST_OF_KIND = 4  # prompts of each of its kinds: with three, too few intervals hold the truth
+FEWEST_OF_KIND = (
+    4  # prompts of each of its kinds: with three, too few intervals hold the truth
+)
 FEWEST_SEEDS = 5  # for an interval over seeds
 TOLERANCE = 0.02  # share of the elapsed seconds that the cycles may leave unaccounted
 TOLERANCE_SHARED = 0.08  # the same where other programs had a part of the CPU
 CHEAP = 0.9  # share of plain decoding's seconds on a prompt below which a drafter's did less work,
 MOST_PROMPTS = 0.9  # if so for this share of the prompts
 DRIFT = 1.25  # between the calibrations of one evaluation, above which they differ
-BUSY = 0.9  # share of the elapsed seconds below which the CPU was not this program's alone
+BUSY = (
+    0.9  # share of the elapsed seconds below which the CPU was not this program's alone
+)
 
 Floats = npt.NDArray[np.float64]
-Rate = Literal["tau", "accepted", "speedup", "decode_speedup", "cycle_cost", "cpu_speedup"]
+Rate = Literal[
+    "tau", "accepted", "speedup", "decode_speedup", "cycle_cost", "cpu_speedup"
+]
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,9 @@ class Budget(Phases):
 
     other: float  # Python between the phases, and what the cycles do not account for
     plain_step: float  # seconds of a step of plain decoding
-    ideal: float  # decode speedup if a cycle took as long as its drafting and a plain step
+    ideal: (
+        float  # decode speedup if a cycle took as long as its drafting and a plain step
+    )
 
 
 @dataclass(frozen=True)
@@ -127,16 +135,19 @@ class Figures:
     tokens_per_second: float
     plain_tokens_per_second: float
     budget: Budget | None  # None if a prompt was measured without phases
-    missed: (
-        int  # drafted tokens that the response has and that were not accepted: 0 unless acceptance is broken
-    )
+    # drafted tokens that the response has and that were not accepted: 0 unless acceptance is broken
+    missed: int
     cpu_share: float | None  # of the elapsed seconds, both decoders; None on a GPU
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
     plain_lossless: Checks
-    parts: tuple[PartRates, ...]  # by context, and by thinking and answer, where there are several
-    doubts: tuple[str, ...] = ()  # why the speedup may not be one: no verdict rests on it
+    parts: tuple[
+        PartRates, ...
+    ]  # by context, and by thinking and answer, where there are several
+    doubts: tuple[
+        str, ...
+    ] = ()  # why the speedup may not be one: no verdict rests on it
     warnings: tuple[str, ...] = ()  # all problems of these metrics, doubts included
 
 
@@ -157,7 +168,9 @@ def figures(measurement: Measurement) -> Figures:
         decode_speedup=whole["decode_speedup"],
         cycle_cost=whole["cycle_cost"],
         cpu_speedup=whole.get("cpu_speedup"),
-        intervals=left.intervals(whole, _rates(prompts, left.weight_PP)) if left else {},
+        intervals=left.intervals(whole, _rates(prompts, left.weight_PP))
+        if left
+        else {},
         prefill_share=_ratio(sum(one.prefill_seconds for one in own), seconds),
         tokens=tokens,
         plain_tokens=plain_tokens,
@@ -182,10 +195,15 @@ def figures(measurement: Measurement) -> Figures:
 def rates(measurement: Measurement) -> dict[Rate, float]:
     """The rates alone, without intervals."""
     prompts = measurement.prompts
-    return {rate: float(one[0]) for rate, one in _rates(prompts, np.ones((1, len(prompts)))).items()}
+    return {
+        rate: float(one[0])
+        for rate, one in _rates(prompts, np.ones((1, len(prompts)))).items()
+    }
 
 
-def advantage(one: Measurement, other: Measurement, rate: Rate = "speedup") -> Interval | None:
+def advantage(
+    one: Measurement, other: Measurement, rate: Rate = "speedup"
+) -> Interval | None:
     """The interval of the ratio of two drafters' rates on the same prompts.
 
     None for too few prompts. If the interval contains 1, they do not differ significantly.
@@ -210,11 +228,17 @@ class Difference:
     @property
     def text(self) -> str:
         """The mean, and the interval in parentheses."""
-        within = f" ({self.interval.low:+.2f} to {self.interval.high:+.2f})" if self.interval else ""
+        within = (
+            f" ({self.interval.low:+.2f} to {self.interval.high:+.2f})"
+            if self.interval
+            else ""
+        )
         return f"{self.mean:+.2f}{within}"
 
 
-def difference(ones: Sequence[Measurement], others: Sequence[Measurement], rate: Rate = "tau") -> Difference:
+def difference(
+    ones: Sequence[Measurement], others: Sequence[Measurement], rate: Rate = "tau"
+) -> Difference:
     """Compare two settings that were each trained with the same seeds: a measurement for each seed.
 
     Each seed gives a difference of pooled rates. Their t interval has the luck of training; the interval
@@ -226,7 +250,8 @@ def difference(ones: Sequence[Measurement], others: Sequence[Measurement], rate:
     weight_RP = whole_1P if left is None else np.concatenate([whole_1P, left.weight_PP])
     between_SR = np.array(
         [
-            _rates(one.prompts, weight_RP)[rate] - _rates(other.prompts, weight_RP)[rate]
+            _rates(one.prompts, weight_RP)[rate]
+            - _rates(other.prompts, weight_RP)[rate]
             for one, other in zip(ones, others, strict=True)
         ]
     )
@@ -243,25 +268,37 @@ def _rates(prompts: Sequence[PromptResult], weight_RP: Floats) -> dict[Rate, Flo
     """The rates [R] if prompt p counts `weight_RP[r, p]` times."""
 
     def totals(value: Callable[[PromptResult], float]) -> Floats:
-        sums_R: Floats = weight_RP @ np.array([value(one) for one in prompts], dtype=np.float64)
+        sums_R: Floats = weight_RP @ np.array(
+            [value(one) for one in prompts], dtype=np.float64
+        )
         return sums_R
 
     calls_R = totals(lambda one: one.drafted.calls)
     gained_R = totals(lambda one: one.drafted.tokens - 1)
-    pace_R = _over(totals(lambda one: one.drafted.seconds), totals(lambda one: one.drafted.tokens))
-    plain_pace_R = _over(totals(lambda one: one.plain.seconds), totals(lambda one: one.plain.tokens))
+    pace_R = _over(
+        totals(lambda one: one.drafted.seconds), totals(lambda one: one.drafted.tokens)
+    )
+    plain_pace_R = _over(
+        totals(lambda one: one.plain.seconds), totals(lambda one: one.plain.tokens)
+    )
     decode_R = _over(totals(lambda one: one.drafted.decode_seconds), gained_R)
     plain_decode_R = _over(
-        totals(lambda one: one.plain.decode_seconds), totals(lambda one: one.plain.tokens - 1)
+        totals(lambda one: one.plain.decode_seconds),
+        totals(lambda one: one.plain.tokens - 1),
     )
     found: dict[Rate, Floats] = {
         "tau": _over(gained_R, calls_R),
         "accepted": _over(totals(lambda one: one.drafted.accepted), calls_R),
         "speedup": _over(plain_pace_R, pace_R),
         "decode_speedup": _over(plain_decode_R, decode_R),
-        "cycle_cost": _over(_over(totals(lambda one: one.drafted.decode_seconds), calls_R), plain_decode_R),
+        "cycle_cost": _over(
+            _over(totals(lambda one: one.drafted.decode_seconds), calls_R),
+            plain_decode_R,
+        ),
     }
-    if all(None not in (one.drafted.cpu_seconds, one.plain.cpu_seconds) for one in prompts):
+    if all(
+        None not in (one.drafted.cpu_seconds, one.plain.cpu_seconds) for one in prompts
+    ):
         own_R = totals(lambda one: one.drafted.cpu_seconds or 0)
         plain_R = totals(lambda one: one.plain.cpu_seconds or 0)
         own_R = _over(own_R, totals(lambda one: one.drafted.tokens))
@@ -276,7 +313,9 @@ class _LeftOut:
 
     weight_PP: Floats
     kinds: tuple[npt.NDArray[np.intp], ...]
-    sizes: tuple[float, ...]  # of each kind: as many prompts of equal length say as much (Kish 1965)
+    sizes: tuple[
+        float, ...
+    ]  # of each kind: as many prompts of equal length say as much (Kish 1965)
 
     def half(self, value_P: Floats) -> float:
         """Half of the 95% interval of a statistic with these values."""
@@ -287,13 +326,17 @@ class _LeftOut:
             variance, free = variance + part, free + part**2 / max(1.0, size - 1)
         return _student(variance**2 / free) * variance**0.5 if free else 0.0
 
-    def intervals(self, whole: Mapping[Rate, float], left: Mapping[Rate, Floats]) -> dict[Rate, Interval]:
+    def intervals(
+        self, whole: Mapping[Rate, float], left: Mapping[Rate, Floats]
+    ) -> dict[Rate, Interval]:
         """Of the rates that are never 0, by the values of all prompts and with each left out."""
         found = {}
         for rate, value_P in left.items():
             if (value_P > 0).all():
                 center, half = whole[rate], self.half(np.log(value_P))
-                found[rate] = Interval(center * math.exp(-half), center * math.exp(half))
+                found[rate] = Interval(
+                    center * math.exp(-half), center * math.exp(half)
+                )
         return found
 
 
@@ -308,7 +351,9 @@ def _left_out(prompts: Sequence[PromptResult]) -> _LeftOut | None:
         weight_PP[np.ix_(at_K, at_K)] = len(at_K) / (len(at_K) - 1)
     np.fill_diagonal(weight_PP, 0)
     tokens_P = np.array([one.drafted.tokens for one in prompts], dtype=np.float64)
-    sizes = tuple(float(tokens_P[at_K].sum() ** 2 / (tokens_P[at_K] ** 2).sum()) for at_K in kinds)
+    sizes = tuple(
+        float(tokens_P[at_K].sum() ** 2 / (tokens_P[at_K] ** 2).sum()) for at_K in kinds
+    )
     return _LeftOut(weight_PP, kinds, sizes)
 
 
@@ -316,7 +361,9 @@ def _left_out(prompts: Sequence[PromptResult]) -> _LeftOut | None:
 def _student(free: float) -> float:
     """The 97.5% quantile of Student's t, by bisection of its integral; degrees of freedom from 1 on."""
     free = max(1.0, free)
-    scale = math.exp(math.lgamma((free + 1) / 2) - math.lgamma(free / 2)) / math.sqrt(math.pi * free)
+    scale = math.exp(math.lgamma((free + 1) / 2) - math.lgamma(free / 2)) / math.sqrt(
+        math.pi * free
+    )
     low, high = 1.9, 12.8
     while high - low > 1e-6:
         middle = (low + high) / 2
@@ -328,8 +375,14 @@ def _student(free: float) -> float:
 
 def alpha(decoded: Sequence[Chains]) -> tuple[float, ...]:
     """The acceptance rate by position, pooled."""
-    tried = [sum(column) for column in zip_longest(*(one.chain_tried for one in decoded), fillvalue=0)]
-    kept = [sum(column) for column in zip_longest(*(one.chain_accepted for one in decoded), fillvalue=0)]
+    tried = [
+        sum(column)
+        for column in zip_longest(*(one.chain_tried for one in decoded), fillvalue=0)
+    ]
+    kept = [
+        sum(column)
+        for column in zip_longest(*(one.chain_accepted for one in decoded), fillvalue=0)
+    ]
     return tuple(_ratio(above, below) for above, below in zip(kept, tried, strict=True))
 
 
@@ -337,9 +390,13 @@ def _parts(prompts: Sequence[PromptResult]) -> Iterator[PartRates]:
     """By length of context, and by thinking and answer, where the responses have several of these."""
     found = [(one.key, part) for one in prompts for part in one.drafted.parts]
     cuts: list[dict[str, list[tuple[str, ResponsePart]]]] = [{}, {}]
-    for key, part in sorted(found, key=lambda one: (one[1].context, not one[1].thinking)):
+    for key, part in sorted(
+        found, key=lambda one: (one[1].context, not one[1].thinking)
+    ):
         cuts[0].setdefault(f"context from {part.context}", []).append((key, part))
-        cuts[1].setdefault("thinking" if part.thinking else "answer", []).append((key, part))
+        cuts[1].setdefault("thinking" if part.thinking else "answer", []).append(
+            (key, part)
+        )
     for cut in cuts:
         for name, some in cut.items() if len(cut) > 1 or "thinking" in cut else ():
             calls = sum(part.calls for _, part in some)
@@ -381,12 +438,19 @@ def _accounted(decoded: Sequence[Decoding]) -> float:
 
 def _cpu_share(decoded: Sequence[Decoding]) -> float | None:
     known = [one.cpu_seconds for one in decoded if one.cpu_seconds is not None]
-    return _ratio(sum(known), sum(one.seconds for one in decoded)) if len(known) == len(decoded) else None
+    return (
+        _ratio(sum(known), sum(one.seconds for one in decoded))
+        if len(known) == len(decoded)
+        else None
+    )
 
 
 def _doubts(found: Figures) -> Iterator[str]:
     """What says that the speedup is not one."""
-    for whose, checks in (("", found.lossless), (" of plain decoding", found.plain_lossless)):
+    for whose, checks in (
+        ("", found.lossless),
+        (" of plain decoding", found.plain_lossless),
+    ):
         if checks.different:
             yield (
                 f"{checks.different} of {checks.total} responses{whose} differ from the target's by more "
@@ -409,7 +473,9 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
         return
     shown = [one for one in prompts if one.kind != "text"]
     parts: dict[str, list[tuple[float, float]]] = {
-        "first cycle": [(one.drafted.prefill_seconds, one.plain.prefill_seconds) for one in prompts],
+        "first cycle": [
+            (one.drafted.prefill_seconds, one.plain.prefill_seconds) for one in prompts
+        ],
         "prefill": [
             (one.drafted.phases.prefill, one.plain.phases.prefill)
             for one in prompts
@@ -471,11 +537,22 @@ def _budget(prompts: Sequence[PromptResult], tau: float) -> Budget | None:
     spent = [one.drafted.phases for one in prompts if one.drafted.phases is not None]
     if len(spent) < len(prompts):
         return None
-    phases = {name: sum(getattr(one, name) for one in spent) for name in Phases.__dataclass_fields__}
-    step = _ratio(sum(one.plain.decode_seconds for one in prompts), sum(one.plain.calls for one in prompts))
+    phases = {
+        name: sum(getattr(one, name) for one in spent)
+        for name in Phases.__dataclass_fields__
+    }
+    step = _ratio(
+        sum(one.plain.decode_seconds for one in prompts),
+        sum(one.plain.calls for one in prompts),
+    )
     drafting = _ratio(phases["draft"], sum(one.drafted.calls for one in prompts))
     other = sum(one.drafted.seconds for one in prompts) - sum(phases.values())
-    return Budget(**phases, other=other, plain_step=step, ideal=tau * _ratio(step, step + drafting))
+    return Budget(
+        **phases,
+        other=other,
+        plain_step=step,
+        ideal=tau * _ratio(step, step + drafting),
+    )
 
 
 def _ratio(above: float, below: float) -> float:

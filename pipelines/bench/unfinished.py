@@ -12,7 +12,13 @@ from typing import Any
 
 import msgspec
 
-from vlmdistill.pipelines.bench.records import Calibration, Count, Measurement, PromptResult, ShownResponse
+from vlmdistill.pipelines.bench.records import (
+    Calibration,
+    Count,
+    Measurement,
+    PromptResult,
+    ShownResponse,
+)
 from vlmdistill.pipelines.data.responses.pieces import Amount
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import naming
@@ -46,7 +52,9 @@ class Interim:
         return max(one.of for one in self.decoded.values())
 
 
-def measurements(decoded: Mapping[tuple[float, int], Decoded]) -> dict[tuple[str, float], Measurement]:
+def measurements(
+    decoded: Mapping[tuple[float, int], Decoded],
+) -> dict[tuple[str, float], Measurement]:
     """The prompts so far, by decoder and temperature."""
     rows: dict[tuple[str, float], list[Decoded]] = {}
     for (temperature, _), one in sorted(decoded.items(), key=lambda item: item[0]):
@@ -111,7 +119,9 @@ def interim(reports: Path) -> list[Interim]:
     for files in alike.values():
         with suppress(OSError):  # it has ended meanwhile, or is no file
             if decoded := _read(files):
-                found.append(Interim(decoded, max(file.stat().st_mtime for file in files)))
+                found.append(
+                    Interim(decoded, max(file.stat().st_mtime for file in files))
+                )
     return sorted(found, key=lambda one: -one.written)
 
 

@@ -23,7 +23,9 @@ from vlmdistill.stores.errors import FOR_USER, one_line
 PACKAGES = (*software.PACKAGES, "ray")
 LEAST = 2048 * MIB  # of free disk: some shards
 SKEW = 30.0  # seconds by which clocks may differ
-GPU_QUERY = "nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader"
+GPU_QUERY = (
+    "nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader"
+)
 GPU_SECONDS = 60.0  # for a command that asks for GPUs
 DRIVER = "driver"  # the name of a report on what is wrong where the command runs
 
@@ -36,7 +38,9 @@ class MachineReport:
     free_bytes: int = 0  # where shards are built
     gpus: tuple[str, ...] = ()  # name, memory and driver of each
     checked: tuple[str, ...] = ()
-    failures: Mapping[str, str] = field(default_factory=dict)  # check -> what is wrong and what to do
+    failures: Mapping[str, str] = field(
+        default_factory=dict
+    )  # check -> what is wrong and what to do
     clock: float = 0.0  # seconds ahead of the driver's
 
 
@@ -61,19 +65,29 @@ def examine(
         shared = replace(shared, media=some_files(media()))
     with contextlib.ExitStack() as held:
         with _noting(failures, "store"):
-            backend = open_backend(store if "://" in store else Path(store).expanduser().absolute())
+            backend = open_backend(
+                store if "://" in store else Path(store).expanduser().absolute()
+            )
             shared = replace(shared, store=backend)
             held.enter_context(_without_new_folders(backend))
             shared = replace(shared, mark=held.enter_context(marked(backend)))
         if not (address or os.environ.get("RAY_ADDRESS")):
             report = examination(shared, versions())
-            return {"this machine": replace(report, failures={**report.failures, **failures}, clock=0.0)}
+            return {
+                "this machine": replace(
+                    report, failures={**report.failures, **failures}, clock=0.0
+                )
+            }
         with session(address):
             reports = _on_all(shared, least, wait, failures)
-    return {**reports, DRIVER: MachineReport(failures=failures)} if failures else reports
+    return (
+        {**reports, DRIVER: MachineReport(failures=failures)} if failures else reports
+    )
 
 
-def _on_all(shared: Shared, least: int, wait: float, failures: dict[str, str]) -> dict[str, MachineReport]:
+def _on_all(
+    shared: Shared, least: int, wait: float, failures: dict[str, str]
+) -> dict[str, MachineReport]:
     """The reports of all machines, in the order of their names."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -89,7 +103,9 @@ def _on_all(shared: Shared, least: int, wait: float, failures: dict[str, str]) -
     calls = {}
     for machine in there.values():
         on_it = NodeAffinitySchedulingStrategy(machine.id, soft=False)
-        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_it)(examination)
+        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_it)(
+            examination
+        )
         calls[task.remote(shared, versions(), machine.gpus)] = machine.name
     why = f"no reply within {wait:g} s: a disk or network that hangs, or a machine that is very busy"
     reports, end = (
@@ -108,14 +124,18 @@ def _on_all(shared: Shared, least: int, wait: float, failures: dict[str, str]) -
     return dict(sorted(reports.items()))
 
 
-def examination(shared: Shared, wanted: Mapping[str, str], offered: int | None = None) -> MachineReport:
+def examination(
+    shared: Shared, wanted: Mapping[str, str], offered: int | None = None
+) -> MachineReport:
     """The report of this machine: `wanted` are the driver's versions, `offered` the GPUs that Ray has here.
 
     `clock` is the time of its end.
     """
     mine, found, failures = versions(), gpus(), dict[str, str]()
     other = [
-        f"{name} {mine[name] or 'is missing'}, not {one}" for name, one in wanted.items() if mine[name] != one
+        f"{name} {mine[name] or 'is missing'}, not {one}"
+        for name, one in wanted.items()
+        if mine[name] != one
     ]
     if other:
         failures["versions"] = f"{', '.join(other)}: install what the driver has"
@@ -131,12 +151,18 @@ def examination(shared: Shared, wanted: Mapping[str, str], offered: int | None =
                 pass
     folder, free = _free(shared.store)
     if free < LEAST:
-        failures["disk"] = f"only {free // MIB} MiB are free in {folder}, where shards are built: make room"
+        failures["disk"] = (
+            f"only {free // MIB} MiB are free in {folder}, where shards are built: make room"
+        )
     offered = len(found) if offered is None else offered
     if offered < len(found):
-        failures["gpus"] = f"it has {len(found)} GPUs, and Ray offers {offered}: see `ray start --num-gpus`"
+        failures["gpus"] = (
+            f"it has {len(found)} GPUs, and Ray offers {offered}: see `ray start --num-gpus`"
+        )
     elif (usable := _usable() if offered else 0) < offered:
-        failures["gpus"] = f"torch can use {usable} of {offered} GPUs: check its build and the GPU driver"
+        failures["gpus"] = (
+            f"torch can use {usable} of {offered} GPUs: check its build and the GPU driver"
+        )
     checked = ("model", *(["media"] if shared.media else []), "store")
     return MachineReport(mine, free, found, checked, failures, time.time())
 
@@ -145,7 +171,9 @@ def _with_skew(report: MachineReport, now: float) -> MachineReport:
     """The report, which came at `now`, with the seconds by which its machine is ahead of this one."""
     ahead, failures = report.clock - now, dict(report.failures)
     if abs(ahead) > SKEW:
-        failures["clock"] = f"its clock differs by {ahead:+.0f} s from the driver's: synchronise both (NTP)"
+        failures["clock"] = (
+            f"its clock differs by {ahead:+.0f} s from the driver's: synchronise both (NTP)"
+        )
     return replace(report, clock=round(ahead, 1), failures=failures)
 
 
@@ -162,7 +190,11 @@ def _noting(failures: dict[str, str], check: str) -> Iterator[None]:
 def _without_new_folders(store: Backend) -> Iterator[None]:
     """Remove the empty folders that the check of a new store leaves."""
     inner = Path(store.url) / STAGING
-    made = [] if not store.is_local else [one for one in (inner, *inner.parents) if not one.exists()]
+    made = (
+        []
+        if not store.is_local
+        else [one for one in (inner, *inner.parents) if not one.exists()]
+    )
     yield
     for folder in made:
         with contextlib.suppress(OSError):
@@ -174,7 +206,10 @@ def versions() -> dict[str, str]:
 
     Without the build: torch has one for CPUs and one for each CUDA.
     """
-    return {name: version.partition("+")[0] for name, version in software.versions(PACKAGES).items()}
+    return {
+        name: version.partition("+")[0]
+        for name, version in software.versions(PACKAGES).items()
+    }
 
 
 def gpus() -> tuple[str, ...]:
@@ -184,15 +219,27 @@ def gpus() -> tuple[str, ...]:
 
 def _usable() -> int:
     """How many GPUs torch can use."""
-    return int(_output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())") or 0)
+    return int(
+        _output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
+        or 0
+    )
 
 
 def _output(*command: str) -> str:
     """What a command prints, with the GPUs that Ray hides from its task; empty if it fails."""
-    shown = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    shown = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "CUDA_VISIBLE_DEVICES"
+    }
     try:
         return subprocess.run(
-            command, env=shown, capture_output=True, text=True, timeout=GPU_SECONDS, check=True
+            command,
+            env=shown,
+            capture_output=True,
+            text=True,
+            timeout=GPU_SECONDS,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -9,7 +9,11 @@ from vlmdistill.stores.errors import TargetError
 
 EngineName = Literal["transformers", "vllm"]
 
-SUPPORTED = ("0.31", "0.32", "0.33")  # of vLLM: the versions that the plugin has a module for
+SUPPORTED = (
+    "0.31",
+    "0.32",
+    "0.33",
+)  # of vLLM: the versions that the plugin has a module for
 VARIABLE = "VLMDISTILL_ENGINE"  # names the Python of the engine environment
 DEFAULT = Path(".venv-engine/bin/python")
 VERSIONS = f"vLLM {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
@@ -36,7 +40,9 @@ def engine_python() -> Path:
 
 def supported(version: str) -> str | None:
     """The release of a version of vLLM, such as 0.32; None if it is not supported."""
-    return next((release for release in SUPPORTED if version.startswith(f"{release}.")), None)
+    return next(
+        (release for release in SUPPORTED if version.startswith(f"{release}.")), None
+    )
 
 
 def check_environment(engine: EngineName) -> None:

@@ -41,7 +41,9 @@ from vlmdistill.stores.errors import FOR_USER, DataError, VlmdistillError
 
 logger = logging.getLogger(__name__)
 
-GATHER_SECONDS = 60.0  # in which Ray may start workers, before work begins without the late ones
+GATHER_SECONDS = (
+    60.0  # in which Ray may start workers, before work begins without the late ones
+)
 LOOK_SECONDS = 2.0  # between two looks at the machines of the cluster
 TICK_SECONDS = 0.5  # to wait for a reply
 
@@ -53,7 +55,9 @@ Out = TypeVar("Out", bound=TaskResult, covariant=True)
 class WorkerOptions:
     """How many workers a stage uses, and how each loads the target."""
 
-    workers: int | None = None  # None: as many as the machines have room for; 0: this process, without Ray
+    workers: int | None = (
+        None  # None: as many as the machines have room for; 0: this process, without Ray
+    )
     wait: float = 300.0  # seconds without any live worker, until the run fails
     load: Options = field(default_factory=Options)
     engine: EngineName = "transformers"  # what runs the target
@@ -78,7 +82,9 @@ class Worker(Protocol[In, Out]):
 class WorkerActor:
     """The Ray actor. It makes its worker in a call, so that an error while loading is an ordinary one."""
 
-    def __init__(self, make: Callable[[], Worker[Any, Any]], check: Callable[[], None]) -> None:
+    def __init__(
+        self, make: Callable[[], Worker[Any, Any]], check: Callable[[], None]
+    ) -> None:
         self._make = make
         self._check = check
         self._worker: Worker[Any, Any] | None = None
@@ -142,7 +148,9 @@ def opened(
 class OwnProcess(Generic[T, R]):
     """This process as the only worker: it begins at once, and no other takes over if it dies."""
 
-    def __init__(self, make: Callable[[], Worker[T, R]], check: Callable[[], None] = no_check) -> None:
+    def __init__(
+        self, make: Callable[[], Worker[T, R]], check: Callable[[], None] = no_check
+    ) -> None:
         self._make, self._check = make, check
         self._worker: Worker[T, R] | None = None
 
@@ -228,7 +236,9 @@ class ActorPool(Generic[T, R]):
         if options.workers is not None and options.workers < 1:
             raise DataError(f"--workers {options.workers}: give 0, or more")
         self._machines = machines()
-        self._share = WorkerShare.of(list(self._machines.values()), options.workers, weights)
+        self._share = WorkerShare.of(
+            list(self._machines.values()), options.workers, weights
+        )
         # Spread, so that few workers on many machines do not crowd on one.
         self._actor = ray.remote(WorkerActor).options(
             **self._share.options, max_restarts=0, scheduling_strategy="SPREAD"
@@ -281,7 +291,9 @@ class ActorPool(Generic[T, R]):
 
     def _fill(self) -> None:
         """Ask Ray for as many workers as the user wants, or as the cluster has room for."""
-        wanted = self._workers or max(1, self._share.room(list(self._machines.values())))
+        wanted = self._workers or max(
+            1, self._share.room(list(self._machines.values()))
+        )
         while len(self._members) < wanted:
             self._start()
 
@@ -299,7 +311,9 @@ class ActorPool(Generic[T, R]):
         """Wait for a reply or a tick, and handle what has happened."""
         import ray
 
-        calls = {member.call: member for member in self._members if member.call is not None}
+        calls = {
+            member.call: member for member in self._members if member.call is not None
+        }
         if calls:
             for call in ray.wait(list(calls), num_returns=1, timeout=TICK_SECONDS)[0]:
                 self._handle_reply(calls[call])
@@ -307,7 +321,9 @@ class ActorPool(Generic[T, R]):
             time.sleep(TICK_SECONDS)
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._look()
-        wait = self._wait if self._facts is not None else max(self._wait, GATHER_SECONDS)
+        wait = (
+            self._wait if self._facts is not None else max(self._wait, GATHER_SECONDS)
+        )
         if any(member.alive for member in self._members):
             self._alive = time.monotonic()
         elif time.monotonic() - self._alive > wait:
@@ -330,7 +346,9 @@ class ActorPool(Generic[T, R]):
             left = [member for member in self._members if member.alive]
             on = len({member.names[1] for member in left})
             self._trouble = f"machine {machine.name} was lost"
-            logger.warning("%s: %d workers on %d machines are left", self._trouble, len(left), on)
+            logger.warning(
+                "%s: %d workers on %d machines are left", self._trouble, len(left), on
+            )
         for joined in self._machines.keys() - before.keys():
             logger.warning("machine %s joined", self._machines[joined].name)
         self._fill()
@@ -343,7 +361,9 @@ class ActorPool(Generic[T, R]):
     def _machine_name(self, member: Member, error: BaseException) -> str:
         """The machine that a worker was on, as far as it is known."""
         address = address_of(error)
-        at = [machine for machine in self._machines.values() if machine.address == address]
+        at = [
+            machine for machine in self._machines.values() if machine.address == address
+        ]
         if machine := member.machine or (at[0] if len(at) == 1 else None):
             return f"machine {machine.name}"
         return f"machine {address}" if address else "a machine"
@@ -386,7 +406,9 @@ class ActorPool(Generic[T, R]):
         elif member.step is Step.load:
             self._facts = value if self._facts is None else self._facts
             if value != self._facts:
-                error = VlmdistillError(f"it loaded a different target: {value}, not {self._facts}")
+                error = VlmdistillError(
+                    f"it loaded a different target: {value}, not {self._facts}"
+                )
                 self._refuse(member, member.names[1], error)
                 return
             member.step, member.crashes, self._trouble = Step.idle, 0, ""
@@ -418,7 +440,9 @@ class ActorPool(Generic[T, R]):
         """The process of a worker ended: start another, unless that cannot help."""
         if member.machine and member.machine.id not in machines():
             self._look()
-            if member in self._members:  # the loss was seen before the worker had replied
+            if (
+                member in self._members
+            ):  # the loss was seen before the worker had replied
                 self._drop(member)
                 self._fill()
             return
@@ -428,7 +452,9 @@ class ActorPool(Generic[T, R]):
             return
         if member.machine is None:
             # No machine can be blamed: most likely one was lost, and Ray has yet to notice. `_look` fills up.
-            self._trouble = self._trouble or f"a worker died before it started ({cause})"
+            self._trouble = (
+                self._trouble or f"a worker died before it started ({cause})"
+            )
             self._drop(member)
             return
         if member.step is Step.work:
@@ -439,7 +465,9 @@ class ActorPool(Generic[T, R]):
                 many = f"{ATTEMPTS} workers died while they loaded the target; last cause: {cause}"
                 self._refuse(member, name, VlmdistillError(many))
                 return
-            self._trouble = f"{name}: a worker died while it loaded the target ({cause})"
+            self._trouble = (
+                f"{name}: a worker died while it loaded the target ({cause})"
+            )
             logger.warning("%s, starting another", self._trouble)
         self._drop(member)
         self._start(member.crashes)
@@ -459,11 +487,18 @@ def _for_user(cause: BaseException) -> BaseException:
 
 def weight_bytes(model: str, load: Options) -> int:
     """Bytes of a checkpoint's weights in the dtype in which they are loaded; quantised ones as numbers."""
-    from vlmdistill.pipelines.targets.checkpoints.folder import parameters_in, resolve, weight_files
+    from vlmdistill.pipelines.targets.checkpoints.folder import (
+        parameters_in,
+        resolve,
+        weight_files,
+    )
 
     dtype, folder = load.get("dtype", "auto"), resolve(model)
     if dtype == "auto":
-        return max(sum(path.stat().st_size for path in weight_files(folder)), 2 * parameters_in(folder))
+        return max(
+            sum(path.stat().st_size for path in weight_files(folder)),
+            2 * parameters_in(folder),
+        )
     return parameters_in(folder) * (4 if dtype == "float32" else 2)
 
 

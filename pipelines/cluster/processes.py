@@ -21,7 +21,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from vlmdistill.drafters.training.signals import ASKING
-from vlmdistill.stores.errors import FOR_USER, LostRankError, StoppedError, TrainingError, one_line
+from vlmdistill.stores.errors import (
+    FOR_USER,
+    LostRankError,
+    StoppedError,
+    TrainingError,
+    one_line,
+)
 
 GRACE = 30.0  # seconds for a process to save its work and exit
 AFTER = 5.0  # seconds to wait for the first cause, after one process failed as a consequence
@@ -110,7 +116,9 @@ class Process:
                 stderr=self._errors,
                 start_new_session=True,
             )
-        with contextlib.suppress(BrokenPipeError):  # it died already; `message` reports that
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # it died already; `message` reports that
             self.connection.send((function, tuple(arguments)))
 
     def signal(self, number: int) -> None:
@@ -119,7 +127,9 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._popen.pid, number)
 
-    def message(self) -> FunctionProgress | FunctionDone | FunctionFailed | FunctionStopped | None:
+    def message(
+        self,
+    ) -> FunctionProgress | FunctionDone | FunctionFailed | FunctionStopped | None:
         """The next message, None if it was a log line. Once the process has ended, it is how."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             message = self.connection.recv()
@@ -147,7 +157,9 @@ class Process:
         if self._result is not None:
             return self._result
         how = f"signal {-code}" if code < 0 else f"status {code}"
-        return FunctionFailed(f"its process ended with {how}{': ' if last else ''}{last}")
+        return FunctionFailed(
+            f"its process ended with {how}{': ' if last else ''}{last}"
+        )
 
 
 class Processes:
@@ -160,7 +172,9 @@ class Processes:
 
     def __enter__(self) -> "Processes":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._forward) for number in ASKING}
+            self._before = {
+                number: signal.signal(number, self._forward) for number in ASKING
+            }
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -204,11 +218,18 @@ class Processes:
                 else:
                     yield process.name, message
         if self._signals:
-            raise StoppedError("; ".join(dict.fromkeys(stopped)) or "all work was done", self._signals[0])
+            raise StoppedError(
+                "; ".join(dict.fromkeys(stopped)) or "all work was done",
+                self._signals[0],
+            )
 
     def _ready(
         self, seconds: float | None
-    ) -> Iterator[tuple[Process, FunctionProgress | FunctionDone | FunctionFailed | FunctionStopped]]:
+    ) -> Iterator[
+        tuple[
+            Process, FunctionProgress | FunctionDone | FunctionFailed | FunctionStopped
+        ]
+    ]:
         for connection in wait(list(self._running), seconds):
             assert isinstance(connection, Connection)
             process = self._running[connection]
@@ -221,7 +242,11 @@ class Processes:
     def _fail(self, process: Process, failure: FunctionFailed) -> NoReturn:
         """Raise the error of the process that failed first, not of one that failed as a consequence."""
         until = time.monotonic() + AFTER
-        while failure.consequence and self._running and (left := until - time.monotonic()) > 0:
+        while (
+            failure.consequence
+            and self._running
+            and (left := until - time.monotonic()) > 0
+        ):
             for other, message in self._ready(left):
                 if isinstance(message, FunctionFailed) and not message.consequence:
                     process, failure = other, message

@@ -17,7 +17,9 @@ from vlmdistill.stores.errors import VlmdistillError, one_line
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per task
-FAILURES = 3  # tasks in a row in which no sample succeeded, after which a worker is dropped
+FAILURES = (
+    3  # tasks in a row in which no sample succeeded, after which a worker is dropped
+)
 
 
 class WorkerTask(Protocol):
@@ -36,7 +38,9 @@ class WorkerTask(Protocol):
 class TaskResult(Protocol):
     """The result of one task."""
 
-    failed: dict[str, str]  # key -> why the sample failed on this machine; it is retried on another
+    failed: dict[
+        str, str
+    ]  # key -> why the sample failed on this machine; it is retried on another
 
 
 T = TypeVar("T", bound=WorkerTask)
@@ -57,7 +61,9 @@ class RunningTask(Generic[T]):
     """A task and its attempts."""
 
     task: T
-    tried: list[str] = field(default_factory=list)  # workers and machines on which it failed
+    tried: list[str] = field(
+        default_factory=list
+    )  # workers and machines on which it failed
     why: dict[str, str] = field(default_factory=dict)  # key -> last error
     attempts: int = 0  # without a result
     refused: bool = False  # the last attempt ended with an error meant for the user
@@ -85,9 +91,13 @@ class Member:
     call: Any  # the Ray reference that the driver waits for; None when idle or excluded
     step: Step = Step.locate
     machine: Machine | None = None  # known after `locate`
-    names: tuple[str, ...] = ()  # of the worker and its machine, for messages and `tried`
+    names: tuple[
+        str, ...
+    ] = ()  # of the worker and its machine, for messages and `tried`
     running: RunningTask[Any] | None = None
-    crashes: int = 0  # workers of this slot that died while they loaded the target, in a row
+    crashes: int = (
+        0  # workers of this slot that died while they loaded the target, in a row
+    )
     failures: int = 0  # tasks in a row in which no sample succeeded
 
     @property
@@ -110,7 +120,9 @@ class Queue(Generic[T, R]):
 
     def __init__(self, members: Sequence[Member], tasks: Iterable[T] = ()) -> None:
         self._members = members
-        self._fresh = iter(tasks)  # made when a worker is free: all of them take much memory
+        self._fresh = iter(
+            tasks
+        )  # made when a worker is free: all of them take much memory
         self._next = next(self._fresh, None)
         self._again: list[RunningTask[T]] = []  # failed, or lost with their machine
         self._ended: list[TaskDone[T, R]] = []
@@ -121,7 +133,9 @@ class Queue(Generic[T, R]):
 
     def __bool__(self) -> bool:
         """Whether a task waits or runs."""
-        return bool(self._next or self._again or any(member.running for member in self._members))
+        return bool(
+            self._next or self._again or any(member.running for member in self._members)
+        )
 
     def ended(self) -> Iterator[TaskDone[T, R]]:
         """The tasks that ended since the last call. VlmdistillError if all tasks end without a result."""
@@ -135,14 +149,20 @@ class Queue(Generic[T, R]):
 
     def assign(self) -> None:
         """Give tasks to idle workers, first those that failed elsewhere or were lost."""
-        self._several |= len({member.machine.id for member in self._members if member.machine}) > 1
+        self._several |= (
+            len({member.machine.id for member in self._members if member.machine}) > 1
+        )
         for running in list(self._again):
-            if not self._takers(running) and any(member.alive for member in self._members):
+            if not self._takers(running) and any(
+                member.alive for member in self._members
+            ):
                 if not running.attempts:  # its samples failed on every machine
                     self._give_up(running)
                     continue
                 running.tried = []
-            idle = [member for member in self._takers(running) if member.step is Step.idle]
+            idle = [
+                member for member in self._takers(running) if member.step is Step.idle
+            ]
             if idle:
                 self._again.remove(running)
                 idle[0].begin(running)
@@ -153,20 +173,32 @@ class Queue(Generic[T, R]):
 
     def _takers(self, running: RunningTask[T]) -> list[Member]:
         """The live workers on which this task has not failed."""
-        return [one for one in self._members if one.alive and not set(one.names) & set(running.tried)]
+        return [
+            one
+            for one in self._members
+            if one.alive and not set(one.names) & set(running.tried)
+        ]
 
     def did(self, member: Member, result: R) -> None:
         """Record a result. The samples that failed are retried on another machine."""
-        running, machine, failed = self._taken_from(member), member.names[1], dict(result.failed)
+        running, machine, failed = (
+            self._taken_from(member),
+            member.names[1],
+            dict(result.failed),
+        )
         succeeded = len(running.task.keys) - len(failed)
         self._count(member, running, bool(succeeded), next(iter(failed.values()), ""))
         if failed:
-            again = RunningTask(running.task.only(failed), [*running.tried, machine], failed)
+            again = RunningTask(
+                running.task.only(failed), [*running.tried, machine], failed
+            )
             if len(again.tried) < ATTEMPTS and self._takers(again):
                 self._again.append(again)
                 if machine not in self._warned:
                     logger.warning(
-                        "%s: samples fail and are retried: %s", machine, next(iter(failed.values()))
+                        "%s: samples fail and are retried: %s",
+                        machine,
+                        next(iter(failed.values())),
                     )
                     self._warned.add(machine)
                 failed = {}
@@ -175,7 +207,9 @@ class Queue(Generic[T, R]):
         self._done += 1
         self._ended.append(TaskDone(running.task, result, failed))
 
-    def failed(self, member: Member, name: str, cause: str, *, refused: bool = False) -> None:
+    def failed(
+        self, member: Member, name: str, cause: str, *, refused: bool = False
+    ) -> None:
         """Record an attempt without a result; the task is retried, if possible not on `name`."""
         running = self._taken_from(member)
         self._count(member, running, False, cause)
@@ -183,10 +217,14 @@ class Queue(Generic[T, R]):
         running.tried.append(name)
         keys = running.task.keys
         running.why = dict.fromkeys(keys, cause)
-        if len(keys) > 1 and running.attempts > 1 and not refused:  # only the guilty sample is given up
+        if (
+            len(keys) > 1 and running.attempts > 1 and not refused
+        ):  # only the guilty sample is given up
             logger.warning("%s: a task failed and is halved: %s", name, cause)
             halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
-            self._again[:0] = [RunningTask(running.task.only(half), attempts=1) for half in halves]
+            self._again[:0] = [
+                RunningTask(running.task.only(half), attempts=1) for half in halves
+            ]
             return
         if running.attempts >= ATTEMPTS:
             self._give_up(running)
@@ -205,7 +243,9 @@ class Queue(Generic[T, R]):
         assert running is not None
         return running
 
-    def _count(self, member: Member, running: RunningTask[T], succeeded: bool, why: str) -> None:
+    def _count(
+        self, member: Member, running: RunningTask[T], succeeded: bool, why: str
+    ) -> None:
         """Drop a worker whose tasks fail one after the other, unless it is the last one.
 
         A task that has failed elsewhere says nothing of this worker.
@@ -214,10 +254,15 @@ class Queue(Generic[T, R]):
             member.failures = 0
         elif not running.tried and not running.attempts:
             member.failures += 1
-        if member.failures >= FAILURES and any(one.alive for one in self._members if one is not member):
+        if member.failures >= FAILURES and any(
+            one.alive for one in self._members if one is not member
+        ):
             member.exclude()
             logger.warning(
-                "%s is dropped: %d tasks in a row failed there: %s", member.names[0], FAILURES, why
+                "%s is dropped: %d tasks in a row failed there: %s",
+                member.names[0],
+                FAILURES,
+                why,
             )
 
     def _give_up(self, running: RunningTask[T]) -> None:

@@ -24,12 +24,16 @@ logger = logging.getLogger(__name__)
 MIB = 2**20
 WORKER_BYTES = 1536 * MIB  # of a worker without its target
 CPUS = 4  # of a worker beside its GPUs, if there are as many: it decodes media and writes meanwhile
-EXPANSION = 3  # of weights on a CPU: 16-bit files become 32-bit tensors, plus activations
+EXPANSION = (
+    3  # of weights on a CPU: 16-bit files become 32-bit tensors, plus activations
+)
 FITS = 8192 * MIB  # of weights, which any GPU holds
 ROOM = 2048 * MIB  # of a GPU, kept free of weights
 GPU_SECONDS = 300.0  # to wait for a free GPU whose memory is measured
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b:? ?.*")
+RAISED = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b:? ?.*"
+)
 EXITED = re.compile(r"Worker exit detail: (.*?)\. (?:There are|$)")
 ADDRESS = re.compile(r"\bip=([0-9a-fA-F.:]+)")
 
@@ -48,7 +52,10 @@ def session(address: str = "") -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    quiet = {"logging_level": "ERROR", "log_to_driver": logger.isEnabledFor(logging.DEBUG)}
+    quiet = {
+        "logging_level": "ERROR",
+        "log_to_driver": logger.isEnabledFor(logging.DEBUG),
+    }
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     with terminable() as handle:
         try:
@@ -60,10 +67,15 @@ def session(address: str = "") -> Iterator[None]:
             handle()  # Ray has set its own handler
             yield
         except SystemExit as stop:  # Ray's native code makes it 1, and its own handler the signal's number
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN or stop.code == signal.SIGTERM:
+            if (
+                signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+                or stop.code == signal.SIGTERM
+            ):
                 raise SystemExit(128 + signal.SIGTERM) from None
             raise
-        except ray.exceptions.RayError as error:  # errors of workers are handled by the pool
+        except (
+            ray.exceptions.RayError
+        ) as error:  # errors of workers are handled by the pool
             raise VlmdistillError(
                 f"Ray failed ({cause_of(error)}). Finished work is kept; run the same command to continue"
             ) from error
@@ -98,7 +110,9 @@ def _on_terminate(handler: Any) -> None:
 def leave(number: int, frame: FrameType | None) -> None:
     """A handler of SIGTERM that raises SystemExit."""
     del number, frame
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the cleanup
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # a second one would interrupt the cleanup
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -120,7 +134,12 @@ def _start(quiet: dict[str, Any]) -> None:
 
     try:
         # No tensors travel through the object store, so the smallest size is enough.
-        ray.init(address="local", include_dashboard=False, object_store_memory=100 * MIB, **quiet)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=100 * MIB,
+            **quiet,
+        )
     except Exception as error:  # Ray has no type for a failed start
         ray.shutdown()
         cause = cause_of(error)
@@ -199,7 +218,11 @@ def machines() -> dict[str, Machine]:
 
 
 def _machine(node: dict[str, Any]) -> Machine:
-    address, given, has = node["NodeManagerAddress"], node.get("NodeName"), node["Resources"]
+    address, given, has = (
+        node["NodeManagerAddress"],
+        node.get("NodeName"),
+        node["Resources"],
+    )
     name = given if given and given != address else node["NodeManagerHostname"]
     cpus, gpus, memory = (int(has.get(what, 0)) for what in ("CPU", "GPU", "memory"))
     return Machine(node["NodeID"], f"{name} ({address})", address, cpus, gpus, memory)
@@ -221,26 +244,40 @@ class WorkerShare:
     memory: int  # bytes, on a CPU
 
     @classmethod
-    def of(cls, there: Sequence[Machine], workers: int | None, weights: int) -> "WorkerShare":
+    def of(
+        cls, there: Sequence[Machine], workers: int | None, weights: int
+    ) -> "WorkerShare":
         """The share with which `workers` fit; without a number, as many as can hold `weights` bytes each."""
         if gpus := [machine.gpus for machine in there if machine.gpus]:
             needed = _gpus_for(weights)
             even = _even(gpus, workers or 0, there, lambda each: cls(0, each, 0))
             each = min(even.gpus, needed) if workers else needed
-            spare = min(machine.cpus / machine.gpus for machine in there if machine.gpus)
+            spare = min(
+                machine.cpus / machine.gpus for machine in there if machine.gpus
+            )
             return cls(min(CPUS, spare * each // 1), each, 0)
         single = cls(1, 0, 0 if workers else WORKER_BYTES + EXPANSION * weights)
         cpus = [machine.cpus for machine in there if machine.cpus]
         number = workers or max(1, single.room(there))
-        return _even(cpus, number, there, lambda each: cls(each, 0, single.memory)) if cpus else single
+        return (
+            _even(cpus, number, there, lambda each: cls(each, 0, single.memory))
+            if cpus
+            else single
+        )
 
     def room(self, there: Sequence[Machine]) -> int:
         """How many workers fit on the machines."""
         if self.gpus:
-            fits = (min(one.gpus / self.gpus, one.cpus / self.cpus if self.cpus else 2**31) for one in there)
+            fits = (
+                min(one.gpus / self.gpus, one.cpus / self.cpus if self.cpus else 2**31)
+                for one in there
+            )
             return sum(map(int, fits))
         return sum(
-            min(int(machine.cpus / self.cpus), machine.memory // self.memory if self.memory else 2**31)
+            min(
+                int(machine.cpus / self.cpus),
+                machine.memory // self.memory if self.memory else 2**31,
+            )
             for machine in there
         )
 
@@ -254,7 +291,10 @@ class WorkerShare:
 
 
 def _even(
-    has: Sequence[int], workers: int, there: Sequence[Machine], share: Callable[[float], WorkerShare]
+    has: Sequence[int],
+    workers: int,
+    there: Sequence[Machine],
+    share: Callable[[float], WorkerShare],
 ) -> WorkerShare:
     """The largest share with which `workers` fit, at most one machine each; or a fraction of a CPU or GPU.
 
@@ -288,7 +328,11 @@ def _gpu_bytes() -> int:
     """The memory of the GPU of this Ray task, in bytes."""
     import torch
 
-    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
+    return (
+        int(torch.cuda.get_device_properties(0).total_memory)
+        if torch.cuda.is_available()
+        else 0
+    )
 
 
 def cause_of(error: BaseException) -> str:

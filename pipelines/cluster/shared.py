@@ -11,7 +11,13 @@ from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.urls import at_hand
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
 from vlmdistill.stores.backends.backend import STAGING, Backend
-from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, TargetError, one_line
+from vlmdistill.stores.errors import (
+    FOR_USER,
+    DataError,
+    StoreError,
+    TargetError,
+    one_line,
+)
 from vlmdistill.stores.store import require_room
 
 MEDIA = 64  # files that are checked on each machine
@@ -48,9 +54,15 @@ class Shared:
         try:
             mine = vars(checkpoint(self.model))
         except TargetError as error:
-            raise TargetError(f"cannot find the model {self.model}: {ADVICE} ({one_line(error)})") from None
+            raise TargetError(
+                f"cannot find the model {self.model}: {ADVICE} ({one_line(error)})"
+            ) from None
         theirs = vars(self.checkpoint) if self.checkpoint else mine
-        odd = [name for name in ("config", "weights", "processor", "template") if mine[name] != theirs[name]]
+        odd = [
+            name
+            for name in ("config", "weights", "processor", "template")
+            if mine[name] != theirs[name]
+        ]
         if odd:
             raise TargetError(
                 f"the model {self.model} is a different one ({odd[0]}: {mine[odd[0]]}, not "

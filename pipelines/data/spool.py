@@ -22,7 +22,9 @@ class Spool:
             file.flush()
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         reader = pa.ipc.open_file(pa.py_buffer(self._map))
-        self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self._batches = [
+            reader.get_batch(number) for number in range(reader.num_record_batches)
+        ]
         self._starts = [0]
         for batch in self._batches:
             self._starts.append(self._starts[-1] + len(batch))
@@ -32,7 +34,9 @@ class Spool:
         """One row."""
         number = bisect_right(self._starts, at) - 1
         (row,) = self._batches[number].slice(at - self._starts[number], 1).to_pylist()
-        self._map.madvise(mmap.MADV_DONTNEED)  # of what was read, only the page cache keeps a copy
+        self._map.madvise(
+            mmap.MADV_DONTNEED
+        )  # of what was read, only the page cache keeps a copy
         found: dict[str, Any] = row
         return found
 

@@ -2,8 +2,24 @@
 
 import random
 
-from vlmdistill.pipelines.demo.scenes import BACKGROUNDS, CELLS, COLOURS, SHAPES, Item, Scene, random_scene
-from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, WORDS, an, look, response, with_suffix
+from vlmdistill.pipelines.demo.scenes import (
+    BACKGROUNDS,
+    CELLS,
+    COLOURS,
+    SHAPES,
+    Item,
+    Scene,
+    random_scene,
+)
+from vlmdistill.pipelines.demo.wording import (
+    REMARKS,
+    VERBS,
+    WORDS,
+    an,
+    look,
+    response,
+    with_suffix,
+)
 
 
 def chat(rng: random.Random, split: str | None = None) -> list[tuple[str, str]]:
@@ -15,7 +31,10 @@ def chat(rng: random.Random, split: str | None = None) -> list[tuple[str, str]]:
     if rng.random() < 0.3:
         kinds.sort(key="imagine".__ne__)  # it has by far the most different questions
     kinds = kinds[: 2 if rng.random() < 0.25 else 1]
-    rounds = (_KINDS[kind](rng) if kind != "imagine" else _imagine(rng, split) for kind in kinds)
+    rounds = (
+        _KINDS[kind](rng) if kind != "imagine" else _imagine(rng, split)
+        for kind in kinds
+    )
     return [(with_suffix(prompt, rng), reply) for prompt, reply in rounds]
 
 
@@ -27,7 +46,10 @@ def imagine(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 def in_words(scene: Scene) -> str:
     """The background and all items of a scene as text."""
-    items = (f"in the {CELLS[item.cell]} a {item.size} {item.colour} {item.shape}" for item in scene.items)
+    items = (
+        f"in the {CELLS[item.cell]} a {item.size} {item.colour} {item.shape}"
+        for item in scene.items
+    )
     return f"on {an(scene.background)} background: {'; '.join(items)}"
 
 
@@ -36,7 +58,9 @@ def _imagine(rng: random.Random, split: str | None = None) -> tuple[str, str]:
 
 
 def _item(rng: random.Random) -> Item:
-    return Item(0, rng.choice(("large", "small")), rng.choice(list(COLOURS)), rng.choice(SHAPES))
+    return Item(
+        0, rng.choice(("large", "small")), rng.choice(list(COLOURS)), rng.choice(SHAPES)
+    )
 
 
 def _tale(rng: random.Random) -> tuple[str, str]:
@@ -46,8 +70,12 @@ def _tale(rng: random.Random) -> tuple[str, str]:
     mood, other = rng.sample(WORDS.moods, 2)
     deed, then = rng.sample(WORDS.deeds, 2)
     ground = rng.choice(list(BACKGROUNDS))
-    prompt = rng.choice(("Tell me a story about {} and {}.", "Write a little story with {} and {}."))
-    question = prompt.format(f"{an(one.colour)} {one.shape}", f"{an(two.colour)} {two.shape}")
+    prompt = rng.choice(
+        ("Tell me a story about {} and {}.", "Write a little story with {} and {}.")
+    )
+    question = prompt.format(
+        f"{an(one.colour)} {one.shape}", f"{an(two.colour)} {two.shape}"
+    )
     sentences = [
         f"Once upon a time there was a {mood} {one.colour} {one.shape}, {rng.choice(REMARKS[one.colour])}.",
         f"It lived alone on {an(ground)} board and often {deed}.",
@@ -58,7 +86,9 @@ def _tale(rng: random.Random) -> tuple[str, str]:
                 f"Together the {one.shape} and the {two.shape} {then}.",
             )
         ),
-        rng.choice(("They became good friends.", "From that day on they were never alone.")),
+        rng.choice(
+            ("They became good friends.", "From that day on they were never alone.")
+        ),
         f"In the end the {one.shape} {VERBS[one.shape]} in the {rng.choice(CELLS[:4])}"
         f" and the {two.shape} {VERBS[two.shape]} in the {rng.choice(CELLS[4:])}.",
     ]
@@ -68,15 +98,24 @@ def _tale(rng: random.Random) -> tuple[str, str]:
 def _shape(rng: random.Random) -> tuple[str, str]:
     shape = rng.choice(SHAPES)
     colour = rng.choice(list(COLOURS))
-    prompt = rng.choice(("What is a {}?", "Explain to me what a {} is.", "Tell me about the {}."))
+    prompt = rng.choice(
+        ("What is a {}?", "Explain to me what a {} is.", "Tell me about the {}.")
+    )
     uses = rng.sample(WORDS.uses[shape], 2)
     sentences = [
-        rng.choice((f"A {shape} is a simple flat shape.", f"The {shape} is a shape that everybody knows.")),
+        rng.choice(
+            (
+                f"A {shape} is a simple flat shape.",
+                f"The {shape} is a shape that everybody knows.",
+            )
+        ),
         WORDS.traits[shape],
         f"You often find it in {uses[0]} and {uses[1]}.",
         f"On a board a {shape} {VERBS[shape]} in its cell, and it can be large or small.",
         f"{an(colour).capitalize()} {shape}, for example, is {rng.choice(REMARKS[colour])}.",
-        rng.choice((f"That is all about the {shape}.", f"Now you know what a {shape} is.")),
+        rng.choice(
+            (f"That is all about the {shape}.", f"Now you know what a {shape} is.")
+        ),
     ]
     return prompt.format(shape), " ".join(sentences)
 
@@ -84,7 +123,9 @@ def _shape(rng: random.Random) -> tuple[str, str]:
 def _colour(rng: random.Random) -> tuple[str, str]:
     colour = rng.choice(list(COLOURS))
     shape, other = rng.sample(SHAPES, 2)
-    prompt = rng.choice(("What is {} like?", "Describe the colour {}.", "Tell me about the colour {}."))
+    prompt = rng.choice(
+        ("What is {} like?", "Describe the colour {}.", "Tell me about the colour {}.")
+    )
     first, second = rng.sample(REMARKS[colour], 2)
     ground = rng.choice(list(BACKGROUNDS))
     sentences = [
@@ -100,16 +141,31 @@ def _colour(rng: random.Random) -> tuple[str, str]:
 
 def _draw(rng: random.Random) -> tuple[str, str]:
     item, cell, ground = _item(rng), rng.choice(CELLS), rng.choice(list(BACKGROUNDS))
-    prompt = rng.choice(("How do I draw a {} in the {}?", "Explain how to draw a {} in the {}."))
+    prompt = rng.choice(
+        ("How do I draw a {} in the {}?", "Explain how to draw a {} in the {}.")
+    )
     sentences = [
         f"Take a board with {an(ground)} background.",
         f"1. Find the cell in the {cell}.",
         f"2. Think of the {item.shape}. {WORDS.traits[item.shape]}",
         f"3. Draw it {item.size}, so that it {VERBS[item.shape]} in the cell.",
         f"4. Fill it with {item.colour}, {rng.choice(REMARKS[item.colour])}.",
-        rng.choice((f"Now a {look(item, rng)} is in the {cell}.", "That is all, and it is easy.")),
+        rng.choice(
+            (
+                f"Now a {look(item, rng)} is in the {cell}.",
+                "That is all, and it is easy.",
+            )
+        ),
     ]
-    return prompt.format(f"{item.size} {item.colour} {item.shape}", cell), "\n".join(sentences)
+    return prompt.format(f"{item.size} {item.colour} {item.shape}", cell), "\n".join(
+        sentences
+    )
 
 
-_KINDS = {"imagine": _imagine, "tale": _tale, "shape": _shape, "colour": _colour, "draw": _draw}
+_KINDS = {
+    "imagine": _imagine,
+    "tale": _tale,
+    "shape": _shape,
+    "colour": _colour,
+    "draw": _draw,
+}

@@ -27,9 +27,19 @@ from vlmdistill.pipelines.demo.scenes import (
 
 SECONDS = 8
 PHASES = 4
-STAMPS = ("start", "two", "four", "six")  # the second at which a phase begins, as a word
+STAMPS = (
+    "start",
+    "two",
+    "four",
+    "six",
+)  # the second at which a phase begins, as a word
 PATCH_TOKENS = len(CELLS)  # visual tokens of a temporal patch, which is two frames
-PHASE_INKS = ((255, 255, 255), (255, 220, 0), (0, 220, 160), (230, 0, 90))  # of the strip in each phase
+PHASE_INKS = (
+    (255, 255, 255),
+    (255, 220, 0),
+    (0, 220, 160),
+    (230, 0, 90),
+)  # of the strip in each phase
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,9 @@ class Clip:
     def changes(self, phase: int) -> tuple[list[Item], list[Item]]:
         """The items that appear at the start of a phase, and those that vanish, in their old cells."""
         now = [event for event in self.events if event.phase == phase]
-        come = [replace(event.item, cell=event.to) for event in now if event.to is not None]
+        come = [
+            replace(event.item, cell=event.to) for event in now if event.to is not None
+        ]
         return come, [event.item for event in now if event.source is not None]
 
     def moves(self, phase: int) -> bool:
@@ -109,7 +121,9 @@ def phases(frames: int) -> list[int]:
 def frame(clip: Clip, phase: int) -> Image.Image:
     """The frame of a phase, as an 84 x 84 RGB image."""
     come, gone = clip.changes(phase)
-    return draw(clip.scene(phase), PHASE_INKS[phase], come, gone, moved=clip.moves(phase))
+    return draw(
+        clip.scene(phase), PHASE_INKS[phase], come, gone, moved=clip.moves(phase)
+    )
 
 
 def frames(clip: Clip, count: int) -> Sequence[Image.Image]:

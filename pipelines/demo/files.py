@@ -17,7 +17,13 @@ import numpy as np
 
 from vlmdistill.pipelines.demo import narration, wording
 from vlmdistill.pipelines.demo.chats import chat
-from vlmdistill.pipelines.demo.clips import SECONDS, Clip, frames, patches_for, random_clip
+from vlmdistill.pipelines.demo.clips import (
+    SECONDS,
+    Clip,
+    frames,
+    patches_for,
+    random_clip,
+)
 from vlmdistill.pipelines.demo.scenes import SIDE_PIXELS, Scene, draw, random_scene
 from vlmdistill.stores.errors import DataError
 
@@ -30,7 +36,9 @@ class Written:
     """The files of `write`."""
 
     images: Path  # folder of PNG files; the paths in `llava` are relative to it
-    llava: Path  # LLaVA JSON: conversations of one or two rounds, the image in the first
+    llava: (
+        Path  # LLaVA JSON: conversations of one or two rounds, the image in the first
+    )
     sharegpt: Path  # ShareGPT JSON: conversations without an image
 
 
@@ -39,23 +47,31 @@ class WrittenVideos:
     """The files of `write_videos`."""
 
     videos: Path  # folder of MP4 files of eight seconds; the paths in `llava` are relative to it
-    llava: Path  # LLaVA JSON: conversations of one or two rounds, the video in the first
+    llava: (
+        Path  # LLaVA JSON: conversations of one or two rounds, the video in the first
+    )
 
 
-def write(folder: Path, *, images: int, dialogues: int, seed: int, split: Side = "drafter") -> Written:
+def write(
+    folder: Path, *, images: int, dialogues: int, seed: int, split: Side = "drafter"
+) -> Written:
     """Write `images` conversations about one image each and `dialogues` without one; a seed fixes every byte.
 
     One call draws no image twice, and writes one dialogue per first question. The responses are reference
     texts, not the target's.
     """
     rng = random.Random(f"demo data {split} {seed}")
-    made = Written(folder / "images", folder / "demo-scenes.json", folder / "demo-chats.json")
+    made = Written(
+        folder / "images", folder / "demo-scenes.json", folder / "demo-chats.json"
+    )
     made.images.mkdir(parents=True, exist_ok=True)
     records = []
     for number, scene in enumerate(_distinct(images, lambda: random_scene(rng, split))):
         name = f"{split}-{seed}-{number:06d}"
         draw(scene).save(made.images / f"{name}.png")
-        records.append(_record(name, "image", f"{name}.png", wording.rounds(scene, rng)))
+        records.append(
+            _record(name, "image", f"{name}.png", wording.rounds(scene, rng))
+        )
     _write_json(made.llava, records)
     by_question: dict[str, dict[str, Any]] = {}
     for index in range(dialogues):
@@ -81,7 +97,9 @@ def write_videos(
     for number, clip in enumerate(_distinct(videos, lambda: random_clip(rng, split))):
         name = f"{split}-{seed}-{tokens}-{number:06d}"
         film(clip, made.videos / f"{name}.mp4", tokens)
-        records.append(_record(name, "video", f"{name}.mp4", narration.rounds(clip, rng)))
+        records.append(
+            _record(name, "video", f"{name}.mp4", narration.rounds(clip, rng))
+        )
     _write_json(made.llava, records)
     return made
 
@@ -91,15 +109,21 @@ def film(clip: Clip, path: Path, tokens: int) -> Path:
     try:
         import av
     except ImportError:
-        raise DataError(f"writing the video {path} needs PyAV: pip install 'vlmdistill[video]'") from None
+        raise DataError(
+            f"writing the video {path} needs PyAV: pip install 'vlmdistill[video]'"
+        ) from None
     count = 2 * patches_for(tokens)
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264rgb", rate=Fraction(count, SECONDS), options={"qp": "0"})
+        stream = container.add_stream(
+            "libx264rgb", rate=Fraction(count, SECONDS), options={"qp": "0"}
+        )
         stream.width = stream.height = SIDE_PIXELS
         stream.pix_fmt = "rgb24"
         for image in frames(clip, count):
             frame_HWC = np.asarray(image)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")))
+            container.mux(
+                stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24"))
+            )
         container.mux(stream.encode())
     return path
 
@@ -114,7 +138,9 @@ def _distinct(count: int, draw_one: Callable[[], Medium]) -> Iterator[Medium]:
             yield one
 
 
-def _record(name: str, kind: str, file: str, rounds: list[tuple[str, str]]) -> dict[str, Any]:
+def _record(
+    name: str, kind: str, file: str, rounds: list[tuple[str, str]]
+) -> dict[str, Any]:
     turns = _turns(rounds)
     turns[0]["value"] = f"<{kind}>\n{turns[0]['value']}"
     return {"id": name, kind: file, "conversations": turns}
@@ -122,7 +148,9 @@ def _record(name: str, kind: str, file: str, rounds: list[tuple[str, str]]) -> d
 
 def _turns(rounds: list[tuple[str, str]]) -> list[dict[str, str]]:
     pairs = ([("human", question), ("gpt", reply)] for question, reply in rounds)
-    return [{"from": speaker, "value": value} for pair in pairs for speaker, value in pair]
+    return [
+        {"from": speaker, "value": value} for pair in pairs for speaker, value in pair
+    ]
 
 
 def _write_json(file: Path, records: list[dict[str, Any]]) -> None:

@@ -12,7 +12,14 @@ from functools import partial
 
 from vlmdistill.pipelines.demo.clips import PHASES, STAMPS, Clip, Event
 from vlmdistill.pipelines.demo.scenes import CELLS
-from vlmdistill.pipelines.demo.wording import REMARKS, VERBS, WORDS, an, look, with_suffix
+from vlmdistill.pipelines.demo.wording import (
+    REMARKS,
+    VERBS,
+    WORDS,
+    an,
+    look,
+    with_suffix,
+)
 
 CHANGES, APPEARS, VANISHES, SAME = "second", "appears", "vanishes", "nothing"
 """Of cells in which something appears or vanishes: "second" because one then says "at second two"."""
@@ -24,7 +31,9 @@ TASKS = tuple(WORDS.clip_prompts)  # the kinds of questions
 
 def ask(clip: Clip, task: str, rng: random.Random) -> tuple[str, str]:
     """A question of the kind `task` about the clip and a reference response."""
-    return with_suffix(rng.choice(WORDS.clip_prompts[task]), rng), response(clip, task, rng)
+    return with_suffix(rng.choice(WORDS.clip_prompts[task]), rng), response(
+        clip, task, rng
+    )
 
 
 def response(clip: Clip, task: str, rng: random.Random) -> str:
@@ -34,7 +43,10 @@ def response(clip: Clip, task: str, rng: random.Random) -> str:
 
 def rounds(clip: Clip, rng: random.Random) -> list[tuple[str, str]]:
     """A conversation about the clip: one or two rounds of different tasks."""
-    return [ask(clip, task, rng) for task in rng.sample(TASKS, 2 if rng.random() < 0.15 else 1)]
+    return [
+        ask(clip, task, rng)
+        for task in rng.sample(TASKS, 2 if rng.random() < 0.15 else 1)
+    ]
 
 
 def second(phase: int) -> str:
@@ -51,7 +63,10 @@ def changes(phase: int, event: Event) -> str:
         case int(source), None:
             return f"{when} {VANISHES} {CELLS[source]}"
         case int(source), int(to):
-            away, back = f"{when} {VANISHES} {CELLS[source]}", f"{when} {APPEARS} {CELLS[to]}"
+            away, back = (
+                f"{when} {VANISHES} {CELLS[source]}",
+                f"{when} {APPEARS} {CELLS[to]}",
+            )
             return f"{when} there is a {MOVE}: at {away} and at {back}"
     raise ValueError(f"{event} has neither source nor target")
 
@@ -95,7 +110,9 @@ def _events(clip: Clip, rng: random.Random) -> list[str]:
 
 def _watch(clip: Clip, rng: random.Random) -> str:
     end = rng.choice(("Then the video ends.", "That is all I can see."))
-    return " ".join([_opening(clip, rng), *_items(clip, 0, rng), *_events(clip, rng), end])
+    return " ".join(
+        [_opening(clip, rng), *_items(clip, 0, rng), *_events(clip, rng), end]
+    )
 
 
 def _list_events(clip: Clip, rng: random.Random) -> str:
@@ -107,7 +124,9 @@ def _list_events(clip: Clip, rng: random.Random) -> str:
 
 def _board(clip: Clip, rng: random.Random, phase: int, name: str) -> str:
     head = f"The video {name}s on {an(clip.background)} background."
-    return " ".join([head, *_items(clip, phase, rng), f"That was the {name} of the video."])
+    return " ".join(
+        [head, *_items(clip, phase, rng), f"That was the {name} of the video."]
+    )
 
 
 def _compare(clip: Clip, rng: random.Random) -> str:

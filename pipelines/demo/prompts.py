@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts
+from vlmdistill.pipelines.data.prompts.importing import (
+    Choices,
+    ImportSummary,
+    import_prompts,
+)
 from vlmdistill.pipelines.data.prompts.prompt_table import Split
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.demo import files as data
@@ -26,12 +30,19 @@ class DemoSize:
     images: int
     dialogues: int
     videos: int = 0
-    held_out: tuple[int, int, int] = (40, 10, 0)  # images, dialogues and videos for evaluation
+    held_out: tuple[int, int, int] = (
+        40,
+        10,
+        0,
+    )  # images, dialogues and videos for evaluation
     video_tokens: int = 72  # of a video, approximately
 
 
 # By embedded target.
-AMOUNTS = {"demo": DemoSize(1200, 240), "demo-video": DemoSize(300, 240, 600, (10, 10, 30))}
+AMOUNTS = {
+    "demo": DemoSize(1200, 240),
+    "demo-video": DemoSize(300, 240, 600, (10, 10, 30)),
+}
 
 
 def import_demo(
@@ -55,15 +66,25 @@ def import_demo(
     )
     done = []
     for side, split, (images, dialogues, videos) in sides:
-        written = data.write(folder / side, images=images, dialogues=dialogues, seed=seed, split=split)
+        written = data.write(
+            folder / side, images=images, dialogues=dialogues, seed=seed, split=split
+        )
         shown = dataclasses.replace(choices, images=written.images, split=side)
         files = [str(written.llava), str(written.sharegpt)]
         done.append(import_prompts(files, out, choices=shown, progress=progress))
         if videos:
             tokens = amount.video_tokens
-            films = data.write_videos(folder / side, videos=videos, seed=seed, tokens=tokens, split=split)
-            shown = dataclasses.replace(shown, images=films.videos, fps=None, frames=2 * patches_for(tokens))
-            done.append(import_prompts([str(films.llava)], out, choices=shown, progress=progress))
+            films = data.write_videos(
+                folder / side, videos=videos, seed=seed, tokens=tokens, split=split
+            )
+            shown = dataclasses.replace(
+                shown, images=films.videos, fps=None, frames=2 * patches_for(tokens)
+            )
+            done.append(
+                import_prompts(
+                    [str(films.llava)], out, choices=shown, progress=progress
+                )
+            )
     return dataclasses.replace(
         done[-1],
         added=sum(one.added for one in done),
@@ -101,7 +122,11 @@ def evaluation_rows(folder: Path, *, videos: bool) -> Iterator[Row]:
         if videos:
             clip, tokens = random_clip(rng, "evaluation"), DemoSize.video_tokens
             data.film(clip, folder / f"video-{number}.mp4", tokens)
-            part = {"type": "video", "video": f"video-{number}.mp4", "frames": 2 * patches_for(tokens)}
+            part = {
+                "type": "video",
+                "video": f"video-{number}.mp4",
+                "frames": 2 * patches_for(tokens),
+            }
             shown["video"] = [part], narration.rounds(clip, rng)[0][0]
         for kind, (files, question) in shown.items():
             content = [*files, {"type": "text", "text": question}]

@@ -15,7 +15,17 @@ from typing import TypeVar
 
 from PIL import Image, ImageDraw
 
-CELLS = ("northwest", "north", "northeast", "west", "centre", "east", "southwest", "south", "southeast")
+CELLS = (
+    "northwest",
+    "north",
+    "northeast",
+    "west",
+    "centre",
+    "east",
+    "southwest",
+    "south",
+    "southeast",
+)
 SIZES = ("large", "small")
 SHAPES = ("circle", "square", "triangle", "star", "cross", "diamond")
 COLOURS = {
@@ -28,7 +38,12 @@ COLOURS = {
     "pink": (255, 150, 205),
     "white": (255, 255, 255),
 }
-BACKGROUNDS = {"black": (0, 0, 0), "navy": (0, 0, 96), "maroon": (96, 0, 16), "olive": (64, 68, 0)}
+BACKGROUNDS = {
+    "black": (0, 0, 0),
+    "navy": (0, 0, 96),
+    "maroon": (96, 0, 16),
+    "olive": (64, 68, 0),
+}
 
 SPLITS = ("target",) * 6 + ("drafter",) * 2 + ("evaluation",) * 2
 """What a scene is used for: to train the target, to train drafters, or for evaluation only."""
@@ -71,7 +86,9 @@ def split_of(shown: object) -> str:
 def first_in(split: str | None, draw_one: Callable[[], Drawn]) -> Drawn:
     """The first draw that is in `split`, one of `SPLITS`; any draw for None."""
     if split is not None and split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(sorted(set(SPLITS)))}, not {split!r}")
+        raise ValueError(
+            f"split must be one of {', '.join(sorted(set(SPLITS)))}, not {split!r}"
+        )
     one = draw_one()
     while split is not None and split_of(one) != split:
         one = draw_one()
@@ -83,8 +100,13 @@ def random_scene(rng: random.Random, split: str | None = None) -> Scene:
 
     def draw_one() -> Scene:
         cells = sorted(rng.sample(range(len(CELLS)), rng.randint(4, 7)))
-        looks = rng.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], len(cells))
-        items = (Item(cell, rng.choice(SIZES), *look) for cell, look in zip(cells, looks, strict=True))
+        looks = rng.sample(
+            [(colour, shape) for colour in COLOURS for shape in SHAPES], len(cells)
+        )
+        items = (
+            Item(cell, rng.choice(SIZES), *look)
+            for cell, look in zip(cells, looks, strict=True)
+        )
         return Scene(rng.choice(list(BACKGROUNDS)), tuple(items))
 
     return first_in(split, draw_one)
@@ -110,10 +132,15 @@ def draw(
         row, column = divmod(cell, 3)
         x, y = _corner(cell)
         pen.rectangle((x, y, x + CELL_PIXELS - 1, y + _RULER - 1), fill=_ROW_INKS[row])
-        pen.rectangle((x, y + _RULER, x + _RULER - 1, y + CELL_PIXELS - 1), fill=_COLUMN_INKS[column])
+        pen.rectangle(
+            (x, y + _RULER, x + _RULER - 1, y + CELL_PIXELS - 1),
+            fill=_COLUMN_INKS[column],
+        )
         if clock:
             low = y + CELL_PIXELS
-            pen.rectangle((x + _RULER, low - _RULER, x + CELL_PIXELS - 1, low - 1), fill=clock)
+            pen.rectangle(
+                (x + _RULER, low - _RULER, x + CELL_PIXELS - 1, low - 1), fill=clock
+            )
     for item in scene.items:
         _draw_item(pen, item, COLOURS[item.colour])
     for item in gone:
@@ -125,7 +152,9 @@ def draw(
             top, low, right = y + _RULER, y + CELL_PIXELS - _RULER - 1, x + CELL_PIXELS
             pen.rectangle((right - _RULER, top, right - 1, low), fill=ink)
             if moved:
-                pen.rectangle((x + _RULER, top, x + 2 * _RULER - 1, low), fill=_MOVED_INK)
+                pen.rectangle(
+                    (x + _RULER, top, x + 2 * _RULER - 1, low), fill=_MOVED_INK
+                )
     return image
 
 
@@ -135,7 +164,9 @@ def _corner(cell: int) -> tuple[int, int]:
     return column * CELL_PIXELS, row * CELL_PIXELS
 
 
-def _draw_item(pen: ImageDraw.ImageDraw, item: Item, ink: Colour, less: int = 0) -> None:
+def _draw_item(
+    pen: ImageDraw.ImageDraw, item: Item, ink: Colour, less: int = 0
+) -> None:
     x, y = (edge + (CELL_PIXELS + _RULER) // 2 for edge in _corner(item.cell))
     r = _RADIUS[item.size] - less
     match item.shape:
@@ -153,5 +184,11 @@ def _draw_item(pen: ImageDraw.ImageDraw, item: Item, ink: Colour, less: int = 0)
             pen.rectangle((x - r, y - t, x + r, y + t), fill=ink)
             pen.rectangle((x - t, y - r, x + t, y + r), fill=ink)
         case _:  # a star of five points, its inner radius half the outer one
-            corners = [(r if corner % 2 == 0 else r / 2, math.pi * corner / 5) for corner in range(10)]
-            pen.polygon([(x + d * math.sin(a), y - d * math.cos(a)) for d, a in corners], fill=ink)
+            corners = [
+                (r if corner % 2 == 0 else r / 2, math.pi * corner / 5)
+                for corner in range(10)
+            ]
+            pen.polygon(
+                [(x + d * math.sin(a), y - d * math.cos(a)) for d, a in corners],
+                fill=ink,
+            )

@@ -32,19 +32,31 @@ class Words(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     clip_prompts: dict[str, tuple[str, ...]]
 
 
-WORDS = msgspec.toml.decode(Path(__file__).with_name("words.toml").read_bytes(), type=Words)
-NUMBERS, ROWS, SIZE_WORDS, VERBS, REMARKS = WORDS.numbers, WORDS.rows, WORDS.sizes, WORDS.verbs, WORDS.remarks
+WORDS = msgspec.toml.decode(
+    Path(__file__).with_name("words.toml").read_bytes(), type=Words
+)
+NUMBERS, ROWS, SIZE_WORDS, VERBS, REMARKS = (
+    WORDS.numbers,
+    WORDS.rows,
+    WORDS.sizes,
+    WORDS.verbs,
+    WORDS.remarks,
+)
 TASKS = tuple(WORDS.scene_prompts)  # the kinds of questions
 
 
 def ask(scene: Scene, task: str, rng: random.Random) -> tuple[str, str]:
     """A question of the kind `task` about the scene and a reference response."""
     item = rng.choice(scene.items)
-    prompt = rng.choice(WORDS.scene_prompts[task]).format(target=f"{item.colour} {item.shape}")
+    prompt = rng.choice(WORDS.scene_prompts[task]).format(
+        target=f"{item.colour} {item.shape}"
+    )
     return with_suffix(prompt, rng), response(scene, task, rng, item)
 
 
-def response(scene: Scene, task: str, rng: random.Random, item: Item | None = None) -> str:
+def response(
+    scene: Scene, task: str, rng: random.Random, item: Item | None = None
+) -> str:
     """A reference response; `item` is the one that a `where` question names."""
     if task == "where":
         return _where(scene, rng, item or scene.items[0])
@@ -54,13 +66,20 @@ def response(scene: Scene, task: str, rng: random.Random, item: Item | None = No
 def with_suffix(prompt: str, rng: random.Random) -> str:
     """The prompt, sometimes with a please or a request for a long response, as in evaluation sets."""
     if rng.random() < 0.1:
-        prompt = f"Please {prompt[0].lower()}{prompt[1:]}" if not prompt.endswith("?") else f"Hello! {prompt}"
+        prompt = (
+            f"Please {prompt[0].lower()}{prompt[1:]}"
+            if not prompt.endswith("?")
+            else f"Hello! {prompt}"
+        )
     return f"{prompt} {rng.choice(WORDS.suffixes)}" if rng.random() < 0.3 else prompt
 
 
 def rounds(scene: Scene, rng: random.Random) -> list[tuple[str, str]]:
     """A conversation about the scene: one or two rounds of different tasks."""
-    return [ask(scene, task, rng) for task in rng.sample(TASKS, 2 if rng.random() < 0.15 else 1)]
+    return [
+        ask(scene, task, rng)
+        for task in rng.sample(TASKS, 2 if rng.random() < 0.15 else 1)
+    ]
 
 
 def an(noun: str) -> str:
@@ -129,7 +148,10 @@ def _reverse(scene: Scene, rng: random.Random) -> str:
 def _list(scene: Scene, rng: random.Random) -> str:
     head = f"Here are all {NUMBERS[len(scene.items)]} shapes on the {scene.background} background:"
     found = rng.choice(("there is", "you find"))
-    lines = [f"{n}. In the {_found(item, rng, found)}." for n, item in enumerate(scene.items, 1)]
+    lines = [
+        f"{n}. In the {_found(item, rng, found)}."
+        for n, item in enumerate(scene.items, 1)
+    ]
     return "\n".join([head, *lines, f"This is the whole list. {_closing(scene, rng)}"])
 
 
@@ -138,7 +160,9 @@ def _rows(scene: Scene, rng: random.Random) -> str:
     for row, name in enumerate(ROWS):
         items = [item for item in scene.items if item.cell // 3 == row]
         found = ", ".join(f"in the {_found(item, rng)}" for item in items)
-        parts.append(f"The {name} row has {found}." if items else f"The {name} row is empty.")
+        parts.append(
+            f"The {name} row has {found}." if items else f"The {name} row is empty."
+        )
     return " ".join([*parts, _closing(scene, rng)])
 
 
@@ -148,21 +172,37 @@ def _found(item: Item, rng: random.Random, verb: str = "") -> str:
 
 
 def _sizes(scene: Scene, rng: random.Random) -> str:
-    parts = [_opening(scene, rng), rng.choice(("I sort them by size.", "By size they fall into two groups."))]
+    parts = [
+        _opening(scene, rng),
+        rng.choice(("I sort them by size.", "By size they fall into two groups.")),
+    ]
     for size in rng.sample(("large", "small"), 2):
         items = [item for item in scene.items if item.size == size]
         some = ", ".join(f"in the {_found(item, rng)}" for item in items)
-        parts.append(f"These are {size}: {some}." if items else f"None of them is {size}.")
-    return " ".join([*parts, rng.choice(("Nothing else is on the board.", "That is all I can see."))])
+        parts.append(
+            f"These are {size}: {some}." if items else f"None of them is {size}."
+        )
+    return " ".join(
+        [
+            *parts,
+            rng.choice(("Nothing else is on the board.", "That is all I can see.")),
+        ]
+    )
 
 
 def _where(scene: Scene, rng: random.Random, item: Item) -> str:
-    others = [sentence(other, rng, remark=0.35) for other in scene.items if other != item]
+    others = [
+        sentence(other, rng, remark=0.35) for other in scene.items if other != item
+    ]
     found = rng.choice(("I have found it:", "It is easy to find:"))
     there = f"in the {CELLS[item.cell]} {VERBS[item.shape]}"
-    parts = [f"You ask about the {item.colour} {item.shape}. {found} {there} a {look(item, rng)}."]
+    parts = [
+        f"You ask about the {item.colour} {item.shape}. {found} {there} a {look(item, rng)}."
+    ]
     total = f"Together these are {NUMBERS[len(scene.items)]} shapes on {an(scene.background)} background."
-    return " ".join([*parts, rng.choice(("Here is the rest.", "Now the others.")), *others, total])
+    return " ".join(
+        [*parts, rng.choice(("Here is the rest.", "Now the others.")), *others, total]
+    )
 
 
 def _count(scene: Scene, rng: random.Random) -> str:
@@ -175,11 +215,22 @@ def _count(scene: Scene, rng: random.Random) -> str:
 
 def _story(scene: Scene, rng: random.Random) -> str:
     number = NUMBERS[len(scene.items)]
-    parts = [f"Once upon a time {number} shapes lived on a board with {an(scene.background)} background."]
+    parts = [
+        f"Once upon a time {number} shapes lived on a board with {an(scene.background)} background."
+    ]
     for item in scene.items:
         mood, deed = rng.choice(WORDS.moods), rng.choice(WORDS.deeds)
-        parts.append(f"In the {CELLS[item.cell]} lived a {mood} one, a {look(item, rng)}, that {deed}.")
-    return " ".join([*parts, rng.choice(("They were good friends.", "They all lived happily ever after."))])
+        parts.append(
+            f"In the {CELLS[item.cell]} lived a {mood} one, a {look(item, rng)}, that {deed}."
+        )
+    return " ".join(
+        [
+            *parts,
+            rng.choice(
+                ("They were good friends.", "They all lived happily ever after.")
+            ),
+        ]
+    )
 
 
 _RESPONSES: dict[str, Callable[[Scene, random.Random], str]] = {

@@ -18,9 +18,23 @@ from starlette.exceptions import HTTPException
 
 from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
-from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue, QueueClosedError, QueueFullError
-from vlmdistill.pipelines.endpoint.gate import ApiError, error_body, json_response, server_stopped
-from vlmdistill.pipelines.endpoint.hosting import STOPPABLE, application, explained, page
+from vlmdistill.pipelines.endpoint.decoder_queue import (
+    DecoderQueue,
+    QueueClosedError,
+    QueueFullError,
+)
+from vlmdistill.pipelines.endpoint.gate import (
+    ApiError,
+    error_body,
+    json_response,
+    server_stopped,
+)
+from vlmdistill.pipelines.endpoint.hosting import (
+    STOPPABLE,
+    application,
+    explained,
+    page,
+)
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.recorder import exchange
 from vlmdistill.pipelines.endpoint.refusals import refusal
@@ -77,8 +91,16 @@ def build_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": name, "object": "model", "created": started, "owned_by": "vlmdistill"}
-        return {"object": "list", "data": [{**model, "drafter": switch.current.drafter_name}]}
+        model = {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "vlmdistill",
+        }
+        return {
+            "object": "list",
+            "data": [{**model, "drafter": switch.current.drafter_name}],
+        }
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -89,10 +111,14 @@ def build_app(
         completion, stream = _Completion(response), measured(response, request)
         try:
             if not body.stream:
-                return json_response(await _unless_gone(request, completion.whole(stream)))
+                return json_response(
+                    await _unless_gone(request, completion.whole(stream))
+                )
             first = await _unless_gone(request, anext(stream, None))
             unbuffered = {"X-Accel-Buffering": "no"}  # by nginx
-            return StreamingResponse(completion.events(first, stream), 200, unbuffered, "text/event-stream")
+            return StreamingResponse(
+                completion.events(first, stream), 200, unbuffered, "text/event-stream"
+            )
         except QueueFullError:
             message = f"{queue_limit} requests are waiting: try again later"
             raise ApiError(429, message, code="queue_full") from None
@@ -101,10 +127,14 @@ def build_app(
         except _ClientGoneError:
             return Response(status_code=CLIENT_GONE)
 
-    async def measured(response: ServedResponse, request: Request) -> AsyncGenerator[Piece]:
+    async def measured(
+        response: ServedResponse, request: Request
+    ) -> AsyncGenerator[Piece]:
         start, outcome = time.perf_counter(), "disconnected"
         try:
-            async with aclosing(queue.stream(response.pieces(), response.abandoned)) as pieces:
+            async with aclosing(
+                queue.stream(response.pieces(), response.abandoned)
+            ) as pieces:
                 async for piece in pieces:
                     if start:
                         metrics.first_text.observe(time.perf_counter() - start)
@@ -115,7 +145,13 @@ def build_app(
             if recorder:
                 recorder.add(partial(exchange, response, request.headers.items()))
         except Exception as error:
-            refusals = (QueueFullError, QueueClosedError, HTTPException, DataError, PromptError)
+            refusals = (
+                QueueFullError,
+                QueueClosedError,
+                HTTPException,
+                DataError,
+                PromptError,
+            )
             known = isinstance(error, refusals)
             outcome = "refused" if known else "error"
             raise
@@ -136,7 +172,10 @@ async def _unless_gone(request: Request, work: Awaitable[Value]) -> Value:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    tasks = working, _ = (
+        asyncio.ensure_future(work),
+        asyncio.ensure_future(disconnected()),
+    )
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -180,11 +219,22 @@ class _Completion:
         """The response at once."""
         text = "".join([piece.text async for piece in pieces])
         message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "finish_reason": self._response.finish}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": self._response.finish,
+        }
         kind = {"object": "chat.completion", "choices": [choice]}
-        return {**self._head, **kind, "usage": self._usage(), "decoding": self._decoding()}
+        return {
+            **self._head,
+            **kind,
+            "usage": self._usage(),
+            "decoding": self._decoding(),
+        }
 
-    async def events(self, first: Piece | None, rest: AsyncGenerator[Piece]) -> AsyncGenerator[str]:
+    async def events(
+        self, first: Piece | None, rest: AsyncGenerator[Piece]
+    ) -> AsyncGenerator[str]:
         """The response as server-sent events, a chunk for each piece; what fails later is the last event."""
         yield self._chunk({"role": "assistant", "content": ""})
         async with aclosing(rest):
@@ -204,15 +254,23 @@ class _Completion:
             yield self._event(choices=[], usage=self._usage())
         yield "data: [DONE]\n\n"
 
-    def _chunk(self, delta: dict[str, str], finish: str | None = None, **more: Any) -> str:
-        return self._event(choices=[{"index": 0, "delta": delta, "finish_reason": finish}], **more)
+    def _chunk(
+        self, delta: dict[str, str], finish: str | None = None, **more: Any
+    ) -> str:
+        return self._event(
+            choices=[{"index": 0, "delta": delta, "finish_reason": finish}], **more
+        )
 
     def _event(self, **more: Any) -> str:
         return f"data: {json.dumps({**self._head, 'object': 'chat.completion.chunk', **more})}\n\n"
 
     def _usage(self) -> dict[str, int]:
         prompt, tokens = self._response.prompt_tokens, self._response.decoding.tokens
-        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
 
     def _decoding(self) -> dict[str, Any]:
         counts = self._response.decoding

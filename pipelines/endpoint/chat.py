@@ -13,10 +13,17 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from vlmdistill.pipelines.endpoint.gate import ApiError
 from vlmdistill.pipelines.media.images import large_images, open_image, upright
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # not all that Pillow reads: for EPS it starts Ghostscript
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "GIF",
+)  # not all that Pillow reads: for EPS it starts Ghostscript
 MAX_PIXELS = 64 * 1024**2  # all images of a request together; 200 MB once decoded
 MIN_PIXELS = 512**2  # that an image counts as: processors enlarge a smaller one
-MAX_STOP = 256  # characters of a stop string: as many are searched after each piece of text
+MAX_STOP = (
+    256  # characters of a stop string: as many are searched after each piece of text
+)
 MAX_FIELDS = 64  # of an object: each unknown one is an error to report
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -62,7 +69,9 @@ class StrictModel(BaseModel):
         if not isinstance(data, Mapping):
             return data
         if len(data) > MAX_FIELDS:
-            raise ValueError(f"an object of a request has at most {MAX_FIELDS} fields, not {len(data)}")
+            raise ValueError(
+                f"an object of a request has at most {MAX_FIELDS} fields, not {len(data)}"
+            )
         return {k: v for k, v in data.items() if v is not None}
 
 
@@ -83,7 +92,9 @@ class ContentPart(StrictModel):
     @model_validator(mode="after")
     def _has_its_content(self) -> "ContentPart":
         if self.type not in self.model_fields_set or len(self.model_fields_set) > 2:
-            raise ValueError(f"a part of type {self.type} needs the field {self.type} and no other")
+            raise ValueError(
+                f"a part of type {self.type} needs the field {self.type} and no other"
+            )
         return self
 
 
@@ -105,7 +116,11 @@ class ChatMessage(StrictModel):
     def _text_is_a_part(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        kept = {name: value for name, value in data.items() if value not in IN_MESSAGES.get(name, ())}
+        kept = {
+            name: value
+            for name, value in data.items()
+            if value not in IN_MESSAGES.get(name, ())
+        }
         if isinstance(kept.get("content"), str):
             kept["content"] = [{"type": "text", "text": kept["content"]}]
         return kept
@@ -120,7 +135,10 @@ class ChatRequest(StrictModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None  # its older name
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]], Field(max_length=4)] = []
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]],
+        Field(max_length=4),
+    ] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str = ""  # the client's own id of its user, which is recorded
@@ -131,7 +149,11 @@ class ChatRequest(StrictModel):
     def _without_neutral_values(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        kept = {name: value for name, value in data.items() if value not in NEUTRAL.get(name, ())}
+        kept = {
+            name: value
+            for name, value in data.items()
+            if value not in NEUTRAL.get(name, ())
+        }
         if isinstance(kept.get("stop"), str):
             kept["stop"] = [kept["stop"]]
         return kept
@@ -152,11 +174,16 @@ class ChatRequest(StrictModel):
                     image = _image(image_source(part.image_url.url, media), pixels)
                 except (ValueError, OSError) as error:
                     param = f"messages.{i}.content.{j}.image_url.url"
-                    raise ApiError(400, f"{param}: {error}", param=param, code="invalid_image") from None
+                    raise ApiError(
+                        400, f"{param}: {error}", param=param, code="invalid_image"
+                    ) from None
                 pixels -= max(image.width * image.height, MIN_PIXELS)
                 parts.append({"type": "image", "image": image})
             turns.append(
-                {"role": "system" if message.role == "developer" else message.role, "content": parts}
+                {
+                    "role": "system" if message.role == "developer" else message.role,
+                    "content": parts,
+                }
             )
         return turns
 
@@ -167,12 +194,16 @@ def image_source(url: str, media: Path | None) -> Path | io.BytesIO:
         header, comma, data = url.partition(",")
         if not comma or not header.endswith(";base64"):
             raise ValueError("a data URL looks like data:image/png;base64,...")
-        return io.BytesIO(base64.b64decode("".join(data.split()), validate=True))  # lines may be broken
+        return io.BytesIO(
+            base64.b64decode("".join(data.split()), validate=True)
+        )  # lines may be broken
     parts = urlsplit(url)
     if parts.scheme != "file":
         raise ValueError("images are not downloaded: send a data URL")
     if media is None:
-        raise ValueError("the server reads no files (it runs without --media): send a data URL")
+        raise ValueError(
+            "the server reads no files (it runs without --media): send a data URL"
+        )
     file = Path(unquote(parts.path)).resolve()
     # The same message for both: it does not show which files exist elsewhere.
     if not (file.is_relative_to(media.resolve()) and file.is_file()):
@@ -186,7 +217,9 @@ def _image(source: Path | io.BytesIO, pixels: int) -> Image.Image:
         try:
             opened = open_image(source, FORMATS)
         except UnidentifiedImageError:  # whose message is of a Python object
-            raise OSError("this is no PNG, JPEG, WebP or GIF, or it is damaged") from None
+            raise OSError(
+                "this is no PNG, JPEG, WebP or GIF, or it is damaged"
+            ) from None
         with opened as image:
             if max(image.width * image.height, MIN_PIXELS) > pixels:
                 raise ValueError(

@@ -21,13 +21,19 @@ class Capacity:
     """What a server accepts, by the descriptors that this process has left."""
 
     connections: int
-    at_once: int  # accepted in one turn of the event loop, before any of them is counted
+    at_once: (
+        int  # accepted in one turn of the event loop, before any of them is counted
+    )
 
     @classmethod
     def now(cls) -> "Capacity":
         """Of descriptors, three times `at_once` are left for files, and for connections that are closing."""
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = MOST_CONNECTIONS if allowed == resource.RLIM_INFINITY else allowed - _open_descriptors()
+        free = (
+            MOST_CONNECTIONS
+            if allowed == resource.RLIM_INFINITY
+            else allowed - _open_descriptors()
+        )
         at_once = max(1, min(MOST_AT_ONCE, free // 5))
         return cls(max(1, min(MOST_CONNECTIONS, free - 3 * at_once)), at_once)
 
@@ -51,8 +57,15 @@ class Connection(H11Protocol):
         """Start the time for the first request, and keep the number of connections."""
         super().connection_made(transport)
         self._await_request()
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            waiting = [one for one in self.connections if isinstance(one, Connection) and one.waits]
+        if (
+            self.limit_concurrency is not None
+            and len(self.connections) >= self.limit_concurrency
+        ):
+            waiting = [
+                one
+                for one in self.connections
+                if isinstance(one, Connection) and one.waits
+            ]
             oldest = min(waiting, key=lambda one: one._waits_since)
             if oldest is self:
                 self.transport.write(_refusal())
@@ -92,7 +105,9 @@ class Connection(H11Protocol):
     def _await_request(self) -> None:
         _cancel(self._timer)
         self._waits_since = self.loop.time()
-        self._timer = self.loop.call_later(HEADER_SECONDS, self._end_if_silent, self.cycle)
+        self._timer = self.loop.call_later(
+            HEADER_SECONDS, self._end_if_silent, self.cycle
+        )
 
     def _end_if_silent(self, answered: object) -> None:
         if self.cycle is answered and self.waits and not self.flow.write_paused:
@@ -114,7 +129,9 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 def _refusal() -> bytes:
     """The response to a connection for which there is no room."""
-    error = ApiError(503, "the server has too many connections: try again later", code="busy")
+    error = ApiError(
+        503, "the server has too many connections: try again later", code="busy"
+    )
     body = json.dumps(error_body(error))
     head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
     head += f"Retry-After: {RETRY_SECONDS}\r\n"

@@ -24,7 +24,9 @@ class DecoderQueue:
 
     def __init__(self, limit: int, thread: Executor) -> None:
         self.limit = limit
-        self.turn = asyncio.Lock()  # held while a generator runs; asyncio's lock is fair
+        self.turn = (
+            asyncio.Lock()
+        )  # held while a generator runs; asyncio's lock is fair
         self._thread = thread
         self._closed = asyncio.Event()
         self._waiting: set[asyncio.Task[Any]] = set()
@@ -76,7 +78,9 @@ class DecoderQueue:
                 loop.call_soon_threadsafe(arrived.put_nowait, None)
 
         done = loop.run_in_executor(self._thread, work)
-        done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the reader may be gone
+        done.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # the reader may be gone
         self._running.add(arrived)
         try:
             while (item := await arrived.get()) is not None:

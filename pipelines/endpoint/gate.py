@@ -16,21 +16,33 @@ OPEN = ("/", "/health")  # need no key: they show no data
 HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d*)?")  # a name or an address, and a port
 MAX_BODY = 32 * 1024**2  # bytes
 BODY_SECONDS = 120  # for a whole body
-PASSING, RETRY_SECONDS = (429, 503), "1"  # what another try may not meet, and when to try
+PASSING, RETRY_SECONDS = (
+    (429, 503),
+    "1",
+)  # what another try may not meet, and when to try
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are read, wait or are decoded
 
 
 class ApiError(HTTPException):
     """An HTTP status, a message, and the request's parameter that caused it."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+    ):
         super().__init__(status, message)
         self.param, self.code = param, code
 
 
 def server_stopped() -> ApiError:
     """What a server answers that ends; clients of the API send the request again."""
-    return ApiError(503, "this server ends: send the request again", code="server_stopped")
+    return ApiError(
+        503, "this server ends: send the request again", code="server_stopped"
+    )
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -41,7 +53,10 @@ def json_response(content: Any, status: int = 200) -> Response:
 def error_body(error: HTTPException) -> dict[str, Any]:
     """An error in the form of the OpenAI API."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    facts = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    facts = {
+        "param": getattr(error, "param", None),
+        "code": getattr(error, "code", None),
+    }
     return {"error": {"message": error.detail, "type": kind, **facts}}
 
 
@@ -67,7 +82,9 @@ class Gate:
         """Refuse the request, or pass it on with a `receive` that counts the bytes of its body."""
         headers, held, whole = Headers(scope=scope), 0, False
         latest = asyncio.get_running_loop().time() + BODY_SECONDS
-        too_large = ApiError(413, f"the body is larger than {MAX_BODY} bytes: send smaller images")
+        too_large = ApiError(
+            413, f"the body is larger than {MAX_BODY} bytes: send smaller images"
+        )
 
         async def limited() -> Message:
             nonlocal held, whole
@@ -75,14 +92,20 @@ class Gate:
                 async with asyncio.timeout_at(None if whole else latest):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, f"the body has not come within {BODY_SECONDS} s") from None
+                raise ApiError(
+                    408, f"the body has not come within {BODY_SECONDS} s"
+                ) from None
             whole = not message.get("more_body")
             size = len(message.get("body", b""))
             held, self._held = held + size, self._held + size
             if held > MAX_BODY:
                 raise too_large
             if self._held > MAX_BODIES:
-                raise ApiError(429, "the requests here are too large together: try again later", code="busy")
+                raise ApiError(
+                    429,
+                    "the requests here are too large together: try again later",
+                    code="busy",
+                )
             return message
 
         started = False
@@ -94,20 +117,28 @@ class Gate:
 
         length = headers.get("content-length", "")
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        known = scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), (self.key or "").encode())
+        known = scheme.lower() == "bearer" and hmac.compare_digest(
+            given.encode(), (self.key or "").encode()
+        )
         host = HOST.fullmatch(headers.get("host", "").lower())
         if "*" not in self.hosts and not (host and host[1] in self.hosts):
             message = f"the Host header must name one of {', '.join(self.hosts)}"
-            await error_response(ApiError(400, message, code="invalid_host"))(scope, receive, send)
+            await error_response(ApiError(400, message, code="invalid_host"))(
+                scope, receive, send
+            )
         elif self.key is not None and scope["path"] not in OPEN and not known:
             message = "the key is missing or wrong: send the header 'Authorization: Bearer KEY'"
-            await error_response(ApiError(401, message, code="invalid_api_key"))(scope, receive, send)
+            await error_response(ApiError(401, message, code="invalid_api_key"))(
+                scope, receive, send
+            )
         elif length.isdecimal() and int(length) > MAX_BODY:
             await error_response(too_large)(scope, receive, send)
         else:
             try:
                 await self.app(scope, limited, watched)
-            except asyncio.CancelledError:  # the server has ended, and waited for as long as it does
+            except (
+                asyncio.CancelledError
+            ):  # the server has ended, and waited for as long as it does
                 if started:
                     raise
                 await error_response(server_stopped())(scope, receive, send)

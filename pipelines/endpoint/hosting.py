@@ -31,7 +31,9 @@ def application(
 
     Without a `key` anyone may use it; a request's Host header must be one of `hosts`.
     """
-    app = FastAPI(title="vlmdistill", docs_url=None, redoc_url=None)  # pages that load scripts from a CDN
+    app = FastAPI(
+        title="vlmdistill", docs_url=None, redoc_url=None
+    )  # pages that load scripts from a CDN
     app.add_middleware(Gate, key=key, hosts=tuple(host.lower() for host in hosts))
 
     async def reported(_: Request, error: Exception) -> Response:
@@ -51,8 +53,13 @@ def explained(error: Exception) -> HTTPException:
 
 def page(html: str, script: str, **headers: str) -> Response:
     """A page, and the policy that allows no script but the one with the hash `script`."""
-    safe = {"Content-Security-Policy": POLICY.format(script), "X-Content-Type-Options": "nosniff"}
-    return HTMLResponse(html.encode(errors="replace"), headers=safe | headers)  # of JSON
+    safe = {
+        "Content-Security-Policy": POLICY.format(script),
+        "X-Content-Type-Options": "nosniff",
+    }
+    return HTMLResponse(
+        html.encode(errors="replace"), headers=safe | headers
+    )  # of JSON
 
 
 class Stoppable(Protocol):

@@ -18,11 +18,18 @@ def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str
         "finish_reason": response.finish,
         "token_ids": [token for cycle in response.cycles for token in cycle.ids],
     }
-    usage = {"prompt_tokens": response.prompt_tokens, "completion_tokens": counts.tokens}
+    usage = {
+        "prompt_tokens": response.prompt_tokens,
+        "completion_tokens": counts.tokens,
+    }
     return {
         "headers": headers,
         "request": _request(response, keep),
-        "response": {"model": response.decoder.model, "choices": [choice], "usage": usage},
+        "response": {
+            "model": response.decoder.model,
+            "choices": [choice],
+            "usage": usage,
+        },
         "decoding": {
             "drafter": response.drafter_name,
             "calls": counts.calls,
@@ -35,11 +42,18 @@ def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str
 def _request(response: ServedResponse, keep: Keep) -> dict[str, Any]:
     """The request with its images as files of the log, and its temperature: other servers' default is 1."""
     request = response.request
-    found = {"temperature": request.temperature, **request.model_dump(exclude_unset=True)}
+    found = {
+        "temperature": request.temperature,
+        **request.model_dump(exclude_unset=True),
+    }
     for turn, message in zip(found["messages"], request.messages, strict=True):
         for part, given in zip(turn["content"], message.content, strict=True):
             if given.image_url is not None:
                 source = image_source(given.image_url.url, response.media)
-                content = read_bytes(source) if isinstance(source, Path) else source.getvalue()
+                content = (
+                    read_bytes(source)
+                    if isinstance(source, Path)
+                    else source.getvalue()
+                )
                 part["image_url"] = {"url": keep(content)}
     return found

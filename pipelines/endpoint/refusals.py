@@ -33,10 +33,26 @@ BOUNDS = {  # the sign, what to say, and the end of the code
     "less_than": ("<", "above maximum", "above_max_value"),
 }
 LENGTHS = {
-    "too_long": ("array too long", "an array with maximum length", "array_above_max_length"),
-    "too_short": ("array too short", "an array with minimum length", "array_below_min_length"),
-    "string_too_long": ("string too long", "a string with maximum length", "string_above_max_length"),
-    "string_too_short": ("string too short", "a string with minimum length", "string_below_min_length"),
+    "too_long": (
+        "array too long",
+        "an array with maximum length",
+        "array_above_max_length",
+    ),
+    "too_short": (
+        "array too short",
+        "an array with minimum length",
+        "array_below_min_length",
+    ),
+    "string_too_long": (
+        "string too long",
+        "a string with maximum length",
+        "string_above_max_length",
+    ),
+    "string_too_short": (
+        "string too short",
+        "a string with minimum length",
+        "string_below_min_length",
+    ),
 }
 
 
@@ -45,12 +61,22 @@ def refusal(error: Mapping[str, Any]) -> ApiError:
     kind, value, facts = str(error["type"]), error.get("input"), error.get("ctx") or {}
     param = ".".join(map(str, error["loc"][1:]))
     if kind == "json_invalid" or not param:
-        return ApiError(400, "the body is not a JSON object of Content-Type application/json")
+        return ApiError(
+            400, "the body is not a JSON object of Content-Type application/json"
+        )
     if kind == "extra_forbidden":
-        instead = f", or send {json.dumps(NEUTRAL[param][0])}" if param in NEUTRAL else ""
-        text, code = f"'{param}' is not supported: leave it out{instead}", "unsupported_parameter"
+        instead = (
+            f", or send {json.dumps(NEUTRAL[param][0])}" if param in NEUTRAL else ""
+        )
+        text, code = (
+            f"'{param}' is not supported: leave it out{instead}",
+            "unsupported_parameter",
+        )
     elif kind == "missing":
-        text, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"
+        text, code = (
+            f"Missing required parameter: '{param}'.",
+            "missing_required_parameter",
+        )
     elif kind in EXPECTED:
         given = GIVEN.get(type(value), "another type")
         text, code = (
@@ -62,7 +88,10 @@ def refusal(error: Mapping[str, Any]) -> ApiError:
         limit = next(iter(facts.values()))
         number = "integer" if isinstance(limit, int) else "decimal"
         expected = f"Expected a value {sign} {limit}, but got {value} instead."
-        text, code = f"Invalid '{param}': {number} {where} value. {expected}", f"{number}_{end}"
+        text, code = (
+            f"Invalid '{param}': {number} {where} value. {expected}",
+            f"{number}_{end}",
+        )
     elif kind in LENGTHS:
         what, expected, code = LENGTHS[kind]
         limit = facts.get("max_length", facts.get("min_length"))
@@ -70,7 +99,10 @@ def refusal(error: Mapping[str, Any]) -> ApiError:
         text = f"Invalid '{param}': {what}. Expected {expected} {limit}, but got length {length} instead."
     elif kind == "literal_error":
         shown = json.dumps(value)[:80]
-        text, code = f"Invalid value: {shown}. Supported values are: {facts['expected']}.", "invalid_value"
+        text, code = (
+            f"Invalid value: {shown}. Supported values are: {facts['expected']}.",
+            "invalid_value",
+        )
     else:
         said = str(facts["error"]) if "error" in facts else str(error["msg"])
         text, code = f"Invalid '{param}': {said}.", "invalid_value"

@@ -43,10 +43,14 @@ class ServedDecoder:
     max_new_tokens: int = 512  # of a request that sets no limit
     thread: Executor = field(default_factory=decoder_thread, repr=False, compare=False)
 
-    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+    def decode(
+        self, request: ChatRequest, media: Path | None
+    ) -> tuple[int, Iterator[Cycle]]:
         """The length of the prompt and the cycles; DataError or ApiError when the prompt cannot be used."""
         prompt = self.target.encode(request.conversation(media))
-        limit = request.max_completion_tokens or request.max_tokens or self.max_new_tokens
+        limit = (
+            request.max_completion_tokens or request.max_tokens or self.max_new_tokens
+        )
         seed = secrets.randbits(63) if request.seed is None else request.seed
         generator = torch.Generator(self.target.device).manual_seed(seed)
         cycles = decode(
@@ -72,7 +76,9 @@ class ServedResponse:
     cycles: list[Cycle] = field(default_factory=list)
     text: str = ""
     abandoned: Event = field(default_factory=Event)  # set: decode no further
-    finish: str = "length"  # or "stop": the target ended the response, or a stop string occurred
+    finish: str = (
+        "length"  # or "stop": the target ended the response, or a stop string occurred
+    )
 
     @property
     def decoding(self) -> Decoding:
@@ -100,12 +106,16 @@ class ServedResponse:
         """Decode; DataError or ApiError when the prompt cannot be used."""
         self.prompt_tokens, cycles = self.decoder.decode(self.request, self.media)
         target = self.decoder.target
-        text = pieces(recorded(cycles, self.cycles, self.abandoned.is_set), target.tokenizer)
+        text = pieces(
+            recorded(cycles, self.cycles, self.abandoned.is_set), target.tokenizer
+        )
         stopped = yield from self._kept(until_stop(text, self.request.stop))
         if stopped or self.cycles[-1].ids[-1] in target.info.eos_ids:
             self.finish = "stop"
 
-    def _kept(self, pieces: Generator[Piece, None, bool]) -> Generator[Piece, None, bool]:
+    def _kept(
+        self, pieces: Generator[Piece, None, bool]
+    ) -> Generator[Piece, None, bool]:
         """The pieces, whose text makes that of the response."""
         while True:
             try:
@@ -116,7 +126,9 @@ class ServedResponse:
             yield piece
 
 
-def until_stop(pieces: Iterable[Piece], stop: Sequence[str]) -> Generator[Piece, None, bool]:
+def until_stop(
+    pieces: Iterable[Piece], stop: Sequence[str]
+) -> Generator[Piece, None, bool]:
     """The pieces before the first stop string; returns whether there was one.
 
     Pieces whose text may begin a stop string are held back until that is decided.
@@ -127,7 +139,10 @@ def until_stop(pieces: Iterable[Piece], stop: Sequence[str]) -> Generator[Piece,
         text = "".join(one.text for one in held)
         found = [at for word in stop if (at := text.find(word)) >= 0]
         open_ends = [
-            n for word in stop for n in range(1, min(len(word), len(text) + 1)) if text.endswith(word[:n])
+            n
+            for word in stop
+            for n in range(1, min(len(word), len(text) + 1))
+            if text.endswith(word[:n])
         ]
         ready = min(found) if found else len(text) - max(open_ends, default=0)
         while held and (len(held[0].text) <= ready or found):
@@ -163,7 +178,11 @@ def open_decoder(
         shape,
         max_new_tokens,
     )
-    hello = {"model": decoder.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    hello = {
+        "model": decoder.model,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 8,
+    }
     abandoned = Event()
 
     def warm_up() -> None:

@@ -23,7 +23,11 @@ class Switch:
     """Hands out the decoder in use. `trial` requests decide whether a new version stays."""
 
     def __init__(
-        self, current: ServedDecoder, workspace: Workspace | None = None, name: str = "", trial: int = 64
+        self,
+        current: ServedDecoder,
+        workspace: Workspace | None = None,
+        name: str = "",
+        trial: int = 64,
     ) -> None:
         """Follow the versions of the drafter `name` in a workspace; without one, nothing is ever switched."""
         self.current, self.workspace = current, workspace
@@ -60,7 +64,9 @@ class Switch:
         """Look for new versions every so many seconds; 0: never. What is untold at the end is told then."""
         ended = threading.Event()
         thread = threading.Thread(
-            target=follow, args=(self.look, ended.wait, seconds, self.trials.name), daemon=True
+            target=follow,
+            args=(self.look, ended.wait, seconds, self.trials.name),
+            daemon=True,
         )
         if seconds:
             thread.start()
@@ -69,15 +75,21 @@ class Switch:
         finally:
             ended.set()
             if seconds:
-                thread.join(WAITED)  # not for ever: a disk of the network may not answer
+                thread.join(
+                    WAITED
+                )  # not for ever: a disk of the network may not answer
             if self.workspace:
                 self.trials.tell(self.workspace)
 
 
-def follow(look: Callable[[], None], wait: Callable[[float], bool], seconds: float, name: str) -> None:
+def follow(
+    look: Callable[[], None], wait: Callable[[float], bool], seconds: float, name: str
+) -> None:
     """Call `look` every so many seconds, until `wait` says that this has ended; what fails is tried again."""
     while not wait(seconds):
         try:
             look()
         except FOR_USER as error:
-            log.warning("the versions of %s cannot be followed now: %s", name, one_line(error))
+            log.warning(
+                "the versions of %s cannot be followed now: %s", name, one_line(error)
+            )

@@ -36,8 +36,12 @@ class Trials:
     size: int = 64
     swaps: int = 0
     rollbacks: int = 0
-    refused: set[str] = field(default_factory=set)  # versions that cannot be used, or were withdrawn here
-    _before: str | None = None  # the last that was not on trial, while the current one is
+    refused: set[str] = field(
+        default_factory=set
+    )  # versions that cannot be used, or were withdrawn here
+    _before: str | None = (
+        None  # the last that was not on trial, while the current one is
+    )
     _untold: Withdrawal | None = None  # what the workspace does not know yet
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -57,7 +61,9 @@ class Trials:
     def refuse(self, version: str, why: Exception) -> None:
         """Do not try a version again."""
         self.refused.add(version)
-        log.warning("the published drafter %s cannot be used: %s", version, one_line(why))
+        log.warning(
+            "the published drafter %s cannot be used: %s", version, one_line(why)
+        )
 
     def begin(self, version: str) -> None:
         """A version drafts from now on, and the last that was not on trial is what it is compared with."""
@@ -100,17 +106,28 @@ class Trials:
             return
         try:
             versions.record(
-                workspace, self.name, gone.before, base=gone.version, published=True, why=gone.why
+                workspace,
+                self.name,
+                gone.before,
+                base=gone.version,
+                published=True,
+                why=gone.why,
             )
         except FOR_USER as error:
-            log.warning("the workspace is not told that %s is withdrawn: %s", gone.version, one_line(error))
+            log.warning(
+                "the workspace is not told that %s is withdrawn: %s",
+                gone.version,
+                one_line(error),
+            )
         else:
             self._untold = None
 
     def means(self) -> dict[str, float]:
         """Of each version, the mean over its last samples."""
         with self._lock:
-            return {name: fmean(gained) for name, gained in self._gained.items() if gained}
+            return {
+                name: fmean(gained) for name, gained in self._gained.items() if gained
+            }
 
 
 def less(new: "deque[float]", old: "deque[float]") -> str:

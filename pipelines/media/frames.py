@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlmdistill.pipelines.media.images import MediaError, decoding, kind_of, open_image, upright
+from vlmdistill.pipelines.media.images import (
+    MediaError,
+    decoding,
+    kind_of,
+    open_image,
+    upright,
+)
 from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.stores.records import regular
 from vlmdistill.stores.schema import Array
@@ -60,7 +66,9 @@ def read(source: Any, choose: Choose) -> SampledFrames:
     try:
         array = np.asarray(source)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise MediaError(f"a video cannot be a {type(source).__name__}: {error}") from None
+        raise MediaError(
+            f"a video cannot be a {type(source).__name__}: {error}"
+        ) from None
     if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
         raise MediaError(
             f"a video as an array is uint8 [frames, height, width, 3], not {array.dtype} {list(array.shape)}"
@@ -83,7 +91,12 @@ def files(path: Path) -> list[Path]:
         return [path]
     seen = [p for p in path.iterdir() if not p.name.startswith(".")]
     found = [p for p in seen if kind_of(p.name) == "image"]
-    return sorted(found, key=lambda p: [(not s.isdecimal(), int(s) if s.isdecimal() else s) for s in _cut(p)])
+    return sorted(
+        found,
+        key=lambda p: [
+            (not s.isdecimal(), int(s) if s.isdecimal() else s) for s in _cut(p)
+        ],
+    )
 
 
 def digest(path: Path) -> str:
@@ -106,7 +119,9 @@ def media_file(part: Mapping[str, Any]) -> Path:
 def check_unchanged(part: Mapping[str, Any]) -> None:
     """MediaError if an image or a video was imported with a prompt, and is no longer the same."""
     if "digest" in part and digest(at_hand(part["path"])) != part["digest"]:
-        raise MediaError(f"{part['path']} has changed since it was imported: restore it, or import it again")
+        raise MediaError(
+            f"{part['path']} has changed since it was imported: restore it, or import it again"
+        )
 
 
 def _cut(path: Path) -> list[str]:
@@ -142,7 +157,9 @@ def _stacked(frames: Iterable[Array], most: int, what: str) -> Array:
             frames_FHWC = np.empty((most, *frame.shape), np.uint8)
         if frame.shape != frames_FHWC.shape[1:]:
             (height, width), (h, w) = frames_FHWC.shape[1:3], frame.shape[:2]
-            raise MediaError(f"{what}: frame {count - 1} is {w}x{h}, the first {width}x{height}")
+            raise MediaError(
+                f"{what}: frame {count - 1} is {w}x{h}, the first {width}x{height}"
+            )
         frames_FHWC[count - 1] = frame
     return frames_FHWC[:count]
 
@@ -161,10 +178,16 @@ def _image(source: Any, what: str) -> Array:
             with open_image(source) as image:
                 return _pixels(image)
         with decoding():
-            image = source if isinstance(source, Image.Image) else Image.fromarray(np.asarray(source))
+            image = (
+                source
+                if isinstance(source, Image.Image)
+                else Image.fromarray(np.asarray(source))
+            )
         return _pixels(image)
     except OSError as error:
-        name = source if isinstance(source, str | Path) else f"a {type(source).__name__}"
+        name = (
+            source if isinstance(source, str | Path) else f"a {type(source).__name__}"
+        )
         raise MediaError(f"{what}: {name} cannot be read: {error}") from None
 
 
@@ -190,7 +213,9 @@ def _animation(image: Image.Image, path: Path, choose: Choose) -> SampledFrames:
                 image.seek(index)
             yield _pixels(image)
 
-    return SampledFrames(_stacked(frames(), len(indices), f"video {path}"), indices, footage)
+    return SampledFrames(
+        _stacked(frames(), len(indices), f"video {path}"), indices, footage
+    )
 
 
 def _film(path: Path, choose: Choose) -> SampledFrames:
@@ -205,7 +230,9 @@ def _film(path: Path, choose: Choose) -> SampledFrames:
         stream, footage = _count(av, path)
         indices = _chosen(footage, choose, f"video {path}")
         frames_FHWC, seen = _decode(av, path, stream, indices)
-        if len(frames_FHWC) < len(set(indices)):  # the header promised more frames than can be decoded
+        if len(frames_FHWC) < len(
+            set(indices)
+        ):  # the header promised more frames than can be decoded
             footage = Footage(seen, footage.fps)
             indices = _chosen(footage, choose, f"video {path}")
             frames_FHWC, seen = _decode(av, path, stream, indices)
@@ -224,19 +251,32 @@ def _count(av: Any, path: Path) -> tuple[int, Footage]:
     with decoding(), av.open(str(regular(path))) as container:
         if not container.streams.video:
             raise OSError("it holds no video stream")
-        streams = [stream for stream in container.streams.video if not _is_picture(av, stream)]
+        streams = [
+            stream for stream in container.streams.video if not _is_picture(av, stream)
+        ]
         if not streams:
             raise OSError("it holds no video stream, only a picture such as cover art")
-        packets: dict[int, list[tuple[int | None, ...]]] = {stream.index: [] for stream in streams}
+        packets: dict[int, list[tuple[int | None, ...]]] = {
+            stream.index: [] for stream in streams
+        }
         for packet in container.demux(streams):
             if packet.size:
-                packets[packet.stream.index].append((packet.pts, packet.duration, packet.dts))
+                packets[packet.stream.index].append(
+                    (packet.pts, packet.duration, packet.dts)
+                )
         # The first stream may be a preview; the best one by FFmpeg's rules may be one, too.
         best = container.streams.best("video")
-        order = sorted(streams, key=lambda stream: best is None or stream.index != best.index)
-        film = next((stream for stream in order if len(packets[stream.index]) > 1), order[0])
+        order = sorted(
+            streams, key=lambda stream: best is None or stream.index != best.index
+        )
+        film = next(
+            (stream for stream in order if len(packets[stream.index]) > 1), order[0]
+        )
         header = film.average_rate or film.guessed_rate
-        index, tick = film.index, film.time_base  # the stream is freed with the container
+        index, tick = (
+            film.index,
+            film.time_base,
+        )  # the stream is freed with the container
     its = packets[index]
     return index, Footage(len(its), _rate(its, tick, float(header) if header else None))
 
@@ -244,17 +284,24 @@ def _count(av: Any, path: Path) -> tuple[int, Footage]:
 def _is_picture(av: Any, stream: Any) -> bool:
     """Whether a video stream is cover art or thumbnails, by what its container says."""
     kinds = av.stream.Disposition
-    return bool(stream.disposition & (kinds.attached_pic | kinds.timed_thumbnails | kinds.still_image))
+    return bool(
+        stream.disposition
+        & (kinds.attached_pic | kinds.timed_thumbnails | kinds.still_image)
+    )
 
 
-def _rate(packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | None) -> float | None:
+def _rate(
+    packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | None
+) -> float | None:
     """Average frames per second: the header's rate, unless the times of the packets contradict it.
 
     A Matroska header has one rate even if the rate varies. A packet is pts, duration and dts, in ticks.
     """
     times = [(pts, duration or 0) for pts, duration, _ in packets if pts is not None]
     order = [dts for _, _, dts in packets if dts is not None]
-    if len(times) < max(2, len(packets)) or order != sorted(order):  # no times, or times that restart
+    if len(times) < max(2, len(packets)) or order != sorted(
+        order
+    ):  # no times, or times that restart
         return header
     first, (last, shown) = min(times)[0], max(times)
     shown = shown or (last - first) // (len(times) - 1)
@@ -273,14 +320,19 @@ def _matrix(av: Any, frame: Any) -> tuple[int, ...]:
 
 def _turned(frame_HWC: Array, matrix: Sequence[int]) -> Array:
     """A frame upright, and mirrored where its matrix says so."""
-    right, down = matrix[:2], matrix[3:5]  # where steps to the right and down lead on the display
+    right, down = (
+        matrix[:2],
+        matrix[3:5],
+    )  # where steps to the right and down lead on the display
     if right[0] * down[1] < right[1] * down[0]:
         frame_HWC, right = frame_HWC[:, ::-1], (-right[0], -right[1])
     clockwise = math.degrees(math.atan2(right[1], right[0]))
     return np.rot90(frame_HWC, -round(clockwise / 90))
 
 
-def _decode(av: Any, path: Path, index: int, indices: Sequence[int]) -> tuple[Array, int]:
+def _decode(
+    av: Any, path: Path, index: int, indices: Sequence[int]
+) -> tuple[Array, int]:
     """The frames of a stream at these indices, each once, in order and upright, and how many were decoded."""
     wanted, seen = set(indices), 0
 

@@ -39,13 +39,17 @@ class MediaError(DataError):
 
 def of_the_web(name: object) -> MediaError:
     """The error of a URL that is not read."""
-    return MediaError(f"{name} is not read: download it, or give a file or an s3://, gs:// or az:// URL")
+    return MediaError(
+        f"{name} is not read: download it, or give a file or an s3://, gs:// or az:// URL"
+    )
 
 
 def kind_of(name: str) -> str:
     """Whether a file is an image or a video, by its ending; empty for all others."""
     ending = Path(name).suffix[1:].lower()
-    return next((kind for kind, endings in KINDS.items() if ending in endings.split()), "")
+    return next(
+        (kind for kind, endings in KINDS.items() if ending in endings.split()), ""
+    )
 
 
 def name_of(content: bytes) -> str:
@@ -83,7 +87,9 @@ def open_image(file: Any, formats: tuple[str, ...] | None = None) -> Image.Image
     try:
         import pillow_heif
     except ModuleNotFoundError:
-        raise OSError("HEIC and HEIF need a package: pip install 'vlmdistill[heic]'") from None
+        raise OSError(
+            "HEIC and HEIF need a package: pip install 'vlmdistill[heic]'"
+        ) from None
     pillow_heif.register_heif_opener()
     with decoding():
         return Image.open(file, formats=formats)
@@ -140,7 +146,10 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 def _eight_bits(image: Image.Image) -> Image.Image:
     # `convert` would clip brighter pixels at 255.
-    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):  # scaled to 16 by Pillow
+    if image.mode.startswith("I;16") or (image.mode, image.format) == (
+        "I",
+        "PPM",
+    ):  # scaled to 16 by Pillow
         grey_HW = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
@@ -190,7 +199,9 @@ def data_url(file: str | Path) -> str:
     """
     with _naming(file), large_images(), open_image(file) as image:
         kind = image.format or ""
-        plain = image.mode == "RGB" and not _is_transparent(image) and _turn(image) is None
+        plain = (
+            image.mode == "RGB" and not _is_transparent(image) and _turn(image) is None
+        )
         if kind in PLAIN_FORMATS and plain:
             data = Path(file).read_bytes()
         else:

@@ -52,14 +52,18 @@ class Recorder:
         self.folder, self.keep_seconds = folder, keep_seconds
         self.header_names = named_headers(folder / POLICY)
         self.recorded = self.lost = 0
-        self._ahead: str | None = None  # how far the clock is ahead, None before it was looked at
+        self._ahead: str | None = (
+            None  # how far the clock is ahead, None before it was looked at
+        )
         if not folder.is_dir():
             folder.mkdir(PRIVATE_FOLDER, parents=True)
         (folder / MEDIA).mkdir(PRIVATE_FOLDER, exist_ok=True)
         for path in (folder / MEDIA, *folder.glob(DAYS)):  # of an earlier version
             with suppress(OSError):  # it is another user's, a link, or gone
                 _make_private(path)
-        self._waiting = queue.Queue[tuple[float, Callable[[Keep], Mapping[str, Any]]] | None](WAITING)
+        self._waiting = queue.Queue[
+            tuple[float, Callable[[Keep], Mapping[str, Any]]] | None
+        ](WAITING)
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
@@ -100,7 +104,9 @@ class Recorder:
             made = dict(make(self._keep))
             headers = self._named(made.pop("headers", ()))
             kept = {"headers": headers, "header_names": sorted(self.header_names)}
-            line = json.dumps({"time": round(now, 3), **kept, **made}, ensure_ascii=False)
+            line = json.dumps(
+                {"time": round(now, 3), **kept, **made}, ensure_ascii=False
+            )
             day = time.strftime("%Y-%m-%d", time.gmtime(now))
             _append(self.folder / f"{day}.jsonl", line.encode(errors="replace") + b"\n")
             self.recorded += 1
@@ -149,7 +155,9 @@ class Recorder:
                 if file.stem < first:
                     file.unlink(missing_ok=True)
             for file in media:
-                if file.stat().st_mtime < oldest - DAY:  # the lines of that day still name it
+                if (
+                    file.stat().st_mtime < oldest - DAY
+                ):  # the lines of that day still name it
                     file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("what is too old stays in %s: %s", self.folder, one_line(error))

@@ -11,7 +11,13 @@ from typing import Any
 from urllib.parse import unquote
 
 from vlmdistill.pipelines.media import frames
-from vlmdistill.pipelines.media.images import decoding, kind_of, name_of, open_image, upright
+from vlmdistill.pipelines.media.images import (
+    decoding,
+    kind_of,
+    name_of,
+    open_image,
+    upright,
+)
 from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, lone_surrogate
@@ -41,15 +47,22 @@ class MediaResolver:
         self.images = images
         self.keep = keep
         self._checked: dict[tuple[str, Path], str | BadRowError] = {}
-        self._named = set[Path]()  # copies of URLs that rows name, which are fetched anew
+        self._named = set[
+            Path
+        ]()  # copies of URLs that rows name, which are fetched anew
 
     def check_all(self, wanted: Iterable[tuple[dict[str, Any], Path]]) -> None:
         """Check the files of many parts in parallel, ahead of `resolve`."""
-        found = [(part["type"], self._find(part["type"], part["media"], folder)) for part, folder in wanted]
+        found = [
+            (part["type"], self._find(part["type"], part["media"], folder))
+            for part, folder in wanted
+        ]
         paths = {(kind, path) for kind, path in found if isinstance(path, Path)}
         fresh = sorted(paths - self._checked.keys())
         with ThreadPoolExecutor(THREADS) as pool:
-            self._checked.update(zip(fresh, pool.map(lambda one: self._digest(*one), fresh), strict=True))
+            self._checked.update(
+                zip(fresh, pool.map(lambda one: self._digest(*one), fresh), strict=True)
+            )
 
     def resolve(self, part: dict[str, Any], folder: Path) -> str:
         """Set the `path` and `digest` of a part and return the digest; BadRowError if it cannot be used."""
@@ -72,7 +85,10 @@ class MediaResolver:
             path = at_hand(address(path), again=path in self._named)
             if kind == "video":
                 if frames.probe(path).total < 2 and kind_of(path.name) == "image":
-                    return BadRowError("an image as a video", f"{path} is a still picture: name it an image")
+                    return BadRowError(
+                        "an image as a video",
+                        f"{path} is a still picture: name it an image",
+                    )
             else:
                 _decode(path)
             return frames.digest(path)
@@ -82,7 +98,9 @@ class MediaResolver:
             where = "" if isinstance(error, DataError) else f"{path}: "
             return BadRowError(f"unreadable {kind}", f"{where}{error}")
 
-    def _find(self, kind: str, media: Media, folder: Path) -> Path | bytes | BadRowError:
+    def _find(
+        self, kind: str, media: Media, folder: Path
+    ) -> Path | bytes | BadRowError:
         """The path of a media file, or its bytes if the row holds them, or the problem."""
         if isinstance(media, bytes):
             return media
@@ -93,7 +111,9 @@ class MediaResolver:
                 return BadRowError(f"missing {kind}", str(error))
             return copy
         if "://" in media:
-            return BadRowError(f"{kind} is a URL", f"{media[:200]}: download it and give its path")
+            return BadRowError(
+                f"{kind} is a URL", f"{media[:200]}: download it and give its path"
+            )
         paths = [one / media for one in (self.images, folder) if one]
         try:
             for path in paths:
@@ -101,15 +121,29 @@ class MediaResolver:
                     return BadRowError("name not UTF-8", f"{kind} {path}")
                 if path.is_file() or (kind == "video" and path.is_dir()):
                     if lone_surrogate(str(found := path.resolve())):
-                        return BadRowError("name not UTF-8", f"{kind} {path}: it leads to {found}")
+                        return BadRowError(
+                            "name not UTF-8", f"{kind} {path}: it leads to {found}"
+                        )
                     return found
         except OSError as error:  # for example a name that is too long
-            hint = "write base64 as a data URL" if error.errno == errno.ENAMETOOLONG else "give a path"
-            return BadRowError(f"missing {kind}", f"{media[:80]}: {error.strerror}: {hint}")
-        similar = next((other for path in paths if (other := _other_spelling(path))), None)
+            hint = (
+                "write base64 as a data URL"
+                if error.errno == errno.ENAMETOOLONG
+                else "give a path"
+            )
+            return BadRowError(
+                f"missing {kind}", f"{media[:80]}: {error.strerror}: {hint}"
+            )
+        similar = next(
+            (other for path in paths if (other := _other_spelling(path))), None
+        )
         if similar:
-            return BadRowError(f"{kind} of another spelling", f"{media}: there is {similar}")
-        return BadRowError(f"missing {kind}", " and ".join(map(str, dict.fromkeys(paths))))
+            return BadRowError(
+                f"{kind} of another spelling", f"{media}: there is {similar}"
+            )
+        return BadRowError(
+            f"missing {kind}", " and ".join(map(str, dict.fromkeys(paths)))
+        )
 
     def _store(self, data: bytes) -> Path:
         """Write bytes into a file named by their hash, unless it exists."""

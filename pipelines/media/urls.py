@@ -13,7 +13,16 @@ from vlmdistill.stores.backends.local import atomic_folder, atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, one_line
 
-PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")  # object stores, not the web
+PROTOCOLS = (
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+    "abfss",
+    "memory",
+)  # object stores, not the web
 VARIABLE = "VLMDISTILL_CACHE"
 
 
@@ -33,7 +42,9 @@ def copy_of(url: str) -> Path:
     protocol, _, rest = url.partition("://")
     names = rest.strip("/").split("/")
     if {"", ".", ".."} & {*names} or "\0" in rest:
-        raise DataError(f"{url} names no object that can be copied: give a URL such as s3://bucket/name")
+        raise DataError(
+            f"{url} names no object that can be copied: give a URL such as s3://bucket/name"
+        )
     return cache().joinpath(protocol, *names)
 
 
@@ -41,7 +52,11 @@ def address(path: str | Path) -> str:
     """The URL of a copy; the absolute path of any other file, without symbolic links."""
     full = os.path.realpath(path)
     protocol, _, rest = full.removeprefix(f"{cache()}/").partition("/")
-    return f"{protocol}://{rest}" if full.startswith(f"{cache()}/") and protocol in PROTOCOLS else full
+    return (
+        f"{protocol}://{rest}"
+        if full.startswith(f"{cache()}/") and protocol in PROTOCOLS
+        else full
+    )
 
 
 def shown(path: Path) -> str:
@@ -81,7 +96,10 @@ def fetch(url: str, path: Path) -> None:
 
 
 def _fetch_all(there: Backend, url: str, sizes: dict[str, int], folder: Path) -> None:
-    with contextlib.suppress(FileExistsError), atomic_folder(folder) as aside:  # another process was faster
+    with (
+        contextlib.suppress(FileExistsError),
+        atomic_folder(folder) as aside,
+    ):  # another process was faster
         for name, size in sizes.items():
             inside = copy_of(f"{url}/{name}").relative_to(copy_of(url))
             _fetch(there, f"{url.rpartition('/')[2]}/{name}", size, aside / inside)

@@ -8,7 +8,12 @@ from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.report.comparison import Group, Ranking, ranked
 from vlmdistill.pipelines.report.results import DrafterResult
 
-KINDS = {"text": "text", "image": "images", "images": "several images", "video": "video"}
+KINDS = {
+    "text": "text",
+    "image": "images",
+    "images": "several images",
+    "video": "video",
+}
 MOST = 3  # drafters that are named
 
 
@@ -21,7 +26,9 @@ class Answer:
     """
 
     ranking: Ranking
-    kinds: dict[str, Ranking]  # the same on the prompts of each kind, if there are several
+    kinds: dict[
+        str, Ranking
+    ]  # the same on the prompts of each kind, if there are several
     warned: bool
     broken: bool  # responses differ, or counts contradict each other: no number can be relied on
 
@@ -39,7 +46,11 @@ class Answer:
             return "No verdict: do not rely on these numbers"
         if not self.ranking.leaders:
             doubted = any(one.doubts for one in self.ranking.results)
-            return "No verdict: the numbers are in doubt" if doubted else "No drafter to use"
+            return (
+                "No verdict: the numbers are in doubt"
+                if doubted
+                else "No drafter to use"
+            )
         if self.ranking.disturbed:
             return "No verdict: other programs had the CPU"
         if self._used:
@@ -60,11 +71,21 @@ class Answer:
             return {}
         named = [*self.ranking.leaders[:MOST]]
         if self.ranking.against_plain != "faster":
-            named += [one for ranking in self._helped.values() for one in ranking.leaders[:MOST]]
+            named += [
+                one
+                for ranking in self._helped.values()
+                for one in ranking.leaders[:MOST]
+            ]
         names = list(dict.fromkeys(one.name for one in named))
         everything = {"all prompts": self.ranking, **self.kinds}
-        found = {kind: {one.name: one for one in at.results} for kind, at in everything.items()}
-        return {kind: {name: at[name] for name in names if name in at} for kind, at in found.items()}
+        found = {
+            kind: {one.name: one for one in at.results}
+            for kind, at in everything.items()
+        }
+        return {
+            kind: {name: at[name] for name in names if name in at}
+            for kind, at in found.items()
+        }
 
     @property
     def _unusable(self) -> bool:
@@ -77,12 +98,18 @@ class Answer:
             return ""
         if self.ranking.against_plain == "faster":
             return _named(self.ranking.leaders)
-        return ", ".join(f"{_named(one.leaders)} for {kind}" for kind, one in self._helped.items())
+        return ", ".join(
+            f"{_named(one.leaders)} for {kind}" for kind, one in self._helped.items()
+        )
 
     @property
     def _helped(self) -> dict[str, Ranking]:
         """The kinds of prompts on which a drafter is faster than plain decoding."""
-        return {kind: one for kind, one in self.kinds.items() if one.against_plain == "faster"}
+        return {
+            kind: one
+            for kind, one in self.kinds.items()
+            if one.against_plain == "faster"
+        }
 
     def _slower(self, kind: Ranking) -> bool:
         """Whether none of the drafters to use is fast enough on these prompts."""
@@ -94,11 +121,19 @@ class Answer:
 
 def answers(group: Group) -> list[Answer]:
     """An answer for each temperature, the lowest first."""
-    parts = [(KINDS.get(kind, kind), ranked(some)) for kind, some in group.by(LABELS["kind"]).items()]
+    parts = [
+        (KINDS.get(kind, kind), ranked(some))
+        for kind, some in group.by(LABELS["kind"]).items()
+    ]
     warned, broken = bool(group.warnings), group.verdict.level == "broken"
     found = []
     for ranking in group.rankings:
-        alike = [(kind, at) for kind, some in parts for at in some if at.temperature == ranking.temperature]
+        alike = [
+            (kind, at)
+            for kind, some in parts
+            for at in some
+            if at.temperature == ranking.temperature
+        ]
         kinds = {kind: at for kind, at in alike if _compare(at.results)}
         found.append(Answer(ranking, kinds if len(kinds) > 1 else {}, warned, broken))
     return found
@@ -106,7 +141,10 @@ def answers(group: Group) -> list[Answer]:
 
 def _compare(some: Sequence[DrafterResult]) -> bool:
     """Whether all are on the same prompts: records may differ in what kind a prompt is of."""
-    return len({tuple(prompt.key for prompt in one.measurement.prompts) for one in some}) == 1
+    return (
+        len({tuple(prompt.key for prompt in one.measurement.prompts) for one in some})
+        == 1
+    )
 
 
 def _named(leaders: Sequence[DrafterResult]) -> str:

@@ -27,7 +27,13 @@ NEEDED: Final[dict[str, Callable[[Evaluation], Any]]] = {
     "thinking": lambda one: one.thinking,
 }
 """What must be equal to compare counts."""
-NEEDED_FOR_TIMES: Final[tuple[str, ...]] = ("hardware", "dtype", "threads", "attention", "compiled")
+NEEDED_FOR_TIMES: Final[tuple[str, ...]] = (
+    "hardware",
+    "dtype",
+    "threads",
+    "attention",
+    "compiled",
+)
 FACTS: Final[dict[str, Callable[[Evaluation], str]]] = {
     **{name: value for name, value in CONDITIONS.items() if name not in PACKAGES},
     "seed": lambda one: str(one.seed),
@@ -49,21 +55,34 @@ class Change:
     rate: Rate
     before: float
     after: float
-    ratio: Interval | None  # of after over before; None: too few prompts, or nothing was accepted before
+    ratio: (
+        Interval | None
+    )  # of after over before; None: too few prompts, or nothing was accepted before
 
     @property
     def verdict(self) -> Literal["higher", "lower", "equal", "unknown"]:
         """Whether it has changed by more than noise."""
         if self.ratio is None:
             return "unknown"
-        return "higher" if self.ratio.low > 1 else "lower" if self.ratio.high < 1 else "equal"
+        return (
+            "higher"
+            if self.ratio.low > 1
+            else "lower"
+            if self.ratio.high < 1
+            else "equal"
+        )
 
     @property
     def sentence(self) -> str:
         """The change in words."""
-        within = f" (95%: {self.ratio.low:.3f} to {self.ratio.high:.3f} times)" if self.ratio else ""
+        within = (
+            f" (95%: {self.ratio.low:.3f} to {self.ratio.high:.3f} times)"
+            if self.ratio
+            else ""
+        )
+        rate = self.rate.replace("_", " ")
         return (
-            f"{self.rate.replace('_', ' ')} is {self.verdict}, {self.before:.2f} -> {self.after:.2f}{within}"
+            f"{rate} is {self.verdict}, {self.before:.2f} -> {self.after:.2f}{within}"
         )
 
 
@@ -99,8 +118,12 @@ class Changes:
     both: list[str]  # names
     drafters: list[ChangedDrafter] = field(default_factory=list)
     differing: list[ChangedFact] = field(default_factory=list)
-    refused: dict[str, list[str]] = field(default_factory=dict)  # drafters that do not compare: why
-    untimed: dict[str, list[str]] = field(default_factory=dict)  # whose times do not compare: why
+    refused: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # drafters that do not compare: why
+    untimed: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # whose times do not compare: why
     only_before: list[str] = field(default_factory=list)
     only_after: list[str] = field(default_factory=list)
 
@@ -108,7 +131,9 @@ class Changes:
     def changed(self) -> list[tuple[ChangedDrafter, Change]]:
         """The rates that changed by more than noise."""
         pairs = [(one, rate) for one in self.drafters for rate in one.rates]
-        return [(one, rate) for one, rate in pairs if rate.verdict in ("higher", "lower")]
+        return [
+            (one, rate) for one, rate in pairs if rate.verdict in ("higher", "lower")
+        ]
 
 
 def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
@@ -121,7 +146,12 @@ def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
     if before.is_file() and after.is_file():
         names = dict.fromkeys(one.name for side in sides for one in side)
         sides = [
-            [replace(one, evaluation=replace(one.evaluation, name=" -> ".join(names))) for one in side]
+            [
+                replace(
+                    one, evaluation=replace(one.evaluation, name=" -> ".join(names))
+                )
+                for one in side
+            ]
             for side in sides
         ]
     olds, news = (_by_name(side) for side in sides)
@@ -133,11 +163,17 @@ def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
     facts: dict[tuple[str, str, str], dict[str, None]] = {}
     for name in found.both:
         at = [temperature for temperature in olds[name] if temperature in news[name]]
-        found.only_before += [f"{name} at T={one:g}" for one in olds[name] if one not in at]
-        found.only_after += [f"{name} at T={one:g}" for one in news[name] if one not in at]
+        found.only_before += [
+            f"{name} at T={one:g}" for one in olds[name] if one not in at
+        ]
+        found.only_after += [
+            f"{name} at T={one:g}" for one in news[name] if one not in at
+        ]
         for temperature in at:
             _compare(found, facts, olds[name][temperature], news[name][temperature])
-    found.differing = [ChangedFact(*fact, tuple(names)) for fact, names in facts.items()]
+    found.differing = [
+        ChangedFact(*fact, tuple(names)) for fact, names in facts.items()
+    ]
     return found
 
 
@@ -152,12 +188,16 @@ def _compare(
     values = {fact: (value(old), value(new)) for fact, value in FACTS.items()}
     if old.software and new.software:
         was, now = asdict(old.software), asdict(new.software)
-        values |= {fact: (was[fact] or "none", now[fact] or "none") for fact in RECORDED}
+        values |= {
+            fact: (was[fact] or "none", now[fact] or "none") for fact in RECORDED
+        }
     differing = [fact for fact, (one, other) in values.items() if one != other]
     for fact in differing:
         facts.setdefault((fact, *values[fact]), {})[name] = None
     sides = (("A", before), ("B", after))
-    refused = [f"other {fact}" for fact, value in NEEDED.items() if value(old) != value(new)]
+    refused = [
+        f"other {fact}" for fact, value in NEEDED.items() if value(old) != value(new)
+    ]
     refused += [f"{side}: {text}" for side, one in sides for text in one.failures]
     if refused:
         found.refused[name] = refused
@@ -170,19 +210,30 @@ def _compare(
     found.drafters.append(_changes(name, before, after, rates))
 
 
-def _changes(name: str, before: DrafterResult, after: DrafterResult, rates: Sequence[Rate]) -> ChangedDrafter:
+def _changes(
+    name: str, before: DrafterResult, after: DrafterResult, rates: Sequence[Rate]
+) -> ChangedDrafter:
     old, new = _by_key(before.measurement), _by_key(after.measurement)
     was, now = figures(old), figures(new)
     changes = [
-        Change(rate, getattr(was, rate), getattr(now, rate), advantage(new, old, rate)) for rate in rates
+        Change(rate, getattr(was, rate), getattr(now, rate), advantage(new, old, rate))
+        for rate in rates
     ]
-    warnings = [f"{when}: {text}" for when, of in (("A", was), ("B", now)) for text in of.warnings]
-    return ChangedDrafter(name, old.temperature, was.prompts, tuple(changes), tuple(warnings))
+    warnings = [
+        f"{when}: {text}"
+        for when, of in (("A", was), ("B", now))
+        for text in of.warnings
+    ]
+    return ChangedDrafter(
+        name, old.temperature, was.prompts, tuple(changes), tuple(warnings)
+    )
 
 
 def _by_key(measurement: Measurement) -> Measurement:
     """Its prompts in an order that does not depend on that of decoding."""
-    return replace(measurement, prompts=tuple(sorted(measurement.prompts, key=lambda one: one.key)))
+    return replace(
+        measurement, prompts=tuple(sorted(measurement.prompts, key=lambda one: one.key))
+    )
 
 
 def _read(where: Path, conditions: Sequence[str]) -> list[DrafterResult]:
@@ -200,7 +251,9 @@ def _read(where: Path, conditions: Sequence[str]) -> list[DrafterResult]:
     return Kept(of_drafters(map(records.read, files))).where(conditions).latest.own
 
 
-def _by_name(measured: Sequence[DrafterResult]) -> dict[str, dict[float, DrafterResult]]:
+def _by_name(
+    measured: Sequence[DrafterResult],
+) -> dict[str, dict[float, DrafterResult]]:
     """By name and temperature."""
     found: dict[str, dict[float, DrafterResult]] = {}
     for one in sorted(measured, key=lambda one: (one.name, one.temperature)):

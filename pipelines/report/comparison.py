@@ -46,7 +46,9 @@ class Ranking:
     def ranked(self) -> tuple[DrafterResult, ...]:
         """Those that can be the fastest: they are lossless, their counts agree and no warning doubts them."""
         return tuple(
-            one for one in self.results if one.evaluation.lossless and not one.failures and not one.doubts
+            one
+            for one in self.results
+            if one.evaluation.lossless and not one.failures and not one.doubts
         )
 
     @property
@@ -70,7 +72,11 @@ class Ranking:
             return ()
         first, *others = sorted(self.ranked, key=lambda one: -rate_of(one, rate))
         beyond = [advantage(first.measurement, one.measurement, rate) for one in others]
-        close = [one for one, by in zip(others, beyond, strict=True) if by is None or by.low <= 1]
+        close = [
+            one
+            for one, by in zip(others, beyond, strict=True)
+            if by is None or by.low <= 1
+        ]
         return (first, *close)
 
     def marked(self, rate: Rate) -> tuple[DrafterResult, ...]:
@@ -93,7 +99,11 @@ class Ranking:
     @property
     def disturbed(self) -> bool:
         """Other programs had most of the CPU: no drafter can be called the fastest."""
-        shares = [one.figures.cpu_share for one in self.ranked if one.figures.cpu_share is not None]
+        shares = [
+            one.figures.cpu_share
+            for one in self.ranked
+            if one.figures.cpu_share is not None
+        ]
         return bool(shares) and min(shares) < MOSTLY
 
     @property
@@ -136,7 +146,9 @@ class Ranking:
         yield from {
             "faster": [],
             "slower": ["No drafter is faster than plain decoding."],
-            "equal": [f"On {count} prompts, {first.name} is not significantly faster than plain decoding."],
+            "equal": [
+                f"On {count} prompts, {first.name} is not significantly faster than plain decoding."
+            ],
             "unknown": [
                 f"Fewer than {FEWEST} prompts, or {FEWEST_OF_KIND} of a kind, are too few for intervals."
             ],
@@ -182,11 +194,15 @@ class Group:
         """Every drafter at every temperature: the lowest temperature first, then the fastest drafter."""
         return [one for ranking in self.rankings for one in ranking.results]
 
-    def by(self, label: Callable[[PromptResult], str]) -> dict[str, list[DrafterResult]]:
+    def by(
+        self, label: Callable[[PromptResult], str]
+    ) -> dict[str, list[DrafterResult]]:
         """The results on the prompts of each label, such as their dataset; in the order of `results`."""
         divided = [one.by(label) for one in self.results]
         names = sorted({name for parts in divided for name in parts})
-        return {name: [parts[name] for parts in divided if name in parts] for name in names}
+        return {
+            name: [parts[name] for parts in divided if name in parts] for name in names
+        }
 
     @property
     def facts(self) -> dict[str, str]:
@@ -199,17 +215,25 @@ class Group:
             if one.weights:
                 facts["weights"] = f"{one.name.partition('@')[0]} sha256:{one.weights}"
             if one.again:
-                facts["decoded again"] = f"{len(one.again)} prompts, in a process that had seen none"
+                facts["decoded again"] = (
+                    f"{len(one.again)} prompts, in a process that had seen none"
+                )
             if one.calibrations:
-                facts["calibration"] = ", then ".join(at.text for at in one.calibrations)
-            for name, value in (facts | (one.software.facts if one.software else {})).items():
+                facts["calibration"] = ", then ".join(
+                    at.text for at in one.calibrations
+                )
+            for name, value in (
+                facts | (one.software.facts if one.software else {})
+            ).items():
                 found.setdefault(name, {})[value] = None
         return {name: "; ".join(values) for name, values in found.items()}
 
     @property
     def warnings(self) -> list[str]:
         """Problems of the figures, with the drafters' names, and of comparing them."""
-        found = [warning for one in self.results for warning in one.warnings] + drifts(self.evaluations)
+        found = [warning for one in self.results for warning in one.warnings] + drifts(
+            self.evaluations
+        )
         found += dict.fromkeys(
             f"{one.name} could not be decoded again: {one.not_again}"
             for one in self.evaluations
@@ -226,9 +250,12 @@ class Group:
     def verdict(self) -> Verdict:
         """Whether every response at temperature 0 equals the target's own."""
         if failed := {one.name: one.failures for one in self.results if one.failures}:
-            said = "; ".join(f"{name}: {', '.join(texts)}" for name, texts in failed.items())
+            said = "; ".join(
+                f"{name}: {', '.join(texts)}" for name, texts in failed.items()
+            )
             return Verdict(
-                "broken", f"THE COUNTS CONTRADICT EACH OTHER. Do not rely on these numbers. {said}."
+                "broken",
+                f"THE COUNTS CONTRADICT EACH OTHER. Do not rely on these numbers. {said}.",
             )
         greedy = [one for one in self.results if one.temperature == 0]
         counts = [(one.name, one.figures.lossless) for one in greedy]
@@ -238,7 +265,11 @@ class Group:
             return Verdict("unchecked", f"{text} {self.sampled}".rstrip())
 
         def affected(kind: Callable[[Checks], int]) -> str:
-            return ", ".join(f"{name}: {kind(one)} of {one.total}" for name, one in counts if kind(one))
+            return ", ".join(
+                f"{name}: {kind(one)} of {one.total}"
+                for name, one in counts
+                if kind(one)
+            )
 
         checked = {name for name, count in counts if count.total}
         missed = sorted({one.name for one in self.results} - checked)
@@ -265,13 +296,17 @@ class Group:
     def sampled(self) -> str:
         """What was checked of sampled responses, in a sentence; empty if there are none."""
         above = [one for one in self.results if one.temperature > 0]
-        known = [off for one in above for off in audit.surprises(one.measurement).values()]
+        known = [
+            off for one in above for off in audit.surprises(one.measurement).values()
+        ]
         if not above:
             return ""
         if len(known) < 2 * len(above):
             return "The distribution of sampled responses was not checked."
         nats = max(abs(off.nats / off.tokens) for off in known)
-        least = max((audit.ERRORS * off.error + audit.NATS) / off.tokens for off in known)
+        least = max(
+            (audit.ERRORS * off.error + audit.NATS) / off.tokens for off in known
+        )
         return (
             f"Sampled responses surprise the target as its own would, up to {nats:.3f} nats a token; "
             f"differences above {least:.3f} would be found."
@@ -281,14 +316,22 @@ class Group:
 def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
     """Warnings of runs in which the speed of the machine changed; evaluations of a run share calibrations."""
     runs = dict.fromkeys((one.measured, one.calibrations) for one in evaluations)
-    found = [f"run of {measured}: {text}" for measured, at in runs for text in drift(at)]
-    slow = dict.fromkeys((one.measured, text) for one in evaluations for text in audit.slow_baseline(one))
+    found = [
+        f"run of {measured}: {text}" for measured, at in runs for text in drift(at)
+    ]
+    slow = dict.fromkeys(
+        (one.measured, text) for one in evaluations for text in audit.slow_baseline(one)
+    )
     leaks = [
         f"{one.name} has seen in training: {', '.join(one.leak.keys)}"
         for one in evaluations
         if one.leak and one.leak.keys
     ]
-    unknown = [f"{one.name}: {text}" for one in evaluations for text in audit.unknown_training(one)]
+    unknown = [
+        f"{one.name}: {text}"
+        for one in evaluations
+        for text in audit.unknown_training(one)
+    ]
     slow_runs = [f"run of {measured}: {text}" for measured, text in slow]
     return [*found, *slow_runs, *leaks, *dict.fromkeys(unknown)]
 
@@ -300,7 +343,9 @@ def _baseline(evaluation: Evaluation) -> str:
     if found.against_stock is not None:
         facts.append(f"{found.against_stock:.2f} times as fast as model.generate")
     if found.reads is not None:
-        facts.append(f"a step takes as long as reading its weights {found.reads:.1f} times")
+        facts.append(
+            f"a step takes as long as reading its weights {found.reads:.1f} times"
+        )
     return ", ".join(facts)
 
 
@@ -333,9 +378,14 @@ def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
     for one in results:
         for prompt in one.measurement.prompts:
             plain = first.setdefault((_run(one), prompt.key), prompt.plain)
-            if (plain.tokens, plain.seconds) != (prompt.plain.tokens, prompt.plain.seconds):
+            if (plain.tokens, plain.seconds) != (
+                prompt.plain.tokens,
+                prompt.plain.seconds,
+            ):
                 odd.add(_run(one))
-    doubt = ("records of its run differ in the numbers of plain decoding, which they share",)
+    doubt = (
+        "records of its run differ in the numbers of plain decoding, which they share",
+    )
     return [replace(one, beside=doubt) if _run(one) in odd else one for one in results]
 
 
@@ -361,14 +411,20 @@ def rate_of(one: DrafterResult, rate: Rate) -> float:
 
 def differing(groups: Sequence[Group]) -> list[str]:
     """The conditions that differ between groups; empty for a single group."""
-    return [name for name in CONDITIONS if len({group.conditions[name] for group in groups}) > 1]
+    return [
+        name
+        for name in CONDITIONS
+        if len({group.conditions[name] for group in groups}) > 1
+    ]
 
 
 def group(measured: Sequence[DrafterResult]) -> list[Group]:
     """Group the results that can be compared, the latest first."""
     alike: dict[tuple[str, ...], list[DrafterResult]] = {}
     for one in measured:
-        alike.setdefault(tuple(value(one.evaluation) for value in CONDITIONS.values()), []).append(one)
+        alike.setdefault(
+            tuple(value(one.evaluation) for value in CONDITIONS.values()), []
+        ).append(one)
     return [
         Group(number, dict(zip(CONDITIONS, key, strict=True)), *distinguished([found]))
         for number, (key, found) in enumerate(alike.items(), 1)

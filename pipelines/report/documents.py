@@ -31,7 +31,11 @@ class Section:
 def sections(report: "ReportPage") -> Iterator[Section]:
     """A section for each group that compares, and one for serving engines."""
     for group in report.groups:
-        title = f"group {group.number} of {len(report.groups)}" if len(report.groups) > 1 else ""
+        title = (
+            f"group {group.number} of {len(report.groups)}"
+            if len(report.groups) > 1
+            else ""
+        )
         measured = ", ".join(sorted({one.measured for one in group.evaluations}))
         yield Section(
             title,
@@ -56,7 +60,10 @@ def markdown(report: "ReportPage") -> str:
     lines = [f"# {_markdown(report.title)}: evaluation of drafters"]
     for one in sections(report):
         lines += ["", f"## {one.title.capitalize()}"] if one.title else []
-        lines += ["", *(f"- {name}: {_markdown(value)}" for name, value in one.facts.items())]
+        lines += [
+            "",
+            *(f"- {name}: {_markdown(value)}" for name, value in one.facts.items()),
+        ]
         for sentence in one.sentences:
             lines += ["", _markdown(sentence)]
         table = [
@@ -84,7 +91,10 @@ def csv(report: "ReportPage") -> str:
     import polars as pl
 
     rows = [
-        {name: _inert(value) if isinstance(value, str) else value for name, value in row.items()}
+        {
+            name: _inert(value) if isinstance(value, str) else value
+            for name, value in row.items()
+        }
         for row in (*_own_rows(report), *_served_rows(report))
     ]
     return pl.DataFrame(rows, infer_schema_length=None).write_csv()
@@ -105,17 +115,31 @@ def _own_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
                 parts += [(by, name, part) for name, part in result.by(label).items()]
             software = asdict(one.software) if one.software else {}
             facts = {
-                **{"drafter": one.name, "method": one.drafter, "temperature": result.temperature},
-                **{"tree": one.tree, "parameters": one.parameters, "comparison_group": group.number},
+                **{
+                    "drafter": one.name,
+                    "method": one.drafter,
+                    "temperature": result.temperature,
+                },
+                **{
+                    "tree": one.tree,
+                    "parameters": one.parameters,
+                    "comparison_group": group.number,
+                },
             }
             conditions = {**group.conditions, "prompt set": one.prompt_set}
-            for name in ("prompts", *PACKAGES):  # the versions of all packages are columns of their own
+            for name in (
+                "prompts",
+                *PACKAGES,
+            ):  # the versions of all packages are columns of their own
                 conditions.pop(name, None)
             for by, part, found in parts:
                 yield {
                     **facts,
                     **{"by": by, "part": part, **_numbers(asdict(found.figures))},
-                    **{name.replace(" ", "_"): value for name, value in conditions.items()},
+                    **{
+                        name.replace(" ", "_"): value
+                        for name, value in conditions.items()
+                    },
                     **{"measured": one.measured, **software},
                 }
 
@@ -123,12 +147,22 @@ def _own_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
 def _served_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
     for result in report.served:
         one, load = result.evaluation, result.figures
-        found = {**asdict(load.server), "prompts": load.server.requests, "speedup": load.speedup}
-        found |= {"decode_speedup": load.decode_speedup, "intervals": asdict(load)["intervals"] or {}}
+        found = {
+            **asdict(load.server),
+            "prompts": load.server.requests,
+            "speedup": load.speedup,
+        }
+        found |= {
+            "decode_speedup": load.decode_speedup,
+            "intervals": asdict(load)["intervals"] or {},
+        }
         yield {
             **{"drafter": one.name, "temperature": load.temperature, "by": "server"},
             **{"part": f"concurrency {load.concurrency}", **_numbers(found)},
-            **{"measured": one.measured, **(asdict(one.software) if one.software else {})},
+            **{
+                "measured": one.measured,
+                **(asdict(one.software) if one.software else {}),
+            },
         }
 
 
@@ -145,6 +179,10 @@ def _numbers(figures: dict[str, Any]) -> dict[str, Any]:
         for name in ("alpha", "calibration")
         for position, one in enumerate(figures.get(name) or (), 1)
     }
-    budget = {f"budget_{phase}": one for phase, one in (figures.get("budget") or {}).items()}
-    numbers = {name: one for name, one in figures.items() if isinstance(one, int | float)}
+    budget = {
+        f"budget_{phase}": one for phase, one in (figures.get("budget") or {}).items()
+    }
+    numbers = {
+        name: one for name, one in figures.items() if isinstance(one, int | float)
+    }
     return {**numbers, **ends, **checks, **by_position, **budget}

@@ -19,7 +19,9 @@ WIDE = 8  # columns, above which a table is as wide as the page
 ESCAPED = {
     "\\": r"\textbackslash{}",
     **{one: f"\\{one}" for one in "&%$#_{}"},
-    **{one: f"{{{one}}}" for one in "[]*"},  # after a line's end they would be its arguments
+    **{
+        one: f"{{{one}}}" for one in "[]*"
+    },  # after a line's end they would be its arguments
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
@@ -57,17 +59,29 @@ def latex(report: "ReportPage") -> str:
     lines = [r"% \usepackage{booktabs}, then \input this file"]
     alike: dict[tuple[str, ...], list[Group]] = {}
     for group in report.groups:
-        key = tuple(value for name, value in group.conditions.items() if name != "prompts")
+        key = tuple(
+            value for name, value in group.conditions.items() if name != "prompts"
+        )
         alike.setdefault(key, []).append(group)
     told = [*sections(report)]
     for groups in alike.values():
-        about = [one for one, group in zip(told, report.groups, strict=False) if group in groups]
+        about = [
+            one
+            for one, group in zip(told, report.groups, strict=False)
+            if group in groups
+        ]
         lines += ["", *_comments(about), *_intervals(groups), *_table(groups)]
     for served in told[len(report.groups) :]:
         caption = f"Drafters of {report.title} in serving engines."
         rows = [[escaped(cell) for cell in row] for row in served.rows]
-        header = [r"$\tau$" if name == "tau" else escaped(name) for name in served.header]
-        lines += ["", *_comments([served]), *_framed(caption, "l" * len(header), [_row(header)], rows)]
+        header = [
+            r"$\tau$" if name == "tau" else escaped(name) for name in served.header
+        ]
+        lines += [
+            "",
+            *_comments([served]),
+            *_framed(caption, "l" * len(header), [_row(header)], rows),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -77,25 +91,46 @@ def _table(groups: "Sequence[Group]") -> list[str]:
     sets = sorted(measured)
     for name, results in measured.items():
         for one in results:
-            row = by_temperature.setdefault(one.temperature, {}).setdefault(one.name, _Row())
+            row = by_temperature.setdefault(one.temperature, {}).setdefault(
+                one.name, _Row()
+            )
             row.lossless &= one.evaluation.lossless
-            row.cells[name] = one.figures.tau, None if one.doubts else one.figures.speedup
+            row.cells[name] = (
+                one.figures.tau,
+                None if one.doubts else one.figures.speedup,
+            )
     columns = [*sets, "mean"] if len(sets) > 1 else sets
-    one_temperature = f" at temperature {min(by_temperature):g}" if len(by_temperature) == 1 else ""
+    one_temperature = (
+        f" at temperature {min(by_temperature):g}" if len(by_temperature) == 1 else ""
+    )
     target = groups[0].conditions["target"].partition(" (")[0]
-    broken = any(not row.lossless for rows in by_temperature.values() for row in rows.values())
+    broken = any(
+        not row.lossless for rows in by_temperature.values() for row in rows.values()
+    )
     caption = (
         rf"Tokens per call ($\tau$) and speedup over plain decoding of {escaped(target)}{one_temperature} "
         f"(best in bold{BROKEN if broken else ''})."
     )
-    spans = " & ".join(rf"\multicolumn{{2}}{{c}}{{{escaped(name)}}}" for name in columns)
-    rules = "".join(rf"\cmidrule(lr){{{at}-{at + 1}}}" for at in range(2, 2 + 2 * len(columns), 2))
-    header = [rf" & {spans} \\", rules, _row(["method", *[r"$\tau$", "speedup"] * len(columns)])]
+    spans = " & ".join(
+        rf"\multicolumn{{2}}{{c}}{{{escaped(name)}}}" for name in columns
+    )
+    rules = "".join(
+        rf"\cmidrule(lr){{{at}-{at + 1}}}" for at in range(2, 2 + 2 * len(columns), 2)
+    )
+    header = [
+        rf" & {spans} \\",
+        rules,
+        _row(["method", *[r"$\tau$", "speedup"] * len(columns)]),
+    ]
     body: list[list[str]] = []
     for temperature in sorted(by_temperature):
         if not one_temperature:
             width = 1 + 2 * len(columns)
-            body += [[rf"\multicolumn{{{width}}}{{@{{}}l}}{{\emph{{temperature {temperature:g}}}}}"]]
+            body += [
+                [
+                    rf"\multicolumn{{{width}}}{{@{{}}l}}{{\emph{{temperature {temperature:g}}}}}"
+                ]
+            ]
         body += _rows(by_temperature[temperature], sets)
     return _framed(caption, "l" + "r" * 2 * len(columns), header, body)
 
@@ -130,13 +165,20 @@ def _sets(groups: "Sequence[Group]") -> "Iterator[tuple[str, Sequence[DrafterRes
 
 def _rows(methods: dict[str, _Row], sets: Sequence[str]) -> list[list[str]]:
     cells = {
-        name: [*(row.cells.get(one) for one in sets), *([row.mean(sets)] if len(sets) > 1 else [])]
+        name: [
+            *(row.cells.get(one) for one in sets),
+            *([row.mean(sets)] if len(sets) > 1 else []),
+        ]
         for name, row in methods.items()
     }
     ranked = [cells[name] for name, row in methods.items() if row.lossless]
     best = [
         [
-            max((_number(one, at) for one in column if _number(one, at)), key=float, default="")
+            max(
+                (_number(one, at) for one in column if _number(one, at)),
+                key=float,
+                default="",
+            )
             for at in (0, 1)
         ]
         for column in zip(*ranked, strict=True)
@@ -146,7 +188,11 @@ def _rows(methods: dict[str, _Row], sets: Sequence[str]) -> list[list[str]]:
         for number, one in enumerate(values):
             for at in (0, 1):
                 text = _number(one, at) or "--"
-                yield rf"\textbf{{{text}}}" if lossless and text == best[number][at] else text
+                yield (
+                    rf"\textbf{{{text}}}"
+                    if lossless and text == best[number][at]
+                    else text
+                )
 
     return [
         [
@@ -157,11 +203,24 @@ def _rows(methods: dict[str, _Row], sets: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def _framed(caption: str, columns: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _framed(
+    caption: str, columns: str, header: Sequence[str], rows: Sequence[Sequence[str]]
+) -> list[str]:
     kind = "table*" if len(columns) > WIDE else "table"
     return [
-        *(rf"\begin{{{kind}}}", r"\centering", r"\small", rf"\caption{{{caption}}}", r"\smallskip"),
-        *(rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}", r"\toprule", *header, r"\midrule"),
+        *(
+            rf"\begin{{{kind}}}",
+            r"\centering",
+            r"\small",
+            rf"\caption{{{caption}}}",
+            r"\smallskip",
+        ),
+        *(
+            rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}",
+            r"\toprule",
+            *header,
+            r"\midrule",
+        ),
         *(_row(row) for row in rows),
         *(r"\bottomrule", r"\end{tabular}", rf"\end{{{kind}}}"),
     ]
@@ -172,7 +231,12 @@ def _comments(about: Sequence[Section]) -> Iterator[str]:
     for one in about:
         facts = [f"{name}: {value}" for name, value in one.facts.items()]
         rows = [" | ".join(row) for row in (one.header, *one.rows)]
-        for text in (*([one.title] if one.title else []), *facts, *one.sentences, *rows):
+        for text in (
+            *([one.title] if one.title else []),
+            *facts,
+            *one.sentences,
+            *rows,
+        ):
             yield f"% {line(text)}"
 
 
@@ -182,7 +246,13 @@ def _intervals(groups: "Sequence[Group]") -> Iterator[str]:
     for name, results in _sets(groups):
         for one in results:
             rates = rate(one.figures, "tau"), rate(one.figures, "speedup")
-            facts = name, one.name, f"{one.temperature:g}", f"{one.figures.prompts}", *rates
+            facts = (
+                name,
+                one.name,
+                f"{one.temperature:g}",
+                f"{one.figures.prompts}",
+                *rates,
+            )
             yield f"% {line(' | '.join(facts))}"
 
 

@@ -37,7 +37,10 @@ class LiveReport:
         self._workspace, self._where = workspace, where
         self._lock = threading.Lock()
         self._looked = time.monotonic()
-        self._seen: tuple[object, object] = (None, None)  # what the evaluations, and all else, were made of
+        self._seen: tuple[object, object] = (
+            None,
+            None,
+        )  # what the evaluations, and all else, were made of
         self._evaluated: tuple[list[GroupView], list[ServerResult]] = ([], [])
         self._trouble = ""
         self._version: PageVersion | None = None
@@ -49,12 +52,24 @@ class LiveReport:
         with self._lock:
             self._refresh()
             reports = self._workspace.reports
-            ended = _stamp([*reports.glob("*.json"), *reports.glob("served/*.json"), self._workspace.prompts])
-            running = _stamp([*reports.glob(".*.unfinished"), *trainings.files(self._workspace)])
+            ended = _stamp(
+                [
+                    *reports.glob("*.json"),
+                    *reports.glob("served/*.json"),
+                    self._workspace.prompts,
+                ]
+            )
+            running = _stamp(
+                [*reports.glob(".*.unfinished"), *trainings.files(self._workspace)]
+            )
             if self._version is None or self._seen != (ended, running):
                 if self._version is None or self._seen[0] != ended:
                     self._evaluate()
-                page = replace(of(self._workspace, *self._evaluated), live=True, trouble=self._trouble)
+                page = replace(
+                    of(self._workspace, *self._evaluated),
+                    live=True,
+                    trouble=self._trouble,
+                )
                 tag = content_hash([ended, running])
                 self._version = PageVersion(page.html, script_hash(page.script), tag)
                 self._seen = ended, running

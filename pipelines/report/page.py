@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training, stages_run
-from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, PartRates, figures
+from vlmdistill.pipelines.bench.statistics import (
+    FEWEST,
+    FEWEST_OF_KIND,
+    PartRates,
+    figures,
+)
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
 from vlmdistill.pipelines.report import charts, selection, tables, trainings
 from vlmdistill.pipelines.report.answer import answers
@@ -49,7 +54,9 @@ class GroupView:
     group: Group
     own: OwnFiles
     styles: Mapping[str, int]  # of each drafter, the same on the whole page
-    differing: Sequence[str]  # conditions in which the groups of the page differ; none for a single group
+    differing: Sequence[
+        str
+    ]  # conditions in which the groups of the page differ; none for a single group
     of: int  # groups of the page
 
     @cached_property
@@ -57,7 +64,11 @@ class GroupView:
         """The section of the group."""
         from markupsafe import Markup
 
-        said = {"fewest": FEWEST, "fewest_of_kind": FEWEST_OF_KIND, "answers": answers(self.group)}
+        said = {
+            "fewest": FEWEST,
+            "fewest_of_kind": FEWEST_OF_KIND,
+            "answers": answers(self.group),
+        }
         return Markup(_template("group.html.jinja").render(view=self, **said))
 
     @cached_property
@@ -71,15 +82,23 @@ class GroupView:
             "cycles": lambda one: charts.cycle(one, styles),
             "prefills": lambda one: charts.prefill(one, styles),
         }
-        drawn = {name: _found(map(draw, self.group.rankings)) for name, draw in kinds.items()}
-        acceptance = _found(charts.acceptance(one, styles) for one in self.group.rankings)
+        drawn = {
+            name: _found(map(draw, self.group.rankings)) for name, draw in kinds.items()
+        }
+        acceptance = _found(
+            charts.acceptance(one, styles) for one in self.group.rankings
+        )
         return {**drawn, "trees": self._trees, "acceptance": acceptance}
 
     @property
     def budgets(self) -> list[tuple[DrafterResult, dict[str, float], dict[str, float]]]:
         """The milliseconds of a cycle and of the prefill, by phase."""
         return [
-            (one, charts.milliseconds(one, charts.CYCLE), charts.milliseconds(one, charts.PREFILL))
+            (
+                one,
+                charts.milliseconds(one, charts.CYCLE),
+                charts.milliseconds(one, charts.PREFILL),
+            )
             for one in self.group.results
             if one.figures.budget is not None
         ]
@@ -128,12 +147,18 @@ class Trained:
         """Its loss, and its agreement with the target."""
         if self.run is not None:
             run = self.run
-            learned = charts.learning(self.name, run.held_out, run.agreement, run.stages)
+            learned = charts.learning(
+                self.name, run.held_out, run.agreement, run.stages
+            )
             return _found([charts.losses(self.name, run.loss, run.stages), learned])
         history = self.evaluation.training.history if self.evaluation else ()
         longest = max((len(one.held_out_agreement) for one in history), default=0)
         curves = [
-            [(one.step, one.held_out_agreement[at]) for one in history if at < len(one.held_out_agreement)]
+            [
+                (one.step, one.held_out_agreement[at])
+                for one in history
+                if at < len(one.held_out_agreement)
+            ]
             for at in range(longest)
         ]
         return _found([charts.learning(self.name, curves)])
@@ -193,13 +218,23 @@ class ReportPage:
             trouble=self.trouble,
             live=self.live,
             interim=[
-                (one, [(*at, figures(some)) for at, some in measurements(one.decoded).items()])
+                (
+                    one,
+                    [
+                        (*at, figures(some))
+                        for at, some in measurements(one.decoded).items()
+                    ],
+                )
                 for one in self.interim
             ],
             under_way=under_way,
             trained=[one for one in self.trained if not one.unfinished],
             stages_run=stages_run,
-            served=[(one.evaluation.measured, row) for one in self.served for row in tables.served([one])],
+            served=[
+                (one.evaluation.measured, row)
+                for one in self.served
+                for row in tables.served([one])
+            ],
             of_servers=tables.SERVED,
             served_warnings=self.served_warnings,
             script=script,
@@ -207,7 +242,9 @@ class ReportPage:
         )
 
 
-def read(workspace: Workspace, out: Path | None = None, where: Sequence[str] = ()) -> ReportPage:
+def read(
+    workspace: Workspace, out: Path | None = None, where: Sequence[str] = ()
+) -> ReportPage:
     """The latest selected evaluations of a workspace for a page in `out`, by default `reports/index.html`.
 
     DataError if there are none, or if a JSON file in their folder is not an evaluation; StoreError on a
@@ -217,7 +254,9 @@ def read(workspace: Workspace, out: Path | None = None, where: Sequence[str] = (
     return replace(found, page=out or found.page)
 
 
-def make(workspace: Workspace, out: Path | None = None, where: Sequence[str] = ()) -> ReportPage:
+def make(
+    workspace: Workspace, out: Path | None = None, where: Sequence[str] = ()
+) -> ReportPage:
     """Read as `read` does, and write the page; in the workspace, what it shows is not deleted meanwhile."""
     own = out is None or out.resolve().is_relative_to(workspace.root.resolve())
     with only_writer(workspace.reports, wait=True) if own else nullcontext():
@@ -226,19 +265,27 @@ def make(workspace: Workspace, out: Path | None = None, where: Sequence[str] = (
     return made
 
 
-def of(workspace: Workspace, views: list[GroupView], served: list[ServerResult]) -> ReportPage:
+def of(
+    workspace: Workspace, views: list[GroupView], served: list[ServerResult]
+) -> ReportPage:
     """The page of these evaluations, and of what is under way."""
     file, runs = workspace.reports / "index.html", trainings.read(workspace)
-    return ReportPage(file, workspace.root.name, views, served, runs, interim(workspace.reports))
+    return ReportPage(
+        file, workspace.root.name, views, served, runs, interim(workspace.reports)
+    )
 
 
-def evaluated(workspace: Workspace, where: Sequence[str] = ()) -> tuple[list[GroupView], list[ServerResult]]:
+def evaluated(
+    workspace: Workspace, where: Sequence[str] = ()
+) -> tuple[list[GroupView], list[ServerResult]]:
     """The groups of the latest selected evaluations, and the results of servers; errors as of `read`."""
     found = selection.latest(workspace.reports, workspace.model, where)
     groups, own = group(found.own), OwnFiles(workspace)
     names = sorted({one.name for some in groups for one in some.evaluations})
     styles = {name: number for number, name in enumerate(names)}
-    views = [GroupView(some, own, styles, differing(groups), len(groups)) for some in groups]
+    views = [
+        GroupView(some, own, styles, differing(groups), len(groups)) for some in groups
+    ]
     return views, sorted(found.served, key=lambda one: one.evaluation.name)
 
 
@@ -264,7 +311,10 @@ def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
         for some in view.charts.values()
         for one in some
     ]
-    for group_name, chart in (*drawn, *(("", chart) for one in report.trained for chart in one.charts)):
+    for group_name, chart in (
+        *drawn,
+        *(("", chart) for one in report.trained for chart in one.charts),
+    ):
         name = group_name + NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()
         names.append(name)
         same = names.count(name)
@@ -275,7 +325,9 @@ def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
 
 def as_svg(chart: charts.Chart) -> str:
     """A chart as a file that needs nothing else."""
-    return NOT_IN_XML.sub("", _template("chart.svg.jinja").render(chart=chart, styles=_light_styles()))
+    return NOT_IN_XML.sub(
+        "", _template("chart.svg.jinja").render(chart=chart, styles=_light_styles())
+    )
 
 
 def _drawn(svg: str, form: PlotFormat) -> bytes:
@@ -288,7 +340,9 @@ def _drawn(svg: str, form: PlotFormat) -> bytes:
     from reportlab.pdfgen.canvas import Canvas
     from svglib.svglib import svg2rlg
 
-    pdfmetrics.registerFont(TTFont(FONT, f"{FONT}.ttf"))  # comes with reportlab; Helvetica is not embedded
+    pdfmetrics.registerFont(
+        TTFont(FONT, f"{FONT}.ttf")
+    )  # comes with reportlab; Helvetica is not embedded
     STATE_DEFAULTS["fontName"] = FONT
 
     def shapes(group: Shapes) -> Iterator[Any]:
@@ -301,7 +355,9 @@ def _drawn(svg: str, form: PlotFormat) -> bytes:
         if hasattr(shape, "fontName"):
             shape.fontName = FONT
     pdf = io.BytesIO()
-    canvas = Canvas(pdf, (drawing.width, drawing.height), invariant=True, initialFontName=FONT)
+    canvas = Canvas(
+        pdf, (drawing.width, drawing.height), invariant=True, initialFontName=FONT
+    )
     renderPDF.draw(drawing, canvas, 0, 0)
     canvas.save()
     if form == "pdf":
@@ -322,8 +378,15 @@ def _light_styles() -> str:
 
 def _template(name: str) -> "Template":
     found = templates()
-    margins = {"left": charts.LEFT, "right": charts.RIGHT, "top": charts.TOP, "below": charts.BELOW}
-    found.filters["at"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    margins = {
+        "left": charts.LEFT,
+        "right": charts.RIGHT,
+        "top": charts.TOP,
+        "below": charts.BELOW,
+    }
+    found.filters["at"] = lambda seconds: time.strftime(
+        "%Y-%m-%d %H:%M:%S", time.localtime(seconds)
+    )
     found.globals["plane"] = {"width": charts.WIDTH, "bar": charts.BAR, **margins}
     return found.get_template(f"report/{name}")
 

@@ -6,7 +6,12 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
-from vlmdistill.pipelines.bench.served_records import LoadFigures, ServedEvaluation, ServedLoad, load_figures
+from vlmdistill.pipelines.bench.served_records import (
+    LoadFigures,
+    ServedEvaluation,
+    ServedLoad,
+    load_figures,
+)
 from vlmdistill.pipelines.bench.statistics import Figures, Rate, figures, rates
 
 CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
@@ -15,10 +20,14 @@ CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
     "dtype": lambda one: one.dtype,
     "threads": lambda one: str(one.threads),
     "attention": lambda one: one.attention or "not recorded",
-    "compiled": lambda one: {True: "yes", False: "no", None: "not recorded"}[one.compiled],
+    "compiled": lambda one: {True: "yes", False: "no", None: "not recorded"}[
+        one.compiled
+    ],
     "thinking": lambda one: one.thinking or "as the template",
     "torch": lambda one: one.software.torch if one.software else "not recorded",
-    "transformers": lambda one: one.software.transformers if one.software else "not recorded",
+    "transformers": lambda one: (
+        one.software.transformers if one.software else "not recorded"
+    ),
     "prompts": lambda one: f"{len(one.keys)} ({one.prompt_set})",
     "max new tokens": lambda one: str(one.max_new_tokens),
 }
@@ -73,7 +82,9 @@ class DrafterResult:
             "method": one.drafter,
             "target": one.target.short_name,
             "prompts": len(one.keys),
-            "dataset": ", ".join(sorted({prompt.dataset for prompt in self.measurement.prompts})),
+            "dataset": ", ".join(
+                sorted({prompt.dataset for prompt in self.measurement.prompts})
+            ),
             "prompt_set": one.prompt_set,
             "temperature": float(self.temperature),
             "tree": one.tree,
@@ -91,7 +102,9 @@ class DrafterResult:
             **{str(name): value for name, value in rates(self.measurement).items()},
         }
 
-    def against_plain(self, rate: Rate) -> Literal["faster", "slower", "equal", "unknown"]:
+    def against_plain(
+        self, rate: Rate
+    ) -> Literal["faster", "slower", "equal", "unknown"]:
         """Whether it is significantly faster or slower than plain decoding, by a speedup."""
         found = self.figures.intervals.get(rate)
         if found is None:
@@ -106,12 +119,20 @@ class DrafterResult:
         from vlmdistill.pipelines.bench import audit  # which imports torch
 
         baseline = audit.slow_baseline(self.evaluation)
-        return [*self.figures.doubts, *self.beside, *baseline, *audit.leaked(self.evaluation)]
+        return [
+            *self.figures.doubts,
+            *self.beside,
+            *baseline,
+            *audit.leaked(self.evaluation),
+        ]
 
     @property
     def warnings(self) -> list[str]:
         """Problems of its figures."""
-        return [f"{self.name} at temperature {self.temperature:g}: {one}" for one in self.figures.warnings]
+        return [
+            f"{self.name} at temperature {self.temperature:g}: {one}"
+            for one in self.figures.warnings
+        ]
 
     @cached_property
     def failures(self) -> list[str]:
@@ -122,7 +143,10 @@ class DrafterResult:
 
     def by(self, label: Callable[[PromptResult], str]) -> "dict[str, DrafterResult]":
         """Its results on the prompts of each label, such as their kind or dataset."""
-        return {name: DrafterResult(self.evaluation, at) for name, at in self.measurement.by(label).items()}
+        return {
+            name: DrafterResult(self.evaluation, at)
+            for name, at in self.measurement.by(label).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -147,7 +171,13 @@ class ServerResult:
         """As of `DrafterResult`."""
         one = self.evaluation
         settings = one.model, one.drafter, one.prompt_set, one.max_new_tokens
-        return "server", one.name, *settings, self.load.temperature, self.load.concurrency
+        return (
+            "server",
+            one.name,
+            *settings,
+            self.load.temperature,
+            self.load.concurrency,
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -176,17 +206,28 @@ class ServerResult:
     def warnings(self) -> list[str]:
         """As of `DrafterResult`."""
         found = self.figures
-        return [f"{self.drafter} at temperature {found.temperature:g}: {one}" for one in found.warnings]
+        return [
+            f"{self.drafter} at temperature {found.temperature:g}: {one}"
+            for one in found.warnings
+        ]
 
 
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
     """The results of evaluations that are in the order of their files; the latest first."""
-    return [DrafterResult(one, at) for one in _latest_first(evaluations) for at in one.temperatures]
+    return [
+        DrafterResult(one, at)
+        for one in _latest_first(evaluations)
+        for at in one.temperatures
+    ]
 
 
 def of_servers(evaluations: Iterable[ServedEvaluation]) -> list[ServerResult]:
     """As `of_drafters`."""
-    return [ServerResult(one, load) for one in _latest_first(evaluations) for load in one.loads]
+    return [
+        ServerResult(one, load)
+        for one in _latest_first(evaluations)
+        for load in one.loads
+    ]
 
 
 def _latest_first(evaluations: Iterable[E]) -> list[E]:

@@ -43,8 +43,12 @@ class ShownPrompt:
 
     prompt: str
     media: list[dict[str, str]]
-    responses: dict[float, list[tuple[str, ShownResponse]]] = field(default_factory=dict)
-    replays: list[Replay] = field(default_factory=list)  # of the responses whose times were recorded
+    responses: dict[float, list[tuple[str, ShownResponse]]] = field(
+        default_factory=dict
+    )
+    replays: list[Replay] = field(
+        default_factory=list
+    )  # of the responses whose times were recorded
 
     @property
     def plains(self) -> list[Playback]:
@@ -62,7 +66,9 @@ class OwnFiles:
     workspace: Workspace
 
     def __contains__(self, file: str) -> bool:
-        if not is_url(file) and Path(file).resolve().is_relative_to(self.workspace.root.resolve()):
+        if not is_url(file) and Path(file).resolve().is_relative_to(
+            self.workspace.root.resolve()
+        ):
             return True
         return file in self._media
 
@@ -73,7 +79,9 @@ class OwnFiles:
         for file in (self.workspace.prompts, *sets):
             with contextlib.suppress(DataError):  # no held-out prompts
                 media.update(
-                    path for prompt in prompt_table.load(file, split="eval") for path in prompt.files
+                    path
+                    for prompt in prompt_table.load(file, split="eval")
+                    for path in prompt.files
                 )
         return media
 
@@ -108,7 +116,13 @@ def _embedded(file: str, own: OwnFiles) -> dict[str, str]:
     """Name and kind of a prompt's file, and for an image a small copy as a data URI."""
     from PIL import Image
 
-    from vlmdistill.pipelines.media.images import MediaError, decoding, kind_of, open_image, upright
+    from vlmdistill.pipelines.media.images import (
+        MediaError,
+        decoding,
+        kind_of,
+        open_image,
+        upright,
+    )
 
     path = Path(file)
     if kind_of(path.name) == "video":
@@ -131,6 +145,12 @@ def _embedded(file: str, own: OwnFiles) -> dict[str, str]:
     for kind in ("png", "jpeg"):  # drawings are smaller as PNG, photos as JPEG
         buffer = io.BytesIO()
         opaque.save(buffer, kind, optimize=True)
-        copies.append((len(buffer.getvalue()), kind, base64.b64encode(buffer.getvalue()).decode()))
+        copies.append(
+            (len(buffer.getvalue()), kind, base64.b64encode(buffer.getvalue()).decode())
+        )
     _, kind, data = min(copies)
-    return {"name": path.name, "kind": "image", "uri": f"data:image/{kind};base64,{data}"}
+    return {
+        "name": path.name,
+        "kind": "image",
+        "uri": f"data:image/{kind};base64,{data}",
+    }

@@ -46,7 +46,9 @@ class Kept:
     @property
     def table(self) -> pl.DataFrame:
         """A row of columns for each."""
-        return pl.DataFrame([one.facts for one in self.results], infer_schema_length=None)
+        return pl.DataFrame(
+            [one.facts for one in self.results], infer_schema_length=None
+        )
 
     def where(self, conditions: Sequence[str]) -> "Kept":
         """Those for which all expressions are true (`stores.views.expressions`).
@@ -57,11 +59,19 @@ class Kept:
             return self
         table, found = self.table, [True] * len(self.results)
         for text in conditions if found else ():
-            kept = expressions.where(text, table.columns, listed="eval --list --json").keep(table)
-            found = [before and bool(now) for before, now in zip(found, kept, strict=True)]
+            kept = expressions.where(
+                text, table.columns, listed="eval --list --json"
+            ).keep(table)
+            found = [
+                before and bool(now) for before, now in zip(found, kept, strict=True)
+            ]
         if not any(found):
-            raise DataError(f"--where: none of the {len(found)} measurements matches: see `eval --list`")
-        return Kept([one for one, keep in zip(self.results, found, strict=True) if keep])
+            raise DataError(
+                f"--where: none of the {len(found)} measurements matches: see `eval --list`"
+            )
+        return Kept(
+            [one for one, keep in zip(self.results, found, strict=True) if keep]
+        )
 
     @property
     def latest(self) -> "Kept":
@@ -83,7 +93,10 @@ def last_of_each(reports: Path) -> dict[str, list[DrafterResult]]:
     DataError as of `read`.
     """
     headings = [(records.heading(file), file) for file in records.files_in(reports)]
-    last = {one.drafter: one.measured for one, _ in sorted(headings, key=lambda found: found[0].measured)}
+    last = {
+        one.drafter: one.measured
+        for one, _ in sorted(headings, key=lambda found: found[0].measured)
+    }
     found: dict[str, list[DrafterResult]] = {name: [] for name in last}
     for one, file in headings:
         if one.measured == last[one.drafter]:
@@ -106,14 +119,25 @@ def latest(reports: Path, model: str, where: Sequence[str] = ()) -> Kept:
     return read(reports).where(where).latest
 
 
-def distinguished(sides: Sequence[Sequence[DrafterResult]]) -> Iterator[list[DrafterResult]]:
+def distinguished(
+    sides: Sequence[Sequence[DrafterResult]],
+) -> Iterator[list[DrafterResult]]:
     """The same, where a drafter's name says also what tells its results on one side apart."""
-    told: dict[str, list[str]] = {}  # for each drafter, the fewest facts that tell its results apart
+    told: dict[
+        str, list[str]
+    ] = {}  # for each drafter, the fewest facts that tell its results apart
     for drafter in {one.drafter for side in sides for one in side}:
-        some = [[one.evaluation for one in side if one.drafter == drafter] for side in sides]
+        some = [
+            [one.evaluation for one in side if one.drafter == drafter] for side in sides
+        ]
 
-        def apart(names: Sequence[str], some: Sequence[Sequence[Evaluation]] = some) -> list[int]:
-            return [len({tuple(_TOLD[name](one) for name in names) for one in side}) for side in some]
+        def apart(
+            names: Sequence[str], some: Sequence[Sequence[Evaluation]] = some
+        ) -> list[int]:
+            return [
+                len({tuple(_TOLD[name](one) for name in names) for one in side})
+                for side in some
+            ]
 
         told[drafter] = found = list[str]()
         for name in _TOLD:
@@ -124,9 +148,15 @@ def distinguished(sides: Sequence[Sequence[DrafterResult]]) -> Iterator[list[Dra
         for result in side:
             one = result.evaluation
             facts = {*told[result.drafter], *(["tree"] if "@" in one.name else [])}
-            name = result.drafter + "".join(value(one) for fact, value in _TOLD.items() if fact in facts)
-            made.setdefault(id(one), one if name == one.name else replace(one, name=name))
-        yield [replace(result, evaluation=made[id(result.evaluation)]) for result in side]
+            name = result.drafter + "".join(
+                value(one) for fact, value in _TOLD.items() if fact in facts
+            )
+            made.setdefault(
+                id(one), one if name == one.name else replace(one, name=name)
+            )
+        yield [
+            replace(result, evaluation=made[id(result.evaluation)]) for result in side
+        ]
 
 
 def _told(name: str, value: Callable[[Evaluation], str]) -> Callable[[Evaluation], str]:

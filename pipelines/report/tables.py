@@ -39,10 +39,18 @@ def calibrations(results: Sequence[DrafterResult]) -> list[list[str]]:
     if not told:
         return []
     most = min(CALIBRATED, max(len(one.figures.calibration) for one in told))
-    rows = [["calibration error of", "T", *(f"token {position}" for position in range(1, most + 1))]]
+    rows = [
+        [
+            "calibration error of",
+            "T",
+            *(f"token {position}" for position in range(1, most + 1)),
+        ]
+    ]
     for one in told:
         shown = [f"{error:.3f}" for error in one.figures.calibration[:most]]
-        rows.append([one.name, f"{one.temperature:g}", *shown, *["-"] * (most - len(shown))])
+        rows.append(
+            [one.name, f"{one.temperature:g}", *shown, *["-"] * (most - len(shown))]
+        )
     return rows
 
 
@@ -52,7 +60,10 @@ def budgets(results: Sequence[DrafterResult]) -> list[list[str]]:
     for one in results:
         if (spent := one.figures.budget) is not None and one.figures.calls:
             *cycle, _ = charts.milliseconds(one, charts.CYCLE).values()
-            shown = [f"{value:.2f}" for value in (*cycle, 1e3 * spent.plain_step, spent.ideal)]
+            shown = [
+                f"{value:.2f}"
+                for value in (*cycle, 1e3 * spent.plain_step, spent.ideal)
+            ]
             rows.append([one.name, f"{one.temperature:g}", *shown])
     phases = ("draft", "verify", "accept", "plain step", "ideal decode speedup")
     return [["milliseconds per cycle of", "T", *phases], *rows] if rows else []
@@ -67,15 +78,33 @@ def divided(results: Sequence[DrafterResult]) -> list[list[str]]:
     for one in results:
         for label in LABELS.values():
             parts = one.by(label)
-            keys = (tuple(prompt.key for prompt in at.measurement.prompts) for at in parts.values())
+            keys = (
+                tuple(prompt.key for prompt in at.measurement.prompts)
+                for at in parts.values()
+            )
             cut = one.name, one.temperature, frozenset(keys)
             if len(parts) > 1 and cut not in seen:  # datasets may be what kinds are
                 seen.add(cut)
                 for part, at in sorted(parts.items()):
-                    rates = [COLUMNS[name](at) for name in ("tau", "accepted", "speedup")]
-                    rows.append([one.name, f"{one.temperature:g}", part, str(at.figures.prompts), *rates])
+                    rates = [
+                        COLUMNS[name](at) for name in ("tau", "accepted", "speedup")
+                    ]
+                    rows.append(
+                        [
+                            one.name,
+                            f"{one.temperature:g}",
+                            part,
+                            str(at.figures.prompts),
+                            *rates,
+                        ]
+                    )
         for within in one.figures.parts:
-            shown = [str(within.prompts), f"{within.tau:.2f}", f"{within.accepted:.2f}", "-"]
+            shown = [
+                str(within.prompts),
+                f"{within.tau:.2f}",
+                f"{within.accepted:.2f}",
+                "-",
+            ]
             rows.append([one.name, f"{one.temperature:g}", within.part, *shown])
     return rows
 
@@ -93,16 +122,29 @@ def served(results: Sequence[ServerResult]) -> list[list[str]]:
         ]
         for name, run, *paired in sides:
             if run is not None:
-                pace = "-" if run.tokens_per_second is None else f"{run.tokens_per_second:.0f}"
-                times = [_milliseconds(run.first_seconds), _milliseconds(run.seconds_per_token)]
+                pace = (
+                    "-"
+                    if run.tokens_per_second is None
+                    else f"{run.tokens_per_second:.0f}"
+                )
+                times = [
+                    _milliseconds(run.first_seconds),
+                    _milliseconds(run.seconds_per_token),
+                ]
                 counts = [cell(run.tau), cell(run.accepted)]
                 under = [f"{load.temperature:g}", str(load.concurrency)]
-                rows.append([name, *under, pace, *times, *counts, *paired, str(run.failed)])
+                rows.append(
+                    [name, *under, pace, *times, *counts, *paired, str(run.failed)]
+                )
     return rows
 
 
 def _milliseconds(found: Quartiles | None) -> str:
-    return f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})" if found else "-"
+    return (
+        f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})"
+        if found
+        else "-"
+    )
 
 
 def _count(parameters: int) -> str:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-FORMATS = {"fixed": "{:.2f}", "tenths": "{:.1f}", "percent": "{:.0%}", "short": "{:g}", "grouped": "{:,.0f}"}
+FORMATS = {
+    "fixed": "{:.2f}",
+    "tenths": "{:.1f}",
+    "percent": "{:.0%}",
+    "short": "{:g}",
+    "grouped": "{:,.0f}",
+}
 
 
 def templates() -> "Environment":
@@ -37,4 +43,6 @@ def source(name: str) -> str:
 
 def script_hash(script: str) -> str:
     """A script as `script-src` of a policy names it, with the digest of its text."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
+    return (
+        f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
+    )

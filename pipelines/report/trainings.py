@@ -28,8 +28,12 @@ class _Recorded(msgspec.Struct):
     stage: str = ""
     total: int = 0
     loss: float | None = msgspec.field(default=None, name="train/loss")
-    predicted_tau: float | None = msgspec.field(default=None, name="held_out/predicted_tau")
-    tokens_per_second: float | None = msgspec.field(default=None, name="train/tokens_per_second")
+    predicted_tau: float | None = msgspec.field(
+        default=None, name="held_out/predicted_tau"
+    )
+    tokens_per_second: float | None = msgspec.field(
+        default=None, name="train/tokens_per_second"
+    )
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,13 @@ class TrainingRun:
     total: int  # steps that the run will take; 0 if that was not recorded
     stages: dict[str, float] = field(default_factory=dict)  # the first step of each
     loss: Curve = field(default_factory=list)
-    agreement: list[Curve] = field(default_factory=list)  # with the target, of batches, by drafted token
+    agreement: list[Curve] = field(
+        default_factory=list
+    )  # with the target, of batches, by drafted token
     held_out: list[Curve] = field(default_factory=list)  # the same on held-out samples
-    measured: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)  # as is, by step
+    measured: list[tuple[int, tuple[float, ...]]] = field(
+        default_factory=list
+    )  # as is, by step
     predicted_tau: Curve = field(default_factory=list)
     tokens_per_second: float = 0.0  # of the last steps
 
@@ -100,8 +108,15 @@ def _read(workspace: Workspace, name: str) -> TrainingRun | None:
         _thinned((one.step, one.loss) for one, _ in steps if one.loss is not None),
         _by_token(steps),
         _by_token(measured),
-        [(one.step, tuple(shares[hop] for hop in sorted(shares))) for one, shares in measured],
-        [(one.step, one.predicted_tau) for one, _ in measured if one.predicted_tau is not None],
+        [
+            (one.step, tuple(shares[hop] for hop in sorted(shares)))
+            for one, shares in measured
+        ],
+        [
+            (one.step, one.predicted_tau)
+            for one, _ in measured
+            if one.predicted_tau is not None
+        ],
         sum(recent) / len(recent) if recent else 0.0,
     )
 
@@ -123,7 +138,10 @@ def _lines(text: bytes) -> Iterator[tuple[_Recorded, dict[int, float]]]:
 def _by_token(lines: list[tuple[_Recorded, dict[int, float]]]) -> list[Curve]:
     """A curve for each hop."""
     hops = sorted({hop for _, shares in lines for hop in shares})
-    return [_thinned((one.step, shares[hop]) for one, shares in lines if hop in shares) for hop in hops]
+    return [
+        _thinned((one.step, shares[hop]) for one, shares in lines if hop in shares)
+        for hop in hops
+    ]
 
 
 def _thinned(points: Iterable[tuple[float, float]]) -> Curve:
@@ -131,4 +149,7 @@ def _thinned(points: Iterable[tuple[float, float]]) -> Curve:
     whole = list(points)
     size = max(1, math.ceil(len(whole) / MOST))
     parts = (whole[at : at + size] for at in range(0, len(whole), size))
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    return [
+        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part))
+        for part in parts
+    ]

@@ -22,7 +22,9 @@ class HalveOnOom:
     """Runs batches; halves one that exceeds the GPU's memory, and never tries as large a batch again."""
 
     def __init__(self) -> None:
-        self._too_large = math.inf  # padded tokens of the smallest batch that did not fit
+        self._too_large = (
+            math.inf
+        )  # padded tokens of the smallest batch that did not fit
 
     def __call__(
         self,
@@ -61,7 +63,9 @@ class HalveOnOom:
 def out_of_memory(error: Exception) -> bool:
     """Python's error, PyTorch's own, that of its CPU allocator, or that of a library such as cuBLAS."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or any(text in str(error) for text in ("ALLOC_FAILED", "DefaultCPUAllocator"))
+    return known or any(
+        text in str(error) for text in ("ALLOC_FAILED", "DefaultCPUAllocator")
+    )
 
 
 def _describe_item(item: object) -> str:
@@ -73,7 +77,10 @@ def _describe_item(item: object) -> str:
 
 
 def packed(
-    items: Sequence[Item], tokens: Callable[[Item], int], budget: int, most: int | None = None
+    items: Sequence[Item],
+    tokens: Callable[[Item], int],
+    budget: int,
+    most: int | None = None,
 ) -> Iterator[list[Item]]:
     """Batches of similar length, the longest first: at most `most` items and `budget` padded tokens each.
 
@@ -81,7 +88,9 @@ def packed(
     """
     batch: list[Item] = []
     for item in sorted(items, key=tokens, reverse=True):
-        if batch and (tokens(batch[0]) * (len(batch) + 1) > budget or len(batch) == most):
+        if batch and (
+            tokens(batch[0]) * (len(batch) + 1) > budget or len(batch) == most
+        ):
             yield batch
             batch = []
         batch.append(item)
@@ -118,7 +127,9 @@ def one_ahead(
         try:
             batch, coming = begin()
             while batch:
-                made = [one.result() for one in coming]  # before more is begun: two batches take memory
+                made = [
+                    one.result() for one in coming
+                ]  # before more is begun: two batches take memory
                 ready, (batch, coming) = batch, begin()
                 yield ready, made
         finally:
@@ -128,7 +139,13 @@ def one_ahead(
 def pad(rows: Sequence[Tensor], value: int, *, left: bool = False) -> Tensor:
     """Rows [..., L_i] as one batch [B, ..., L], padded with `value` on one side."""
     longest = max(row.shape[-1] for row in rows)
-    sides = [(longest - row.shape[-1], 0) if left else (0, longest - row.shape[-1]) for row in rows]
+    sides = [
+        (longest - row.shape[-1], 0) if left else (0, longest - row.shape[-1])
+        for row in rows
+    ]
     return torch.stack(
-        [torch.nn.functional.pad(row, side, value=value) for row, side in zip(rows, sides, strict=True)]
+        [
+            torch.nn.functional.pad(row, side, value=value)
+            for row, side in zip(rows, sides, strict=True)
+        ]
     )

@@ -19,7 +19,11 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.schema import Array, Feature, Sample, Span, Where
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class Transcript:
         rope_R = prompt.next_rope + torch.arange(len(response_R))
         return cls(
             ids_L=torch.cat([prompt.ids_L, response_R]),
-            rope_AL=torch.cat([prompt.rope_AL, rope_R.expand(len(prompt.rope_AL), -1)], 1),
+            rope_AL=torch.cat(
+                [prompt.rope_AL, rope_R.expand(len(prompt.rope_AL), -1)], 1
+            ),
             kind_L=torch.nn.functional.pad(prompt.kind_L, (0, len(response_R))),
             response_L=torch.arange(prompt.length + len(response_R)) >= prompt.length,
             spans=prompt.spans,
@@ -53,10 +59,14 @@ class Transcript:
     def positions(self, where: Where) -> Tensor:
         """The positions that a feature at `where` has a row for."""
         if where == "span":
-            return torch.tensor([s.start + s.length - 1 for s in self.spans], dtype=torch.long)
+            return torch.tensor(
+                [s.start + s.length - 1 for s in self.spans], dtype=torch.long
+            )
         return torch.nonzero(self.visual_L == (where == "visual")).flatten()
 
-    def batch(self, states: Mapping[str, Tensor], features: Collection[Feature]) -> Batch:
+    def batch(
+        self, states: Mapping[str, Tensor], features: Collection[Feature]
+    ) -> Batch:
         """The sequence as a batch for a decoder, on the device of `states` (by source, [L, D])."""
         device = next(iter(states.values())).device
         rows = FeatureRows.of([self], features, device)
@@ -73,7 +83,9 @@ class Transcript:
             length_M=length_M,
             segment_M=torch.zeros_like(start_M),
         ).to(device)
-        return batch.having(rows.select({name: state_LD[None] for name, state_LD in states.items()}))
+        return batch.having(
+            rows.select({name: state_LD[None] for name, state_LD in states.items()})
+        )
 
     def sample(self, key: str, features: Mapping[Feature, Array]) -> Sample:
         """The sequence with its features as a sample for the store; DataError if float16 cannot hold one."""
@@ -99,19 +111,27 @@ class Transcript:
 class FeatureRows:
     """Where the rows of each feature are in a right-padded batch, known before the batch runs."""
 
-    rows: Mapping[Where, Tensor]  # of the flattened batch [B * L], on the target's device
+    rows: Mapping[
+        Where, Tensor
+    ]  # of the flattened batch [B * L], on the target's device
     features: Sequence[Feature]
 
     @classmethod
     def of(
-        cls, sequences: Sequence[Transcript], features: Collection[Feature], device: torch.device
+        cls,
+        sequences: Sequence[Transcript],
+        features: Collection[Feature],
+        device: torch.device,
     ) -> "FeatureRows":
         """The rows of these features, on their way to `device`."""
         length = max(len(sequence.ids_L) for sequence in sequences)
         rows: dict[Where, Tensor] = {}
         for where in {feature.where for feature in features}:
             row_N = torch.cat(
-                [sequence.positions(where) + number * length for number, sequence in enumerate(sequences)]
+                [
+                    sequence.positions(where) + number * length
+                    for number, sequence in enumerate(sequences)
+                ]
             )
             rows[where] = place(row_N, device)
         return cls(rows, sorted(features))
@@ -119,7 +139,9 @@ class FeatureRows:
     def select(self, states: Mapping[str, Tensor]) -> dict[Feature, Tensor]:
         """Each feature of a batch whose states are [B, L, D] by source: [N, D]."""
         return {
-            feature: states[feature.source].flatten(0, 1).index_select(0, self.rows[feature.where])
+            feature: states[feature.source]
+            .flatten(0, 1)
+            .index_select(0, self.rows[feature.where])
             for feature in self.features
         }
 
@@ -130,7 +152,9 @@ class Leaving:
 
     sequences: Sequence[Transcript]
     keys: Sequence[str]
-    features: Mapping[Feature, Tensor]  # [rows of all sequences, D], complete after `wait`
+    features: Mapping[
+        Feature, Tensor
+    ]  # [rows of all sequences, D], complete after `wait`
     wait: Callable[[], None]
 
     @classmethod
@@ -142,7 +166,9 @@ class Leaving:
         dtype: str,
     ) -> "Leaving":
         """Begin the transfers of features [rows of all sequences, D], in `dtype`."""
-        copies, wait = to_cpu([rows_ND.to(DTYPES[dtype]) for rows_ND in features.values()])
+        copies, wait = to_cpu(
+            [rows_ND.to(DTYPES[dtype]) for rows_ND in features.values()]
+        )
         return cls(sequences, keys, dict(zip(features, copies, strict=True)), wait)
 
     def samples(self) -> list[Sample]:
@@ -150,7 +176,9 @@ class Leaving:
         self.wait()
         rows: list[dict[Feature, Array]] = [{} for _ in self.sequences]
         for feature, arrived_ND in self.features.items():
-            counts = [len(sequence.positions(feature.where)) for sequence in self.sequences]
+            counts = [
+                len(sequence.positions(feature.where)) for sequence in self.sequences
+            ]
             parts = np.split(as_numpy(arrived_ND), np.cumsum(counts)[:-1])
             for row, part_ND in zip(rows, parts, strict=True):
                 row[feature] = part_ND

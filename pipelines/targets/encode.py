@@ -21,7 +21,13 @@ from vlmdistill.stores.errors import DataError, lone_surrogate, without_panics
 from vlmdistill.stores.schema import Span
 
 Messages = Sequence[Mapping[str, Any]]
-NOT_VISUAL = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "video_metadata")
+NOT_VISUAL = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "video_metadata",
+)
 
 
 @dataclass(frozen=True)
@@ -102,21 +108,29 @@ def encode(
     try:
         conversation = [_turn(message, videos) for message in messages]
     except MemoryError as error:
-        raise MediaError(f"this machine's memory is too small for this prompt: {first_line(error)}") from None
+        raise MediaError(
+            f"this machine's memory is too small for this prompt: {first_line(error)}"
+        ) from None
     if not conversation:
         raise DataError("a prompt needs at least one message")
     texts = [part.get("text", "") for turn in conversation for part in turn["content"]]
-    if (characters := sum(map(len, texts))) > max_characters:  # before they are tokenized, which takes long
+    if (
+        characters := sum(map(len, texts))
+    ) > max_characters:  # before they are tokenized, which takes long
         raise DataError(
             f"the messages have {characters} characters: at most {max_characters} fit into the target's "
             f"{max_length} positions"
         )
     for text in texts:
         if position := lone_surrogate(text):
-            raise DataError(f"a prompt's text is not Unicode: a lone surrogate at position {position}")
+            raise DataError(
+                f"a prompt's text is not Unicode: a lone surrogate at position {position}"
+            )
         for placeholder in _placeholders(processor, family.visual_ids(model.config)):
             if placeholder and placeholder in text:
-                raise DataError(f"a prompt's text contains '{placeholder}', a placeholder of the target")
+                raise DataError(
+                    f"a prompt's text contains '{placeholder}', a placeholder of the target"
+                )
     kinds = [part["type"] for turn in conversation for part in turn["content"]]
     metadata = [sampling.metadata for sampling in videos.samplings]
     try:
@@ -127,23 +141,41 @@ def encode(
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                processor_kwargs={"video_metadata": metadata, "do_sample_frames": False} if metadata else {},
+                processor_kwargs={"video_metadata": metadata, "do_sample_frames": False}
+                if metadata
+                else {},
                 **(variables or {}),
             )
     except Exception as error:  # templates and processors raise anything
-        refusal = MediaError if isinstance(error, OSError) or out_of_memory(error) else DataError
-        raise refusal(f"the target's processor refuses this prompt: {first_line(error)}") from error
+        refusal = (
+            MediaError
+            if isinstance(error, OSError) or out_of_memory(error)
+            else DataError
+        )
+        raise refusal(
+            f"the target's processor refuses this prompt: {first_line(error)}"
+        ) from error
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
-        raise DataError(f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}")
-    visual = {k: v for k, v in batch.items() if k not in NOT_VISUAL} if {"image", "video"} & {*kinds} else {}
+        raise DataError(
+            f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}"
+        )
+    visual = (
+        {k: v for k, v in batch.items() if k not in NOT_VISUAL}
+        if {"image", "video"} & {*kinds}
+        else {}
+    )
     taken = family.accepts(model, family.join_videos(visual))
     inputs = {name: torch.as_tensor(value) for name, value in taken.items()}
     kind_L = torch.zeros_like(ids_L)
-    for kind, visual_id in zip((IMAGE, VIDEO), family.visual_ids(model.config), strict=False):
+    for kind, visual_id in zip(
+        (IMAGE, VIDEO), family.visual_ids(model.config), strict=False
+    ):
         kind_L[ids_L == visual_id] = kind
     lengths = {
-        IMAGE: family.image_lengths(model.config, processor, batch, kinds.count("image")),
+        IMAGE: family.image_lengths(
+            model.config, processor, batch, kinds.count("image")
+        ),
         VIDEO: family.video_runs(processor, inputs),
     }
     return EncodedPrompt(
@@ -173,8 +205,12 @@ class VideoSampler:
     def sample(self, source: Any, part: Mapping[str, Any]) -> dict[str, Any]:
         """The part with its frames; DataError if the family does not support video."""
         if self.processor is None:
-            raise DataError(f"targets of the family {self.family} support images, not videos")
-        frames_FHWC, sampling = self.processor.sample(source, part.get("fps"), part.get("frames"))
+            raise DataError(
+                f"targets of the family {self.family} support images, not videos"
+            )
+        frames_FHWC, sampling = self.processor.sample(
+            source, part.get("fps"), part.get("frames")
+        )
         self.samplings.append(sampling)
         return {"type": "video", "video": frames_FHWC}
 
@@ -182,9 +218,16 @@ class VideoSampler:
 def _turn(message: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
     if "role" not in message or not isinstance(content, str | Sequence):
-        raise DataError(f"a message needs a role and a content, not {str(message)[:80]}")
-    listed = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {"role": message["role"], "content": [_part(part, videos) for part in listed]}
+        raise DataError(
+            f"a message needs a role and a content, not {str(message)[:80]}"
+        )
+    listed = (
+        [{"type": "text", "text": content}] if isinstance(content, str) else content
+    )
+    return {
+        "role": message["role"],
+        "content": [_part(part, videos) for part in listed],
+    }
 
 
 def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
@@ -197,16 +240,24 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
             shown = videos.sample(_local(source, part), part)
         case _:
             what = str(part)[:80]
-            raise DataError(f"a message part is a text, an image or a video with its path, not {what}")
+            raise DataError(
+                f"a message part is a text, an image or a video with its path, not {what}"
+            )
     check_unchanged(part)
     return shown
 
 
 def _local(source: Any, part: Mapping[str, Any]) -> Any:
-    return media_file({**part, "path": source}) if isinstance(source, str) and is_url(source) else source
+    return (
+        media_file({**part, "path": source})
+        if isinstance(source, str) and is_url(source)
+        else source
+    )
 
 
-def _spans(kind_L: Tensor, lengths: Mapping[int, Sequence[int] | None]) -> tuple[Span, ...]:
+def _spans(
+    kind_L: Tensor, lengths: Mapping[int, Sequence[int] | None]
+) -> tuple[Span, ...]:
     """One span per contiguous run of the tokens of an image or video, even if no token is between two.
 
     `lengths` are the numbers of tokens of images, and of runs of videos, by kind, in order.
@@ -220,7 +271,13 @@ def _spans(kind_L: Tensor, lengths: Mapping[int, Sequence[int] | None]) -> tuple
                 f"the prompt has {len(positions)} visual tokens and its images or videos need {sum(runs)}: "
                 "does the chat template insert each exactly once?"
             )
-        for one in torch.split(positions, runs):  # an image in rows has other tokens between them
+        for one in torch.split(
+            positions, runs
+        ):  # an image in rows has other tokens between them
             gaps = torch.nonzero(one.diff() > 1).flatten() + 1
-            spans += [Span(int(run[0]), len(run)) for run in one.tensor_split(gaps) if len(run)]
+            spans += [
+                Span(int(run[0]), len(run))
+                for run in one.tensor_split(gaps)
+                if len(run)
+            ]
     return tuple(sorted(spans, key=lambda span: span.start))

@@ -26,7 +26,9 @@ class Decoder:
     cache is kept from sequence to sequence.
     """
 
-    def __init__(self, text: Any, layers: FusedLayers | None = None, *, compiled: bool = False):
+    def __init__(
+        self, text: Any, layers: FusedLayers | None = None, *, compiled: bool = False
+    ):
         self.layers = layers or FusedLayers(text)
         self.next_rope = 0  # of the token at depth 1
         self.passes = 0  # of `extend`, in all sequences
@@ -36,7 +38,9 @@ class Decoder:
         self.cache = self._empty_cache()
 
     def _empty_cache(self) -> TargetKVCache:
-        return TargetKVCache(self.layers.shape, self.layers.embed_VD, static=self._step is not None)
+        return TargetKVCache(
+            self.layers.shape, self.layers.embed_VD, static=self._step is not None
+        )
 
     def start(self, length: int, next_rope: int) -> TargetKVCache:
         """An empty cache with room for a prompt of `length`; the caller writes it and sets its length."""
@@ -49,24 +53,37 @@ class Decoder:
         return self.cache
 
     def extend(
-        self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None, sources: Collection[str]
+        self,
+        ids_N: Tensor,
+        depth_N: Tensor,
+        visible_NN: Tensor | None,
+        sources: Collection[str],
     ) -> dict[str, Tensor]:
         """See `Target.extend`."""
         self.passes += 1
         count = self._written = len(ids_N)
         taps = tapped(sources, len(self.layers.layers))
-        start, end, last = self.cache.length, self.cache.length + count, self.next_rope + count
+        start, end, last = (
+            self.cache.length,
+            self.cache.length + count,
+            self.next_rope + count,
+        )
         self.cache.reserve(end)
         if self._step:
             unused = self.cache.capacity - end
-            mask_NC = F.pad(self._mask(start, count, visible_NN), (0, unused), value=self._closed)
+            mask_NC = F.pad(
+                self._mask(start, count, visible_NN), (0, unused), value=self._closed
+            )
             rows_N = torch.arange(start, end, device=ids_N.device)
             rope_N = depth_N + (self.next_rope - 1)
             return self._step(ids_N, rope_N, mask_NC, rows_N, self.cache.layers, taps)
         mask_NS: Tensor | None = None
         rope: Tensor | slice = slice(self.next_rope, last)
         if count > 1:
-            mask_NS, rope = self._mask(start, count, visible_NN), depth_N + (self.next_rope - 1)
+            mask_NS, rope = (
+                self._mask(start, count, visible_NN),
+                depth_N + (self.next_rope - 1),
+            )
         attend = self.layers.attend(self.cache.layers, slice(start, end), end, mask_NS)
         return self.layers.run(ids_N, rope, last, attend, taps)
 
@@ -78,7 +95,9 @@ class Decoder:
         end = first + len(ids_N)
         weight_S = torch.zeros(end, device=ids_N.device)
         mask_NS = self._mask(first, len(ids_N), None)
-        attend = self.layers.attend(self.cache.layers, slice(first, end), end, mask_NS, weight_S)
+        attend = self.layers.attend(
+            self.cache.layers, slice(first, end), end, mask_NS, weight_S
+        )
         self.layers.run(ids_N, rope_N, int(rope_N.max()) + 1, attend, {})
         return weight_S / len(self.layers.layers)
 
@@ -86,7 +105,11 @@ class Decoder:
         """Additive [N, S], in the model's dtype: all attention kernels agree on this form."""
         like = self.layers.embed_VD
         closed_NN = like.new_full((count, count), self._closed)
-        mask_NN = closed_NN.triu_(1) if visible_NN is None else closed_NN.masked_fill_(visible_NN, 0)
+        mask_NN = (
+            closed_NN.triu_(1)
+            if visible_NN is None
+            else closed_NN.masked_fill_(visible_NN, 0)
+        )
         return F.pad(mask_NN, (start, 0))
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -97,7 +120,8 @@ class Decoder:
 
 
 CompiledStep = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], dict[int, list[str]]], dict[str, Tensor]
+    [Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], dict[int, list[str]]],
+    dict[str, Tensor],
 ]
 """Tokens [N], their rotary positions [N], an additive mask [N, C], the rows to write [N], the cache, taps."""
 
@@ -108,7 +132,9 @@ def compile_step(layers: FusedLayers, config: Any) -> CompiledStep:
     The table of rotary factors has all positions of the text model's `config` from the start: a larger one
     would compile again. The first call raises TargetError if it does not compile.
     """
-    from torch._dynamo.exc import TorchDynamoException  # the compiler takes seconds to import
+    from torch._dynamo.exc import (
+        TorchDynamoException,
+    )  # the compiler takes seconds to import
 
     layers.ensure_rotary_table(config.max_position_embeddings)
     for layer in layers.layers:
@@ -125,15 +151,21 @@ def compile_step(layers: FusedLayers, config: Any) -> CompiledStep:
         cache: Sequence[Tensor],
         taps: dict[int, list[str]],
     ) -> dict[str, Tensor]:
-        return layers.run(ids_N, rope_N, 0, layers.attend(cache, rows_N, None, mask_NC), taps)
+        return layers.run(
+            ids_N, rope_N, 0, layers.attend(cache, rows_N, None, mask_NC), taps
+        )
 
-    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead" if on_gpu else None)
+    compiled = torch.compile(
+        step, fullgraph=True, mode="reduce-overhead" if on_gpu else None
+    )
 
     def run(*inputs: Any) -> dict[str, Tensor]:
         try:
             return compiled(*inputs)
         except TorchDynamoException as error:
             reason = first_line(getattr(error, "inner_exception", error))
-            raise TargetError(f"the decoding steps do not compile ({reason}): omit --compile") from error
+            raise TargetError(
+                f"the decoding steps do not compile ({reason}): omit --compile"
+            ) from error
 
     return run

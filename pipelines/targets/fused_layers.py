@@ -56,7 +56,9 @@ class FusedLayers:
         """The sine includes the sign of the rotated half."""
         rope_3P = torch.arange(positions, device=self.embed_VD.device).expand(3, 1, -1)
         mrope = hasattr(self.rotary, "mrope_section")
-        cos_1Pd, sin_1Pd = self.rotary(self.embed_VD[:1], rope_3P if mrope else rope_3P[0])
+        cos_1Pd, sin_1Pd = self.rotary(
+            self.embed_VD[:1], rope_3P if mrope else rope_3P[0]
+        )
         self.cos_P1d, self.sin_P1d = cos_1Pd[0][:, None], sin_1Pd[0][:, None].clone()
         self.sin_P1d[..., : self.width // 2].neg_()
 
@@ -73,24 +75,39 @@ class FusedLayers:
         `mask_NS` is additive, in the model's dtype; None attends to all. Each layer adds the mean over heads
         and tokens of its attention weights to `weight_S`.
         """
-        shared = self.heads // self.kv_heads  # heads that share keys are treated as more tokens
+        shared = (
+            self.heads // self.kv_heads
+        )  # heads that share keys are treated as more tokens
         mask = mask_NS if mask_NS is None else mask_NS.repeat(shared, 1)
 
         def attend(layer: int, qkv_NHd: Tensor) -> Tensor:
             rows_GSd = cache[layer][:, :end]
             rows_GSd[:, rows] = qkv_NHd[:, self.heads :].transpose(0, 1)
             count = len(qkv_NHd)
-            query = qkv_NHd[:, : self.heads].view(count, self.kv_heads, shared, self.width)
-            query = query.permute(1, 2, 0, 3).reshape(1, self.kv_heads, shared * count, self.width)
+            query = qkv_NHd[:, : self.heads].view(
+                count, self.kv_heads, shared, self.width
+            )
+            query = query.permute(1, 2, 0, 3).reshape(
+                1, self.kv_heads, shared * count, self.width
+            )
             if weight_S is not None:
-                score_GNS = (query[0] @ rows_GSd[: self.kv_heads].transpose(1, 2)).float() * self.scale
-                weight_GNS = (score_GNS if mask is None else score_GNS + mask).softmax(-1)
+                score_GNS = (
+                    query[0] @ rows_GSd[: self.kv_heads].transpose(1, 2)
+                ).float() * self.scale
+                weight_GNS = (score_GNS if mask is None else score_GNS + mask).softmax(
+                    -1
+                )
                 weight_S.add_(weight_GNS.mean((0, 1)))
-            keys, values = rows_GSd[None, : self.kv_heads], rows_GSd[None, self.kv_heads :]
+            keys, values = (
+                rows_GSd[None, : self.kv_heads],
+                rows_GSd[None, self.kv_heads :],
+            )
             if mask is not None and cache[layer].is_cuda and keys.shape[2] >= MANY_KEYS:
                 mixed = attend_few_rows(query[0], keys[0], values[0], mask, self.scale)
             else:
-                mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scale)
+                mixed = F.scaled_dot_product_attention(
+                    query, keys, values, attn_mask=mask, scale=self.scale
+                )
             mixed = mixed.view(self.kv_heads, shared, count, self.width)
             return mixed.permute(2, 0, 1, 3).reshape(count, -1)
 
@@ -117,7 +134,12 @@ class FusedLayers:
         return attend
 
     def run(
-        self, ids_N: Tensor, rope_N: Tensor | slice, last: int, attend: Attend, taps: dict[int, list[str]]
+        self,
+        ids_N: Tensor,
+        rope_N: Tensor | slice,
+        last: int,
+        attend: Attend,
+        taps: dict[int, list[str]],
     ) -> dict[str, Tensor]:
         """States by source [N, D]; `rope_N` are rotary positions up to `last`."""
         self.ensure_rotary_table(last)
@@ -130,18 +152,28 @@ class FusedLayers:
             if number in taps:
                 states |= dict.fromkeys(taps[number], hidden_ND)
             normed_ND = rms_norm(hidden_ND, layer.norm_in, layer.eps)
-            qkv_NHd = F.linear(normed_ND, layer.qkv, layer.qkv_bias).view(count, -1, width)
+            qkv_NHd = F.linear(normed_ND, layer.qkv, layer.qkv_bias).view(
+                count, -1, width
+            )
             qk_NHd = qkv_NHd[:, :rotated]
             if layer.norm_qk_Hd is not None:
-                qk_NHd.copy_(F.rms_norm(qk_NHd, (width,), None, layer.eps) * layer.norm_qk_Hd)
+                qk_NHd.copy_(
+                    F.rms_norm(qk_NHd, (width,), None, layer.eps) * layer.norm_qk_Hd
+                )
             rolled_NHd = qk_NHd.roll(half, -1)
             qk_NHd.mul_(cos_N1d).addcmul_(rolled_NHd, sin_N1d)
             mixed_ND = attend(number, qkv_NHd)
-            hidden_ND = torch.addmm(_plus(hidden_ND, layer.out_bias), mixed_ND, layer.out_t)
+            hidden_ND = torch.addmm(
+                _plus(hidden_ND, layer.out_bias), mixed_ND, layer.out_t
+            )
             normed_ND = rms_norm(hidden_ND, layer.norm_mlp, layer.eps)
-            gate_NM, up_NM = F.linear(normed_ND, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            gate_NM, up_NM = F.linear(
+                normed_ND, layer.gate_up, layer.gate_up_bias
+            ).chunk(2, -1)
             residual_ND = _plus(hidden_ND, layer.down_bias)
-            hidden_ND = torch.addmm(residual_ND, self.act(gate_NM).mul_(up_NM), layer.down_t)
+            hidden_ND = torch.addmm(
+                residual_ND, self.act(gate_NM).mul_(up_NM), layer.down_t
+            )
         states["hidden"] = rms_norm(hidden_ND, *self.norm)
         return states
 
@@ -157,7 +189,11 @@ def attend_few_rows(
     """
     half = query_GNd.dtype.itemsize == 2
     key_GdS = key_GSd.transpose(1, 2)
-    score_GNS = torch.bmm(query_GNd, key_GdS, out_dtype=torch.float32) if half else query_GNd @ key_GdS
+    score_GNS = (
+        torch.bmm(query_GNd, key_GdS, out_dtype=torch.float32)
+        if half
+        else query_GNd @ key_GdS
+    )
     score_GNS = score_GNS * scale + mask_NS
     return torch.bmm(score_GNS.softmax(-1).to(value_GSd.dtype), value_GSd)
 
@@ -172,7 +208,9 @@ class _Layer:
 
     qkv: Tensor
     qkv_bias: Tensor | None
-    norm_qk_Hd: Tensor | None  # Qwen3 normalizes queries and keys; one weight per head here
+    norm_qk_Hd: (
+        Tensor | None
+    )  # Qwen3 normalizes queries and keys; one weight per head here
     out_t: Tensor
     out_bias: Tensor | None
     gate_up: Tensor
@@ -191,13 +229,17 @@ def _fuse(layer: Any, width: int) -> _Layer:
     for module in (*inner, out, mlp.gate_proj, mlp.up_proj, down):
         if type(module) is not nn.Linear:
             kind = type(module).__name__
-            raise TargetError(f"decoding needs plain weights, not {kind}: load the model unquantized")
+            raise TargetError(
+                f"decoding needs plain weights, not {kind}: load the model unquantized"
+            )
     qkv, qkv_bias = _merge(inner)
     gate_up, gate_up_bias = _merge((mlp.gate_proj, mlp.up_proj))
     norm_qk_Hd = None
     if hasattr(attention, "q_norm"):
         queries, keys = (module.weight.shape[0] // width for module in inner[:2])
-        norm_qk_Hd = torch.stack([attention.q_norm.weight] * queries + [attention.k_norm.weight] * keys)
+        norm_qk_Hd = torch.stack(
+            [attention.q_norm.weight] * queries + [attention.k_norm.weight] * keys
+        )
     return _Layer(
         qkv=qkv,
         qkv_bias=qkv_bias,
@@ -217,7 +259,11 @@ def _fuse(layer: Any, width: int) -> _Layer:
 def _merge(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One matrix and one bias for several projections of the same input, which become views of it."""
     weight = torch.cat([module.weight for module in modules])
-    bias = torch.cat([module.bias for module in modules]) if modules[0].bias is not None else None
+    bias = (
+        torch.cat([module.bias for module in modules])
+        if modules[0].bias is not None
+        else None
+    )
     row = 0
     for module in modules:
         rows = slice(row, row := row + module.out_features)

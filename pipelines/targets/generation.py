@@ -141,7 +141,9 @@ def nucleus(logits_BV: Tensor, temperature: float, top_p: float) -> Tensor:
     The token that reaches `top_p` is included, as in the stock implementation (Holtzman et al., 2020).
     """
     sorted_BV, token_BV = logits_BV.sort(-1)
-    below_BV = (sorted_BV.double() / temperature).softmax(-1).cumsum(-1)  # least likely first
+    below_BV = (
+        (sorted_BV.double() / temperature).softmax(-1).cumsum(-1)
+    )  # least likely first
     drop_BV = below_BV <= 1 - top_p
     drop_BV[:, -1] = False
     return logits_BV.masked_fill(drop_BV.scatter(1, token_BV, drop_BV), -torch.inf)

@@ -29,7 +29,12 @@ from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.families import SHOWN
 from vlmdistill.pipelines.targets.families.family import Family, disagreement
 from vlmdistill.pipelines.targets.families.text_model import embed_scale, text_model
-from vlmdistill.pipelines.targets.multi_device import ROOM, DeviceMap, MultiDeviceTarget, device_map
+from vlmdistill.pipelines.targets.multi_device import (
+    ROOM,
+    DeviceMap,
+    MultiDeviceTarget,
+    device_map,
+)
 from vlmdistill.pipelines.targets.stock.check import prove
 from vlmdistill.pipelines.targets.stock.target import StockTarget
 from vlmdistill.pipelines.targets.target_model import TargetModel
@@ -79,7 +84,9 @@ def load_for_capture(name: str, **options: Unpack[LoadOptions]) -> TargetModel:
 
 def load_encoder(name: str) -> TargetModel:
     """A target without weights, which encodes prompts and has its facts and hashes."""
-    return VisionLanguageTarget(**_Source(name, device="cpu", dtype="float32").load(weights=False))
+    return VisionLanguageTarget(
+        **_Source(name, device="cpu", dtype="float32").load(weights=False)
+    )
 
 
 def load_embedding(name: str) -> tuple[TargetModel, Head]:
@@ -90,12 +97,15 @@ def load_embedding(name: str) -> tuple[TargetModel, Head]:
     source = _Source(name, device="cpu", dtype="float32")
     for file in weight_files(source.folder):
         with safe_open(file, framework="pt") as tensors:
-            if found := [key for key in tensors.keys() if key.endswith("embed_tokens.weight")]:  # noqa: SIM118
+            names = list(tensors.keys())
+            if found := [key for key in names if key.endswith("embed_tokens.weight")]:
                 target = VisionLanguageTarget(**source.load(weights=False))
                 scale = embed_scale(text_model(target.model))
                 embed_VD = tensors.get_tensor(found[0]).float() * scale
                 return target, Head(embed_VD, embed_VD)
-    raise TargetError(f"{source.folder}: no weights are named embed_tokens.weight: wrong files?")
+    raise TargetError(
+        f"{source.folder}: no weights are named embed_tokens.weight: wrong files?"
+    )
 
 
 class _Source:
@@ -113,11 +123,20 @@ class _Source:
         proven: bool = False,
     ):
         if attention not in ATTENTION:
-            raise TargetError(f"unknown attention '{attention}': choose one of {', '.join(ATTENTION)}")
+            raise TargetError(
+                f"unknown attention '{attention}': choose one of {', '.join(ATTENTION)}"
+            )
         if dtype != "auto" and dtype not in DTYPES:
-            raise TargetError(f"unknown dtype '{dtype}': choose auto or one of {', '.join(DTYPES)}")
+            raise TargetError(
+                f"unknown dtype '{dtype}': choose auto or one of {', '.join(DTYPES)}"
+            )
         self.name, self.attention = name, attention
-        self.compiled, self.layers, self.thinking, self.proven = compiled, layers, thinking, proven
+        self.compiled, self.layers, self.thinking, self.proven = (
+            compiled,
+            layers,
+            thinking,
+            proven,
+        )
         self.device = _device(device)
         choose_kernels(self.device)
         on_gpu = self.device.type == "cuda"
@@ -134,7 +153,9 @@ class _Source:
                 f"attention 'flash_attention_2' verifies no drafts of a {self.family.name}: choose sdpa"
             )
         if not self.fused and compiled:
-            raise TargetError(f"the decoding steps of a {self.family.name} do not compile: omit --compile")
+            raise TargetError(
+                f"the decoding steps of a {self.family.name} do not compile: omit --compile"
+            )
         self.generation = generation_of(self.folder)
         self.processor = processor_of(self.folder, self.family)
         if device == "auto" and on_gpu and layers is None:
@@ -160,7 +181,9 @@ class _Source:
     def load(self, *, weights: bool = True) -> dict[str, Any]:
         """Load the weights: the arguments of a `TargetModel`."""
         if weights:
-            model = _model(self.folder, self.dtype, self.attention, self.device, self.layers)
+            model = _model(
+                self.folder, self.dtype, self.attention, self.device, self.layers
+            )
         else:
             model = skeleton(self.folder / "config.json")
         # Not the one that transformers makes of class defaults.
@@ -183,9 +206,13 @@ def _device(device: str) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise TargetError(f"unknown device '{device}': use auto, cpu, cuda or cuda:1 ({error})") from None
+        raise TargetError(
+            f"unknown device '{device}': use auto, cpu, cuda or cuda:1 ({error})"
+        ) from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise TargetError(f"device '{device}' does not exist: {torch.cuda.device_count()} GPUs are visible")
+        raise TargetError(
+            f"device '{device}' does not exist: {torch.cuda.device_count()} GPUs are visible"
+        )
     return found
 
 
@@ -202,7 +229,9 @@ def _check_transformers(family: Family) -> None:
 def _check_flash(device: torch.device, dtype: torch.dtype) -> None:
     """TargetError if FlashAttention cannot run here."""
     if device.type != "cuda" or dtype == torch.float32:
-        raise TargetError("attention 'flash_attention_2' needs a GPU and half precision: choose sdpa")
+        raise TargetError(
+            "attention 'flash_attention_2' needs a GPU and half precision: choose sdpa"
+        )
     if not transformers.utils.is_flash_attn_2_available():
         raise TargetError(
             "attention 'flash_attention_2' needs the package flash-attn: install it, or choose sdpa"
@@ -232,15 +261,26 @@ def configuration(config: Path) -> Any:
     """Read a `config.json`; TargetError if it is invalid or its text model is not supported."""
     family = family_of(config).load()
     written = read_json(config.parent, config.name)
-    for part in ("text_config", "vision_config"):  # null would mean the class's: billions of parameters
+    for part in (
+        "text_config",
+        "vision_config",
+    ):  # null would mean the class's: billions of parameters
         if not isinstance(written.get(part, {}), dict):
-            raise TargetError(f"{config}: its {part} is not an object: download the checkpoint again")
+            raise TargetError(
+                f"{config}: its {part} is not an object: download the checkpoint again"
+            )
     with _in_one_line(f"{config} is not a valid configuration"):
         read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
     text = read.get_text_config()
-    rope = text.rope_parameters.get("rope_type", "default") if text.rope_parameters else "no"
+    rope = (
+        text.rope_parameters.get("rope_type", "default")
+        if text.rope_parameters
+        else "no"
+    )
     if rope in ("dynamic", "longrope", "no"):
-        raise TargetError(f"{config}: rotary positions of type '{rope}' are not supported")
+        raise TargetError(
+            f"{config}: rotary positions of type '{rope}' are not supported"
+        )
     if getattr(text, "cross_attention_layers", None) or read.is_encoder_decoder:
         raise TargetError(
             f"{config}: a {family.name} reads images by cross-attention, not as tokens: it is not supported"
@@ -272,13 +312,17 @@ def generation_of(folder: Path) -> Any:
         return None
     read_json(folder, name)
     with _in_one_line(f"{folder / name} cannot be read"):
-        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return transformers.GenerationConfig.from_pretrained(
+            folder, local_files_only=True
+        )
 
 
 def processor_of(folder: Path, family: Family) -> Any:
     """The processor of a checkpoint; TargetError if it does not load or is of another family."""
     with _in_one_line(f"{folder}: the processor does not load"):
-        image = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        image = transformers.AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True
+        )
     found = type(image).__name__
     known = family.image_processors
     if known and found.removesuffix("Pil").removesuffix("Fast") not in known:
@@ -291,7 +335,9 @@ def processor_of(folder: Path, family: Family) -> Any:
     if not processor.chat_template:
         processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
     if not processor.chat_template:
-        raise TargetError(f"{folder} has no chat template: add chat_template.jinja of the published model")
+        raise TargetError(
+            f"{folder} has no chat template: add chat_template.jinja of the published model"
+        )
     _check_template(folder, processor)
     return processor
 
@@ -327,18 +373,29 @@ def _check_template(folder: Path, processor: Any) -> None:
 
 
 def _model(
-    folder: Path, dtype: torch.dtype, attention: str, device: torch.device, layers: DeviceMap | None
+    folder: Path,
+    dtype: torch.dtype,
+    attention: str,
+    device: torch.device,
+    layers: DeviceMap | None,
 ) -> Any:
     if layers and not transformers.utils.is_accelerate_available():
-        raise TargetError("a target on several devices needs the package accelerate: pip install accelerate")
+        raise TargetError(
+            "a target on several devices needs the package accelerate: pip install accelerate"
+        )
     read = configuration(folder / "config.json")
     source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "config": read}
     loader: Any = transformers.AutoModelForImageTextToText
     # Our layers multiply by floats.
-    if (quantised := getattr(read, "quantization_config", {})).get("quant_method") == awq.METHOD:
+    if (quantised := getattr(read, "quantization_config", {})).get(
+        "quant_method"
+    ) == awq.METHOD:
         del read.quantization_config
         loader = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(read)]
-        source |= {"pretrained_model_name_or_path": None, "state_dict": awq.weights(folder, quantised, dtype)}
+        source |= {
+            "pretrained_model_name_or_path": None,
+            "state_dict": awq.weights(folder, quantised, dtype),
+        }
     elif quantised:
         read.quantization_config = {**quantised, "dequantize": True}
     with _in_one_line(f"{folder}: the weights do not load"):
@@ -356,7 +413,9 @@ def _model(
         raise TargetError(
             f"{folder}: the weights lack {len(missing)} tensors, {missing[0]} first: wrong files?"
         )
-    if quantised and not all(weight.is_floating_point() for weight in model.parameters()):
+    if quantised and not all(
+        weight.is_floating_point() for weight in model.parameters()
+    ):
         raise TargetError(
             f"{folder}: weights quantised by {quantised['quant_method']} cannot be read as numbers: use a "
             "checkpoint in bfloat16, AWQ, compressed-tensors or fp8"
@@ -399,7 +458,9 @@ def quiet_transformers() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             # A parameter outside of any module, such as LLaVA's image newline, has its own entry.
-            warnings.filterwarnings("ignore", "The following device_map keys do not match")
+            warnings.filterwarnings(
+                "ignore", "The following device_map keys do not match"
+            )
             yield
     finally:
         library.set_verbosity(level)

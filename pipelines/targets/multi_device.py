@@ -19,14 +19,19 @@ class MultiDeviceTarget(TargetModel):
     """A target that is too large for one device. It generates by the stock `generate`."""
 
 
-def device_map(model: Any, number_bytes: int, free: Sequence[int]) -> dict[str, int | str]:
+def device_map(
+    model: Any, number_bytes: int, free: Sequence[int]
+) -> dict[str, int | str]:
     """The device of each part of `model`: layers in order, each device filled to the same share.
 
     `number_bytes` is the size of a parameter, `free` the free bytes of each device. TargetError if they do
     not suffice.
     """
     layers = dict(model.get_submodule(LAYERS).named_children())
-    sizes = [number_bytes * sum(w.numel() for w in layer.parameters()) for layer in layers.values()]
+    sizes = [
+        number_bytes * sum(w.numel() for w in layer.parameters())
+        for layer in layers.values()
+    ]
     rest = number_bytes * sum(w.numel() for w in model.parameters()) - sum(sizes)
     budgets = [max(0, one - ROOM) for one in free]
     total = rest + sum(sizes)
@@ -36,7 +41,11 @@ def device_map(model: Any, number_bytes: int, free: Sequence[int]) -> dict[str, 
     devices: dict[str, int | str] = dict.fromkeys(_outside(model), 0)
     for number, size in enumerate(sizes):
         share = total * budgets[device] / max(1, sum(budgets))
-        if number >= first and used[device] + size / 2 > share and device + 1 < len(free):
+        if (
+            number >= first
+            and used[device] + size / 2 > share
+            and device + 1 < len(free)
+        ):
             device += 1
         used[device] += size
         devices[f"{LAYERS}.{number}"] = device
@@ -52,11 +61,15 @@ def device_map(model: Any, number_bytes: int, free: Sequence[int]) -> dict[str, 
 def _outside(model: Any) -> list[str]:
     """The parts of a model apart from the text layers, in as few names as possible."""
     parts: list[str] = []
-    names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+    names = [name for name, _ in model.named_parameters()] + [
+        name for name, _ in model.named_buffers()
+    ]
     for name in names:
         if name.startswith(LAYERS + "."):
             continue
         words, common = name.split("."), LAYERS.split(".")
-        depth = next(i for i, word in enumerate(words) if i >= len(common) or word != common[i])
+        depth = next(
+            i for i, word in enumerate(words) if i >= len(common) or word != common[i]
+        )
         parts.append(".".join(words[: depth + 1]))
     return list(dict.fromkeys(parts))

@@ -12,9 +12,17 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("vlmdistill", "torch", "transformers")
-SOURCES = ("src", "cli", "drafters", "pipelines", "stores")  # of the package, in its repository
+SOURCES = (
+    "src",
+    "cli",
+    "drafters",
+    "pipelines",
+    "stores",
+)  # of the package, in its repository
 GIT_SECONDS = 30
-SECRET = re.compile(r"(?:^|[-_.])(?:key|token|secret|password)$", re.IGNORECASE)  # the name of an option
+SECRET = re.compile(
+    r"(?:^|[-_.])(?:key|token|secret|password)$", re.IGNORECASE
+)  # the name of an option
 HIDDEN = "***"
 
 
@@ -26,7 +34,9 @@ class Software:
     vlmdistill: str
     torch: str
     transformers: str
-    commit: str | None = None  # of the package; None: it was installed without its repository
+    commit: str | None = (
+        None  # of the package; None: it was installed without its repository
+    )
     command: str = ""  # as it was typed, without secrets
 
     @property
@@ -38,7 +48,11 @@ class Software:
     def facts(self) -> dict[str, str]:
         """What a report says of it."""
         versions = [f"{name} {getattr(self, name)}" for name in (*PACKAGES, "python")]
-        known = {"software": ", ".join(versions), "commit": self.commit or "", "command": self.command}
+        known = {
+            "software": ", ".join(versions),
+            "commit": self.commit or "",
+            "command": self.command,
+        }
         return {name: value for name, value in known.items() if value}
 
 
@@ -61,15 +75,30 @@ def commit() -> str | None:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():  # of another project, if it is in a folder above
         return None
-    status = ("git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--", *SOURCES)
+    status = (
+        "git",
+        "--no-optional-locks",
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--",
+        *SOURCES,
+    )
     try:
         done = subprocess.run(
-            status, cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+            status,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
     lines = done.stdout.splitlines()
-    known = [line.split()[-1][:12] for line in lines if line.startswith("# branch.oid ")]
+    known = [
+        line.split()[-1][:12] for line in lines if line.startswith("# branch.oid ")
+    ]
     changed = any(not line.startswith("#") for line in lines)
     return f"{known[0]}-dirty" if changed and known else known[0] if known else None
 
@@ -77,7 +106,11 @@ def commit() -> str | None:
 def command_line() -> str:
     """The command of this process, without secrets."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    start = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    start = (
+        ["python", "-m", spec.name.removesuffix(".__main__")]
+        if spec
+        else [Path(sys.argv[0]).name]
+    )
     return without_secrets([*start, *sys.argv[1:]])
 
 
@@ -95,4 +128,6 @@ def without_secrets(arguments: Iterable[str]) -> str:
             argument = re.sub(r"\?[^#\s]+", f"?{HIDDEN}", argument)
         secret = argument.startswith("-") and not is_set and bool(SECRET.search(name))
         shown.append(argument)
-    return shlex.join(shown).encode(errors="replace").decode()  # a file's name may not be UTF-8
+    return (
+        shlex.join(shown).encode(errors="replace").decode()
+    )  # a file's name may not be UTF-8

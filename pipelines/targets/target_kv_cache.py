@@ -56,11 +56,17 @@ class TargetKVCache:
                 new[..., : self.length, :] = old[..., : self.length, :]
 
     def _allocate(self, capacity: int) -> None:
-        count, heads, width = self._shape.layers, 2 * self._shape.kv_heads, self._shape.width
+        count, heads, width = (
+            self._shape.layers,
+            2 * self._shape.kv_heads,
+            self._shape.width,
+        )
         if self._static:  # compiled code would copy a view before it writes to it: one tensor per layer
             least = STATIC_ROOM if self._like.is_cuda else capacity
             self.capacity = 1 << (max(capacity, least) - 1).bit_length()
-            self.layers = tuple(self._like.new_zeros(heads, self.capacity, width) for _ in range(count))
+            self.layers = tuple(
+                self._like.new_zeros(heads, self.capacity, width) for _ in range(count)
+            )
             self._blocks = self.layers
             mark_static(*self.layers)
         else:
@@ -104,7 +110,9 @@ class BatchKVCache:
         self._closed = torch.finfo(like.dtype).min
         capacity = _aligned(capacity)
         # Masked rows are multiplied by zero, so they must be finite.
-        self.rows_YBGSd = like.new_zeros(shape.layers, slots, 2 * shape.kv_heads, capacity, shape.width)
+        self.rows_YBGSd = like.new_zeros(
+            shape.layers, slots, 2 * shape.kv_heads, capacity, shape.width
+        )
         self._length_B = torch.zeros(slots, dtype=torch.long, device=like.device)
         self._mask_BS = like.new_full((slots, capacity), self._closed)
         self._position_S = torch.arange(capacity, device=like.device)

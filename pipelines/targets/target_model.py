@@ -21,18 +21,47 @@ from vlmdistill.drafters.core.target import room
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.drafters.decoding.acceptance import is_greedy
 from vlmdistill.pipelines.targets.batching import CPU_BATCH, HalveOnOom, pad
-from vlmdistill.pipelines.targets.capture import DTYPES, FeatureRows, Leaving, Transcript
-from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, fingerprint
+from vlmdistill.pipelines.targets.capture import (
+    DTYPES,
+    FeatureRows,
+    Leaving,
+    Transcript,
+)
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import (
+    Fingerprint,
+    fingerprint,
+)
 from vlmdistill.pipelines.targets.checkpoints.info import target_info
-from vlmdistill.pipelines.targets.checkpoints.template import VARIABLES, Thinking, switch_of, thinks
-from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse, Messages, encode
+from vlmdistill.pipelines.targets.checkpoints.template import (
+    VARIABLES,
+    Thinking,
+    switch_of,
+    thinks,
+)
+from vlmdistill.pipelines.targets.encode import (
+    EncodedPrompt,
+    EncodedResponse,
+    Messages,
+    encode,
+)
 from vlmdistill.pipelines.targets.families.family import Family, Inputs, encode_visual
-from vlmdistill.pipelines.targets.families.text_model import LogitRule, embed_scale, logit_rules, text_model
+from vlmdistill.pipelines.targets.families.text_model import (
+    LogitRule,
+    embed_scale,
+    logit_rules,
+    text_model,
+)
 from vlmdistill.pipelines.targets.generation import Sampler
 from vlmdistill.pipelines.targets.software import versions
 from vlmdistill.pipelines.targets.text_layers import LayerCache, LayerInputs, run_layers
 from vlmdistill.stores.errors import DataError, PromptError, TargetError
-from vlmdistill.stores.schema import Feature, Provenance, Sample, TargetInfo, as_features
+from vlmdistill.stores.schema import (
+    Feature,
+    Provenance,
+    Sample,
+    TargetInfo,
+    as_features,
+)
 
 LOGITS = 1024  # tokens whose logits over the vocabulary are held at once
 UNREADABLE = "the stock model cannot read this prompt: its videos differ in length"
@@ -101,7 +130,9 @@ class TargetModel:
 
     def __repr__(self) -> str:
         size = sum(weight.numel() for weight in self.model.parameters())
-        facts = f"{self.info.family}, {size:,} parameters, {self.info.num_layers} layers"
+        facts = (
+            f"{self.info.family}, {size:,} parameters, {self.info.num_layers} layers"
+        )
         where = f"{self.dtype_name} on {self.device}"
         return f"<{type(self).__name__} {self.name}: {facts}, hidden size {self.info.hidden_size}, {where}>"
 
@@ -122,8 +153,12 @@ class TargetModel:
         with torch.inference_mode():
             hidden_2D = self.model.model(input_ids=ids_12).last_hidden_state[0]
             stock_2V = self.model(input_ids=ids_12).logits[0].float()
-            plain_2V = F.linear(hidden_2D, self.model.get_output_embeddings().weight).float()
-        return min(rules, key=lambda rule: float((rule(plain_2V) - stock_2V).abs().max()))
+            plain_2V = F.linear(
+                hidden_2D, self.model.get_output_embeddings().weight
+            ).float()
+        return min(
+            rules, key=lambda rule: float((rule(plain_2V) - stock_2V).abs().max())
+        )
 
     @cached_property
     def _head_VD(self) -> Tensor:
@@ -156,14 +191,18 @@ class TargetModel:
         """
         layers = [*self._text.layers, self._text.norm]
         held = [tensor for layer in layers for tensor in _tensors(layer)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*held, self._head_VD])
+        return sum(
+            tensor.numel() * tensor.element_size() for tensor in [*held, self._head_VD]
+        )
 
     @property
     def dtype_name(self) -> str:
         """The dtype of the weights, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
-    def provenance(self, features: Collection[str | Feature], dtype: str, sampling: str = "") -> Provenance:
+    def provenance(
+        self, features: Collection[str | Feature], dtype: str, sampling: str = ""
+    ) -> Provenance:
         """The provenance that a store of these features records."""
         hashes = self.fingerprint
         return Provenance(
@@ -208,7 +247,9 @@ class TargetModel:
             processor=self.processor,
             max_length=self.info.max_position,
             max_characters=self.max_characters,
-            variables={} if self._switch is None else {self._switch: thinks(self.thinking, messages)},
+            variables={}
+            if self._switch is None
+            else {self._switch: thinks(self.thinking, messages)},
         )
 
     def generate(
@@ -244,7 +285,11 @@ class TargetModel:
             DataError: A setting is out of range, or a prompt leaves no room for a response.
             TargetError: A single prompt exceeds the memory, or has states that are not finite.
         """
-        if max_new_tokens < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+        if (
+            max_new_tokens < 1
+            or not 0 <= temperature < float("inf")
+            or not 0 < top_p <= 1
+        ):
             raise DataError(
                 f"cannot generate with max_new_tokens {max_new_tokens} (at least 1), "
                 f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
@@ -252,11 +297,18 @@ class TargetModel:
         sampler = Sampler(temperature, top_p, seed)
 
         def responses(part: Sequence[EncodedPrompt]) -> list[EncodedResponse]:
-            most = [min(max_new_tokens, room(self.info, prompt.length)) for prompt in part]
+            most = [
+                min(max_new_tokens, room(self.info, prompt.length)) for prompt in part
+            ]
             responses_ids = self._generate(part, max(most), sampler, batch_size)
-            return [self.response(ids[:limit]) for ids, limit in zip(responses_ids, most, strict=True)]
+            return [
+                self.response(ids[:limit])
+                for ids, limit in zip(responses_ids, most, strict=True)
+            ]
 
-        return self._halve_generate(list(prompts), lambda prompt: prompt.length + max_new_tokens, responses)
+        return self._halve_generate(
+            list(prompts), lambda prompt: prompt.length + max_new_tokens, responses
+        )
 
     def _generate(
         self,
@@ -295,7 +347,9 @@ class TargetModel:
         gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         with torch.inference_mode(), torch.random.fork_rng(devices=gpus):
             torch.manual_seed(sampler.seed)
-            out_BL = self.model.generate(**inputs, generation_config=config, logits_processor=[checked])
+            out_BL = self.model.generate(
+                **inputs, generation_config=config, logits_processor=[checked]
+            )
         return [self._until_eos(ids) for ids in out_BL[:, length:].tolist()]
 
     def _check_readable(self, prompts: Sequence[EncodedPrompt]) -> None:
@@ -305,11 +359,15 @@ class TargetModel:
                 raise PromptError(UNREADABLE, at)
 
     def _until_eos(self, ids: list[int]) -> list[int]:
-        stop = next((i for i, token in enumerate(ids) if token in self.info.eos_ids), len(ids))
+        stop = next(
+            (i for i, token in enumerate(ids) if token in self.info.eos_ids), len(ids)
+        )
         return ids[: stop + 1]
 
     @torch.inference_mode()
-    def reference(self, prompt: EncodedPrompt, *, max_new_tokens: int) -> EncodedResponse | None:
+    def reference(
+        self, prompt: EncodedPrompt, *, max_new_tokens: int
+    ) -> EncodedResponse | None:
         """The greedy response of the stock model's own `generate`, which decoding is checked against.
 
         None if the stock model cannot read the prompt.
@@ -323,7 +381,9 @@ class TargetModel:
         return self.response(out_1L[0, prompt.length :].tolist())
 
     @torch.inference_mode()
-    def stock_choices(self, prompt: EncodedPrompt, ids: Sequence[int]) -> StockChoices | None:
+    def stock_choices(
+        self, prompt: EncodedPrompt, ids: Sequence[int]
+    ) -> StockChoices | None:
         """The stock model's greedy choice at each token of a response, given the prompt and those before it.
 
         Its own forward pass over the prompt and the response: if each token is its choice, the response is
@@ -346,10 +406,14 @@ class TargetModel:
         """Generated token ids, with the EOS that ended them, as a response."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         stopped = ids[-1] in self.info.eos_ids
-        return EncodedResponse(ids=tuple(ids), finish="stop" if stopped else "length", text=text)
+        return EncodedResponse(
+            ids=tuple(ids), finish="stop" if stopped else "length", text=text
+        )
 
     def _stock_inputs(
-        self, prompts: Sequence[EncodedPrompt], sequences: Sequence[Transcript] | None = None
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sequences: Sequence[Transcript] | None = None,
     ) -> dict[str, Tensor] | None:
         """A batch for the stock model; None if it cannot take these prompts in one batch.
 
@@ -357,19 +421,25 @@ class TargetModel:
         """
         samples = [prompt.inputs for prompt in prompts]
         visual = (
-            self.family.stock_inputs(self.family.collate(samples)) if self.family.one_batch(samples) else None
+            self.family.stock_inputs(self.family.collate(samples))
+            if self.family.one_batch(samples)
+            else None
         )
         if visual is None:
             return None
         rows, left = sequences or prompts, sequences is None
         inputs = {
             "input_ids": pad([row.ids_L for row in rows], self._pad_id, left=left),
-            "attention_mask": pad([torch.ones_like(row.ids_L) for row in rows], 0, left=left),
+            "attention_mask": pad(
+                [torch.ones_like(row.ids_L) for row in rows], 0, left=left
+            ),
         }
         for name in self.family.kind_inputs(self.model):
             inputs[name] = pad([row.kind_L for row in rows], 0, left=left)
         if sequences and self.family.mrope:
-            inputs["position_ids"] = pad([row.rope_AL for row in rows], 0).transpose(0, 1)
+            inputs["position_ids"] = pad([row.rope_AL for row in rows], 0).transpose(
+                0, 1
+            )
         return self._on_device({**inputs, **visual})
 
     @contextmanager
@@ -378,8 +448,12 @@ class TargetModel:
     ) -> Iterator[None]:
         """Make placeholders in responses ordinary tokens, for which the stock model would look for images."""
         ids_BL = inputs["input_ids"]
-        visual_BL = pad([sequence.visual_L for sequence in sequences], 0).to(ids_BL.device)
-        stray_BL = torch.isin(ids_BL, ids_BL.new_tensor(self.info.visual_ids)) & ~visual_BL
+        visual_BL = pad([sequence.visual_L for sequence in sequences], 0).to(
+            ids_BL.device
+        )
+        stray_BL = (
+            torch.isin(ids_BL, ids_BL.new_tensor(self.info.visual_ids)) & ~visual_BL
+        )
         if not stray_BL.any():
             yield
             return
@@ -388,7 +462,9 @@ class TargetModel:
         inputs["input_ids"] = ids_BL.masked_fill(stray_BL, self._pad_id)
 
         def put_back(module: Any, args: Any, embed_BLD: Tensor) -> Tensor:
-            return embed_BLD.masked_scatter(stray_BL[..., None], embed_ND.to(embed_BLD.dtype))
+            return embed_BLD.masked_scatter(
+                stray_BL[..., None], embed_ND.to(embed_BLD.dtype)
+            )
 
         handle = table.register_forward_hook(put_back)
         try:
@@ -396,7 +472,9 @@ class TargetModel:
         finally:
             handle.remove()
 
-    def _on_device(self, inputs: Inputs, host: Collection[str] = ()) -> dict[str, Tensor]:
+    def _on_device(
+        self, inputs: Inputs, host: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Pixels in the model's dtype, all else in its own; `host` are names that stay on the CPU."""
         sent = {}
         for name, value in inputs.items():
@@ -432,7 +510,9 @@ class TargetModel:
             TargetError: The target has no such layer, or its LM head does not turn the captured states into
                 its own logits.
         """
-        leaving = self.begin_capture(prompts, responses, as_features(features), dtype, keys)
+        leaving = self.begin_capture(
+            prompts, responses, as_features(features), dtype, keys
+        )
         return [sample for one in leaving for sample in one.samples()]
 
     def begin_capture(
@@ -445,8 +525,12 @@ class TargetModel:
     ) -> list[Leaving]:
         """`capture` without waiting for the device: the batch, or its halves, on their way to the CPU."""
         if dtype not in DTYPES:
-            raise DataError(f"features are stored as {', '.join(DTYPES)}, not as {dtype}")
-        readable = [p for p in prompts if self.family.stock_inputs(p.inputs) is not None]
+            raise DataError(
+                f"features are stored as {', '.join(DTYPES)}, not as {dtype}"
+            )
+        readable = [
+            p for p in prompts if self.family.stock_inputs(p.inputs) is not None
+        ]
         if readable and not self._checked:
             self.check(min(readable, key=lambda prompt: prompt.length))
         items = list(zip(prompts, responses, keys or [""] * len(prompts), strict=True))
@@ -467,7 +551,9 @@ class TargetModel:
         keys = [key for _, _, key in items]
         sequences = [Transcript.of(prompt, response) for prompt, response, _ in items]
         rows = FeatureRows.of(sequences, features, self.device)
-        states = self._states(prompts, sequences, {feature.source for feature in features})
+        states = self._states(
+            prompts, sequences, {feature.source for feature in features}
+        )
         return Leaving.of(sequences, keys, rows.select(states), dtype)
 
     @torch.inference_mode()
@@ -483,7 +569,9 @@ class TargetModel:
         self.check_finite(hidden_LD[-1:])
         mine_V = self.logits(hidden_LD[-1:])[0]
         stock_V = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
-        allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(stock_V.abs().max())
+        allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(
+            stock_V.abs().max()
+        )
         worst = float((mine_V - stock_V).abs().max())
         if not worst <= allowed:
             raise TargetError(
@@ -504,13 +592,20 @@ class TargetModel:
         if self.dtype == torch.float16:
             cure = "their range is too small for it: use --target-dtype bfloat16, or float32"
         row = int(finite_B.logical_not().nonzero()[0])
-        raise PromptError(f"{self.name} gives states that are not finite in {self.dtype_name}: {cure}", row)
+        raise PromptError(
+            f"{self.name} gives states that are not finite in {self.dtype_name}: {cure}",
+            row,
+        )
 
     @torch.inference_mode()
     def check_runs(self) -> None:
         """`check_finite` of a prompt of one word."""
-        prompt = self.encode([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
-        self.check_finite(self._states([prompt], [Transcript.of(prompt)], ())["hidden"][:, -1])
+        prompt = self.encode(
+            [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+        )
+        self.check_finite(
+            self._states([prompt], [Transcript.of(prompt)], ())["hidden"][:, -1]
+        )
 
     @torch.inference_mode()
     def norm(self, state_ND: Tensor) -> Tensor:
@@ -533,7 +628,9 @@ class TargetModel:
         """States [B, L, D] of a right-padded batch; attention is causal, so padding needs no mask."""
         return self._run(self._embed(prompts, sequences), sources, cache)
 
-    def _embed(self, prompts: Sequence[EncodedPrompt], sequences: Sequence[Transcript]) -> LayerInputs:
+    def _embed(
+        self, prompts: Sequence[EncodedPrompt], sequences: Sequence[Transcript]
+    ) -> LayerInputs:
         """The input of layer 0, with the outputs of the vision tower at visual positions."""
         visual_BL = pad([sequence.visual_L for sequence in sequences], 0)
         rope_BAL = pad([sequence.rope_AL for sequence in sequences], 0)
@@ -547,7 +644,9 @@ class TargetModel:
         inputs = self.family.collate([prompt.inputs for prompt in prompts])
         if not inputs:
             return embedded
-        kind_U = torch.cat([sequence.kind_L[sequence.visual_L] for sequence in sequences])
+        kind_U = torch.cat(
+            [sequence.kind_L[sequence.visual_L] for sequence in sequences]
+        )
         sent = self._on_device(inputs, host=self.family.host_inputs)
         try:
             visual = encode_visual(self.family, self.model, sent, kind_U)
@@ -560,7 +659,9 @@ class TargetModel:
     def _run(
         self, embedded: LayerInputs, sources: Collection[str], cache: LayerCache | None
     ) -> dict[str, Tensor]:
-        return run_layers(self._text, embedded, eager=self._eager, sources=sources, cache=cache)
+        return run_layers(
+            self._text, embedded, eager=self._eager, sources=sources, cache=cache
+        )
 
 
 def _tensors(module: torch.nn.Module) -> list[Tensor]:

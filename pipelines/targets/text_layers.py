@@ -33,7 +33,9 @@ def tapped(sources: Collection[str], layers: int) -> dict[int, list[str]]:
     for source in sorted(set(sources) - {"hidden"}):
         layer = 0 if source == "embed" else int(source.removeprefix("layer"))
         if layer >= layers:
-            raise TargetError(f"the target has layers 0 to {layers - 1}: {source} cannot be captured")
+            raise TargetError(
+                f"the target has layers 0 to {layers - 1}: {source} cannot be captured"
+            )
         taps.setdefault(layer, []).append(source)
     return taps
 
@@ -51,7 +53,9 @@ class LayerInputs:
     hidden_BLD: Tensor
     rope_ABL: Tensor
     visual_U: Tensor  # the rows of visual positions in the flattened batch [B * L]
-    deepstack: tuple[Tensor, ...] = ()  # each [U, D]: added at visual positions after layer 0, 1, ...
+    deepstack: tuple[
+        Tensor, ...
+    ] = ()  # each [U, D]: added at visual positions after layer 0, 1, ...
 
 
 def run_layers(
@@ -73,13 +77,17 @@ def run_layers(
     mask = None
     if eager:
         length = hidden_BLD.shape[1]
-        mask_LL = hidden_BLD.new_full((length, length), torch.finfo(hidden_BLD.dtype).min)
+        mask_LL = hidden_BLD.new_full(
+            (length, length), torch.finfo(hidden_BLD.dtype).min
+        )
         mask = mask_LL.triu(1)[None, None]
     caching = {cache_argument(text.layers[0]): cache, "use_cache": True}
     states: dict[str, Tensor] = {}
     for number, layer in enumerate(text.layers):
         states |= dict.fromkeys(taps.get(number, ()), hidden_BLD)
-        hidden_BLD = layer(hidden_BLD, attention_mask=mask, position_embeddings=rotary, **caching)
+        hidden_BLD = layer(
+            hidden_BLD, attention_mask=mask, position_embeddings=rotary, **caching
+        )
         if number < len(inputs.deepstack):
             flat_ND = hidden_BLD.flatten(0, 1)
             added_ND = flat_ND.index_add(0, inputs.visual_U, inputs.deepstack[number])

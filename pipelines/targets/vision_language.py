@@ -32,7 +32,9 @@ HIDDEN_TEXT = Feature("hidden", "text")
 GPU_BATCH = 512
 """Sequences at most: beyond, a step is bound by arithmetic, and more of them gain nothing."""
 PASS_BYTES = 4 << 30  # for the states of a prefill
-SAMPLED_BYTES = 40  # of each logit while a token is drawn: float32, and several float64 copies
+SAMPLED_BYTES = (
+    40  # of each logit while a token is drawn: float32, and several float64 copies
+)
 
 
 class VisionLanguageTarget(TargetModel):
@@ -56,7 +58,10 @@ class VisionLanguageTarget(TargetModel):
 
     @cached_property
     def _decoder(self) -> Decoder:
-        with torch.inference_mode(False), torch.no_grad():  # the weights can still be used in training
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # the weights can still be used in training
             return Decoder(self._text, compiled=self._compiled)
 
     @torch.inference_mode()
@@ -71,7 +76,9 @@ class VisionLanguageTarget(TargetModel):
         lengths = [prompt.length for prompt in prompts]
         capacity = max(lengths) + max_new_tokens
         slots = batch_size or self._slots(capacity)
-        cache = BatchKVCache(layers.shape, min(slots, len(prompts)), capacity, layers.embed_VD)
+        cache = BatchKVCache(
+            layers.shape, min(slots, len(prompts)), capacity, layers.embed_VD
+        )
         return generate_batch(
             layers,
             cache,
@@ -83,7 +90,10 @@ class VisionLanguageTarget(TargetModel):
         )
 
     def _admit(
-        self, all_prompts: Sequence[EncodedPrompt], numbers: Sequence[int], cache: BatchKVCache
+        self,
+        all_prompts: Sequence[EncodedPrompt],
+        numbers: Sequence[int],
+        cache: BatchKVCache,
     ) -> Prefilled:
         """Read the prompts of these numbers into free slots of a cache."""
         prompts = [all_prompts[number] for number in numbers]
@@ -106,12 +116,16 @@ class VisionLanguageTarget(TargetModel):
             return CPU_BATCH
         free = free_bytes(self.device) - PASS_BYTES
         position_bytes = self._decoder.layers.shape.position_bytes(self.dtype)
-        sequence_bytes = position_bytes * capacity + SAMPLED_BYTES * self.info.vocab_size
+        sequence_bytes = (
+            position_bytes * capacity + SAMPLED_BYTES * self.info.vocab_size
+        )
         return max(1, min(GPU_BATCH, free // sequence_bytes))
 
     def drafter(self, folder: Path) -> Proposer:
         """The drafter in a folder, for this target; see `checkpoint.load`."""
-        return checkpoint.load(folder, self.head, self.info, provenance=self.provenance((), "float32"))
+        return checkpoint.load(
+            folder, self.head, self.info, provenance=self.provenance((), "float32")
+        )
 
     def prefill(
         self,
@@ -128,10 +142,15 @@ class VisionLanguageTarget(TargetModel):
         with torch.inference_mode():
             states = self._prefill(prompt, {f.source for f in wanted}, on_encoded)
             self.check_finite(states["hidden"][:, -1])
-            return Transcript.of(prompt).batch({name: state[0] for name, state in states.items()}, wanted)
+            return Transcript.of(prompt).batch(
+                {name: state[0] for name, state in states.items()}, wanted
+            )
 
     def _prefill(
-        self, prompt: EncodedPrompt, sources: Collection[str], on_encoded: Callable[[], None]
+        self,
+        prompt: EncodedPrompt,
+        sources: Collection[str],
+        on_encoded: Callable[[], None],
     ) -> dict[str, Tensor]:
         """Run a prompt into the decoder's cache: states by source [1, L, D]."""
         cache = self._decoder.start(prompt.length, prompt.next_rope)
@@ -168,7 +187,9 @@ class VisionLanguageTarget(TargetModel):
             return torch.zeros(0, device=self.device)
         first = prompt.spans[-1].start + prompt.spans[-1].length
         ids_N = prompt.ids_L[first:].to(self.device)
-        weight_S = self._decoder.attention(ids_N, prompt.rope_AL[0, first:].to(self.device), first)
+        weight_S = self._decoder.attention(
+            ids_N, prompt.rope_AL[0, first:].to(self.device), first
+        )
         return weight_S[prompt.visual_L.to(self.device)]
 
     @torch.inference_mode()
@@ -186,7 +207,10 @@ class VisionLanguageTarget(TargetModel):
             visual_U=visual_L[keep_L].nonzero().flatten(),
             deepstack=tuple(level_UD[keep_U] for level_UD in whole.deepstack),
         )
-        reader, length = Decoder(self._text, self._decoder.layers), kept.hidden_BLD.shape[1]
+        reader, length = (
+            Decoder(self._text, self._decoder.layers),
+            kept.hidden_BLD.shape[1],
+        )
         cache = reader.start(length, prompt.next_rope)
         self._run(kept, (), cache)
         cache.length = length

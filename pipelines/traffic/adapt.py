@@ -29,7 +29,13 @@ from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import audit, evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
 from vlmdistill.pipelines.bench.side_by_side import kind_of
-from vlmdistill.pipelines.bench.statistics import FEWEST, FEWEST_OF_KIND, Interval, advantage, figures
+from vlmdistill.pipelines.bench.statistics import (
+    FEWEST,
+    FEWEST_OF_KIND,
+    Interval,
+    advantage,
+    figures,
+)
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.features.store_part import StorePart
@@ -72,7 +78,9 @@ class Adaptation:
     settings: tuple[str, ...] = ()
     limit: int = 60  # held-out prompts of the new traffic, and as many old ones
     max_new_tokens: int = 256
-    tolerance: float = 0.02  # share of the tokens per call on old prompts that may be lost
+    tolerance: float = (
+        0.02  # share of the tokens per call on old prompts that may be lost
+    )
     seed: int = 0
     workers: int | None = None
 
@@ -87,7 +95,9 @@ class Adaptation:
             if not 0 <= share < 1:
                 raise DataError(f"{name} {share}: give a share from 0 to below 1")
         if self.limit < FEWEST:
-            raise DataError(f"--limit {self.limit}: an interval needs at least {FEWEST} prompts")
+            raise DataError(
+                f"--limit {self.limit}: an interval needs at least {FEWEST} prompts"
+            )
 
 
 class RoundPlan(msgspec.Struct, kw_only=True):
@@ -184,7 +194,9 @@ class _Round:
         if store is None or self.plan.fresh < self.how.fewest:
             few = f"{self.plan.fresh} samples of traffic are new to {self.plan.base}"
             return self._end(False, f"{few}: a round needs {self.how.fewest}")
-        self.say(f"training   on {self.plan.fresh} new samples and {self.plan.known} known ones")
+        self.say(
+            f"training   on {self.plan.fresh} new samples and {self.plan.known} known ones"
+        )
         if not (self.workspace.drafter(self.plan.drafter) / "config.json").exists():
             with self._stage("replay"):
                 self._replay(store, view)
@@ -206,7 +218,9 @@ class _Round:
             )
         before = self.plan.harvested or {"kept": 0}
         self.plan.harvested = {**asdict(made), "kept": made.kept + before["kept"]}
-        self.say(f"harvested  {made.kept} of {made.exchanges} exchanges, {made.known} known before")
+        self.say(
+            f"harvested  {made.kept} of {made.exchanges} exchanges, {made.known} known before"
+        )
         if made.unread:
             log.warning("the rest is harvested, but %s", unread_line(made.unread))
 
@@ -216,8 +230,14 @@ class _Round:
             return
         part = StorePart(self.workspace.features)
         prompts = prompt_table.load(file, self.workspace.model, "train")
-        others = pl.Series([key for key in prompts.facts["key"] if key not in keys], dtype=pl.String)
-        engine = part.store.provenance.engine.partition(" ")[0] if part.store else "transformers"
+        others = pl.Series(
+            [key for key in prompts.facts["key"] if key not in keys], dtype=pl.String
+        )
+        engine = (
+            part.store.provenance.engine.partition(" ")[0]
+            if part.store
+            else "transformers"
+        )
         job = CaptureJob(
             workspace=self.workspace,
             prompts=prompts.without(others),
@@ -238,16 +258,28 @@ class _Round:
             return None
         seen = trained_on(self.base) or frozenset()
         rows = store.index.select("key", TIME)
-        fresh = {key for key, asked in rows.iter_rows() if asked is not None and key not in seen}
-        able = {key for one in splits(self._run(1), store) for key in (*one.visual, *one.text)}
+        fresh = {
+            key
+            for key, asked in rows.iter_rows()
+            if asked is not None and key not in seen
+        }
+        able = {
+            key
+            for one in splits(self._run(1), store)
+            for key in (*one.visual, *one.text)
+        }
         self.plan.fresh = len(fresh & able)
         wanted = round(self.plan.fresh * self.how.old / (1 - self.how.old))
-        others = sorted(set(rows["key"]) - fresh, key=lambda key: content_hash([view, key]))[:wanted]
+        others = sorted(
+            set(rows["key"]) - fresh, key=lambda key: content_hash([view, key])
+        )[:wanted]
         chosen = [*fresh, *others]
         self.plan.known = len(others)
         self._note()  # before the view, with which the round goes on past this stage
         if self.plan.fresh >= self.how.fewest:
-            of_round = Filter("not of this round", lambda frame: frame["key"].is_in(chosen))
+            of_round = Filter(
+                "not of this round", lambda frame: frame["key"].is_in(chosen)
+            )
             filter_store(store, view, filters=[of_round])
         return store
 
@@ -260,9 +292,14 @@ class _Round:
     def _run(self, steps: int, view: str | None = None) -> Run:
         """The training of the round."""
         config = from_dict(catalogue.config(self.method), describe(self.base)["config"])
-        of_round = ["steps=" + str(steps), "stages.*.view="]  # not the views that the base was trained on
+        of_round = [
+            "steps=" + str(steps),
+            "stages.*.view=",
+        ]  # not the views that the base was trained on
         changed = override(config, [*of_round, *self.how.settings])
-        run = train.planned(self.workspace, self.method, name=self.plan.drafter, seed=self.how.seed)
+        run = train.planned(
+            self.workspace, self.method, name=self.plan.drafter, seed=self.how.seed
+        )
         return replace(run, config=changed, view=view, init=self.base.absolute())
 
     def _train(self, view: str) -> None:
@@ -289,9 +326,15 @@ class _Round:
                 continue
             if len(prompts := _comparable(held_out)) < FEWEST:
                 few = f"{len(prompts)} of {len(held_out)} held-out prompts of the {side} traffic"
-                return False, f"{few} can be compared, and an interval needs {FEWEST}", facts
+                return (
+                    False,
+                    f"{few} can be compared, and an interval needs {FEWEST}",
+                    facts,
+                )
             one, other = self._evaluate(side, prompts)
-            if wrong := [text for made in (one, other) for text in audit.failures(made)]:
+            if wrong := [
+                text for made in (one, other) for text in audit.failures(made)
+            ]:
                 return False, f"the evaluation contradicts itself: {wrong[0]}", facts
             if not (one.lossless and other.lossless):
                 return False, "a response differs from the target's", facts
@@ -304,33 +347,65 @@ class _Round:
                 "ratio": [ratio.low, ratio.high] if ratio else None,
             }
             verdicts.append(_verdict(side, ratio, self.how.tolerance))
-            self.say(f"measured   {side}: tau {figures(mine).tau:.2f}, {figures(theirs).tau:.2f} before")
-        return all(good for good, _ in verdicts), "; ".join(text for _, text in verdicts), facts
+            self.say(
+                f"measured   {side}: tau {figures(mine).tau:.2f}, {figures(theirs).tau:.2f} before"
+            )
+        return (
+            all(good for good, _ in verdicts),
+            "; ".join(text for _, text in verdicts),
+            facts,
+        )
 
     def _held_out(self) -> tuple[list[Prompt], list[Prompt]]:
         """The latest held-out prompts of traffic, and the others."""
-        prompts = [one for one in prompt_table.read(self.workspace.prompts) if one.split == "eval"]
+        prompts = [
+            one
+            for one in prompt_table.read(self.workspace.prompts)
+            if one.split == "eval"
+        ]
         prompts.sort(key=lambda one: (-(one.time or 0), one.key))
-        new, old = ([one for one in prompts if (one.time is None) == known] for known in (False, True))
+        new, old = (
+            [one for one in prompts if (one.time is None) == known]
+            for known in (False, True)
+        )
         return new[: self.how.limit], old[: self.how.limit]
 
-    def _evaluate(self, side: str, prompts: Sequence[Prompt]) -> tuple[Evaluation, Evaluation]:
+    def _evaluate(
+        self, side: str, prompts: Sequence[Prompt]
+    ) -> tuple[Evaluation, Evaluation]:
         """Candidate and base on the same prompts, in one process."""
         names = [self.plan.drafter, self.plan.base]
-        settings = evaluate.Settings(limit=len(prompts), max_new_tokens=self.how.max_new_tokens)
-        with self.workspace.staging() as folder, self.bar(f"decoding {side}", "prompts") as report:
+        settings = evaluate.Settings(
+            limit=len(prompts), max_new_tokens=self.how.max_new_tokens
+        )
+        with (
+            self.workspace.staging() as folder,
+            self.bar(f"decoding {side}", "prompts") as report,
+        ):
             file = folder / "prompts.parquet"
             prompt_table.write(file, prompts)
             title = f"{self.plan.drafter}-{side}"
             one, other = evaluate.evaluate(
-                self.workspace, names, settings, prompts_file=file, title=title, on_prompt=report
+                self.workspace,
+                names,
+                settings,
+                prompts_file=file,
+                title=title,
+                on_prompt=report,
             )
         return one, other
 
-    def _end(self, published: bool, why: str, facts: dict[str, Any] | None = None) -> DrafterRound:
+    def _end(
+        self, published: bool, why: str, facts: dict[str, Any] | None = None
+    ) -> DrafterRound:
         """Record the round; from then on the candidate is in use, if it is published."""
         plan = self.plan
-        known = {"harvest": plan.harvested, "fresh": plan.fresh, "known": plan.known, "seconds": plan.seconds}
+        known = {
+            "harvest": plan.harvested,
+            "fresh": plan.fresh,
+            "known": plan.known,
+            "seconds": plan.seconds,
+        }
         made = versions.record(
             self.workspace,
             self.name,
@@ -370,7 +445,9 @@ def _traffic(file: Path, split: str) -> set[str]:
     if TIME not in columns:
         return set()
     rows = pl.read_parquet(file, columns=["key", "split", TIME])
-    return set(rows.filter(pl.col(TIME).is_not_null() & (pl.col("split") == split))["key"])
+    return set(
+        rows.filter(pl.col(TIME).is_not_null() & (pl.col("split") == split))["key"]
+    )
 
 
 class _TimedError(Exception):
@@ -386,7 +463,9 @@ def seconds_per_step(run: Run, folder: Path) -> float:
 
     def note(progress: TrainingProgress) -> None:
         lengths.append(progress.seconds)
-        if progress.step == progress.total:  # before the store gets statistics of the samples
+        if (
+            progress.step == progress.total
+        ):  # before the store gets statistics of the samples
             raise _TimedError
 
     try:

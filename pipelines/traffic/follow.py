@@ -31,7 +31,13 @@ class Follower:
     """Keeps a server on the version of a drafter that is in use."""
 
     def __init__(
-        self, workspace: Workspace, name: str, url: str, *, dtype: str = "bfloat16", trial: int = 64
+        self,
+        workspace: Workspace,
+        name: str,
+        url: str,
+        *,
+        dtype: str = "bfloat16",
+        trial: int = 64,
     ) -> None:
         """`dtype` is that of the drafter that the server was started with; ServerError when `url` is none."""
         self.workspace, self.dtype = workspace, dtype
@@ -39,12 +45,16 @@ class Follower:
         self._loop = asyncio.Runner()
         self.trials = Trials(name, None, trial)
         self._read: Counters = {}
-        self._loaded: str | None = None  # what the server drafts with, where that is known
+        self._loaded: str | None = (
+            None  # what the server drafts with, where that is known
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
+    ) -> None:
         self._wait(self._server.close())
         self._loop.close()
 
@@ -59,7 +69,11 @@ class Follower:
             self.trials.add(used, gained)
         self.trials.tell(self.workspace)
         wanted = self.trials.wanted(self.workspace) or self.trials.current
-        if wanted not in (None, self._loaded) and self._load(wanted) and wanted != self.trials.current:
+        if (
+            wanted not in (None, self._loaded)
+            and self._load(wanted)
+            and wanted != self.trials.current
+        ):
             self.trials.begin(wanted)
 
     def _load(self, version: str) -> bool:
@@ -70,13 +84,17 @@ class Follower:
         call = {"method": "load_drafter", "args": [str(out.absolute())]}
         response = self._wait(self._server.request("POST", "collective_rpc", call))
         if response.status_code != 200:
-            raise FollowError(f"{self._server.url} takes no other drafter while it runs: {START}")
+            raise FollowError(
+                f"{self._server.url} takes no other drafter while it runs: {START}"
+            )
         if refusals := [one for one in response.json()["results"] if one]:
             self.trials.refuse(version, FollowError(refusals[0]))
             self._loaded = before
             return False
         self._loaded = version
-        self._wait(self._server.request("POST", "reset_prefix_cache"))  # which has the drafter's entries, too
+        self._wait(
+            self._server.request("POST", "reset_prefix_cache")
+        )  # which has the drafter's entries, too
         self._read = self._wait(self._server.counters())
         return True
 
@@ -87,7 +105,9 @@ class Follower:
         """Tokens for each call since the last sample; None for too few drafts."""
         now = self._wait(self._server.counters())
         found = between(self._read, now)
-        if self._read and now and found.generated is None:  # restarted, with the drafter of its command line
+        if (
+            self._read and now and found.generated is None
+        ):  # restarted, with the drafter of its command line
             self._loaded = None
         if found.accepted is None or (found.drafts or 0) < DRAFTS:
             return None

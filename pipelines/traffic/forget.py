@@ -22,7 +22,13 @@ from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.traffic.harvest import MEDIA, UNLISTED, audited, unlisted, unnamed
+from vlmdistill.pipelines.traffic.harvest import (
+    MEDIA,
+    UNLISTED,
+    audited,
+    unlisted,
+    unnamed,
+)
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.clock import beyond, mark
 from vlmdistill.stores.backends.local import left_over
@@ -33,7 +39,12 @@ from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
 
-PARTS = ("prompts", "responses", "reports", "traffic")  # of a workspace, which may hold texts
+PARTS = (
+    "prompts",
+    "responses",
+    "reports",
+    "traffic",
+)  # of a workspace, which may hold texts
 PAGES = "*.html"  # in the folder of reports
 CLOCK = ".clock"  # its time is that of the last deletion
 
@@ -48,11 +59,15 @@ class Forgotten:
     prompts: int
     media: int
     reports: int  # evaluations that showed one of the prompts
-    bytes: int  # of samples and media, and of what killed writers have left in the store
+    bytes: (
+        int  # of samples and media, and of what killed writers have left in the store
+    )
     dry_run: bool
 
 
-def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) -> Forgotten:
+def forget(
+    workspace: Workspace, older_than: float, *, dry_run: bool = False
+) -> Forgotten:
     """Delete the traffic that was asked more than so many seconds ago, from the whole workspace.
 
     DataError if another run is writing to it, or still reads prompts; if it has links, whose files would
@@ -62,13 +77,21 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
     _require_no_links(workspace)
     before = _now(workspace, dry_run) - older_than
     # At a URL, what an inner block has changed is published before what an outer one has.
-    with only_writer(workspace.reports, wait=True) as reports, only_writer(workspace.prompts) as listed:
+    with (
+        only_writer(workspace.reports, wait=True) as reports,
+        only_writer(workspace.prompts) as listed,
+    ):
         reports.deletes = listed.deletes = not dry_run
         file = workspace.prompts
         prompts = prompt_table.read(file) if file.is_file() else []
-        with only_writer(workspace.traffic) as noted, only_writer(workspace.responses) as answered:
+        with (
+            only_writer(workspace.traffic) as noted,
+            only_writer(workspace.responses) as answered,
+        ):
             noted.deletes = answered.deletes = not dry_run
-            old = {one.key for one in prompts if one.time is not None and one.time < before}
+            old = {
+                one.key for one in prompts if one.time is not None and one.time < before
+            }
             old |= unlisted(workspace, prompts)
             samples, size = _expire(workspace, before, old, dry_run)
             old |= samples
@@ -89,9 +112,14 @@ def forget(workspace: Workspace, older_than: float, *, dry_run: bool = False) ->
             if dry_run:
                 return made
             (workspace.traffic / UNLISTED).unlink(missing_ok=True)
-            if any((made.samples, made.responses, made.prompts, made.media, made.reports)):
+            if any(
+                (made.samples, made.responses, made.prompts, made.media, made.reports)
+            ):
                 workspace.traffic.mkdir(parents=True, exist_ok=True)
-                audited(workspace.traffic, {"when": utc(time.time()), "forgot": asdict(made)})
+                audited(
+                    workspace.traffic,
+                    {"when": utc(time.time()), "forgot": asdict(made)},
+                )
         shown.remove()
         running = _remove_left_over(workspace)
         reports.publish()
@@ -111,13 +139,21 @@ def _now(workspace: Workspace, dry_run: bool) -> float:
         return workspace.parts.there.now()
     now, looked = time.time(), workspace.traffic / CLOCK
     store = Path(workspace.features)
-    parts = (workspace.root, workspace.traffic, workspace.responses, workspace.reports, store / COMMITS)
+    parts = (
+        workspace.root,
+        workspace.traffic,
+        workspace.responses,
+        workspace.reports,
+        store / COMMITS,
+    )
     files = [file for part in parts for file in part.glob("*") if file.is_file()]
     far = beyond(now, files)
     if not dry_run and files:
         mark(looked)
     if far:
-        raise DataError(f"{far} of {workspace.root}: if it is right, run the same command again")
+        raise DataError(
+            f"{far} of {workspace.root}: if it is right, run the same command again"
+        )
     return now
 
 
@@ -132,7 +168,9 @@ def _require_no_links(workspace: Workspace) -> None:
         )
 
 
-def _expire(workspace: Workspace, before: float, old: Collection[str], dry_run: bool) -> tuple[set[str], int]:
+def _expire(
+    workspace: Workspace, before: float, old: Collection[str], dry_run: bool
+) -> tuple[set[str], int]:
     """Delete old samples, and what killed writers have left in the store; keys, and bytes of both."""
     store = Store.find(workspace.features)
     if store is None:
@@ -159,7 +197,9 @@ class _Shown:
         found = {}
         for file in records.files_in(self.reports):
             evaluation = records.read(file)
-            stripped = evaluation.without(self._gone(evaluation.temperatures[0].prompts))
+            stripped = evaluation.without(
+                self._gone(evaluation.temperatures[0].prompts)
+            )
             if stripped != evaluation:
                 found[file] = stripped
         return found
@@ -168,7 +208,9 @@ class _Shown:
         """Take the texts out of evaluations, unfinished ones and the page; the numbers stay."""
         evaluations = self.evaluations()
         if self.old or evaluations:
-            for page in self.reports.glob(PAGES):  # first: the records say that they must go
+            for page in self.reports.glob(
+                PAGES
+            ):  # first: the records say that they must go
                 page.unlink()
         for file, evaluation in evaluations.items():
             records.write(evaluation, file)
@@ -182,10 +224,17 @@ class _Shown:
 def _remove_left_over(workspace: Workspace) -> list[Path]:
     """Remove what killed runs have left outside of the store; what running ones still have."""
     found = left_over(workspace.root, f"{workspace.prompts.stem}.")
-    for folder in (workspace.responses, workspace.traffic, workspace.reports, workspace.reports / "served"):
+    for folder in (
+        workspace.responses,
+        workspace.traffic,
+        workspace.reports,
+        workspace.reports / "served",
+    ):
         found += left_over(folder)
     if workspace.parts:
-        found += [folder for part in PARTS for folder in workspace.parts.set_aside(part)]
+        found += [
+            folder for part in PARTS for folder in workspace.parts.set_aside(part)
+        ]
     for path in found:
         if path.is_dir():
             shutil.rmtree(path)

@@ -51,7 +51,12 @@ MEDIA = "harvested"
 AUDIT, READ, UNLISTED = "audit.jsonl", "sources.json", "unlisted.txt"
 EVAL_SHARE = 0.1
 WRITTEN = 256  # responses of a file
-ELSEWHERE = ("no request", "several requests", "missing media", "media budget")  # not the file's own fault
+ELSEWHERE = (
+    "no request",
+    "several requests",
+    "missing media",
+    "media budget",
+)  # not the file's own fault
 
 
 def dataset_of(round_name: str) -> str:
@@ -77,7 +82,9 @@ class Harvest:
     eval: int
     known: int  # kept by an earlier harvest
     dropped: dict[str, int]  # by reason
-    tokens: dict[str, int]  # kept responses by where their tokens come from: ids, logprobs, text
+    tokens: dict[
+        str, int
+    ]  # kept responses by where their tokens come from: ids, logprobs, text
     redacted: int  # kept responses that the redaction has changed
     media: int  # images and videos that were added
     media_bytes: int  # of all that are kept
@@ -106,7 +113,9 @@ def harvest(
     policy.check()
     round_name = round_name or now.strftime("%Y-%m-%d")
     if not NAME.fullmatch(round_name):
-        raise DataError(f"--round '{round_name}': use letters, digits, '_', '.' and '-'")
+        raise DataError(
+            f"--round '{round_name}': use letters, digits, '_', '.' and '-'"
+        )
     choices = Choices(turns="last", eval_share=eval_share, media=MEDIA, private=True)
     choices.check()
     logs = Log.open(names, workspace)
@@ -117,16 +126,27 @@ def harvest(
         target = load_encoder(workspace.model)
         out = workspace.responses
         dataset.check_settings(out, {"checkpoint": str(checkpoint(workspace.model))})
-        before = _sweep(workspace)  # of a harvest that was killed, or deleted by another machine
+        before = _sweep(
+            workspace
+        )  # of a harvest that was killed, or deleted by another machine
         job = _Harvest(
-            workspace, target, policy, dataset_of(round_name), now.timestamp(), logs, progress, dict(before)
+            workspace,
+            target,
+            policy,
+            dataset_of(round_name),
+            now.timestamp(),
+            logs,
+            progress,
+            dict(before),
         )
         folder.mkdir(parents=True, exist_ok=True)
         if files:
             _start(out, target)
         rows = (row for file in files for row in job.rows(file))
         try:
-            summary = import_rows([(", ".join(names), rows, "chat")], workspace.prompts, choices, gate=job)
+            summary = import_rows(
+                [(", ".join(names), rows, "chat")], workspace.prompts, choices, gate=job
+            )
         finally:
             noted.save()  # first: it says which responses have no prompt yet
             part.save()
@@ -188,7 +208,9 @@ class _Harvest(ImportGate):
     dropped: Counter[str] = field(default_factory=Counter)
     origins: Counter[str] = field(default_factory=Counter)
     kept: set[str] = field(default_factory=set)
-    again: set[str] = field(default_factory=set)  # files of which more may be kept another time
+    again: set[str] = field(
+        default_factory=set
+    )  # files of which more may be kept another time
     _pending: dict[tuple[str, int], _Pending] = field(default_factory=dict)
     _rows: list[ResponseRow] = field(default_factory=list)
     _made: set[str] = field(default_factory=set)  # media of the kept prompts
@@ -201,7 +223,10 @@ class _Harvest(ImportGate):
         present = prompt_table.read(file) if file.is_file() else []
         self._present = {prompt.key: prompt for prompt in present}
         self._near = {_near(prompt) for prompt in present}
-        self._held, self._used = set(self.media), sum(self.media.values())  # media of kept prompts; bytes
+        self._held, self._used = (
+            set(self.media),
+            sum(self.media.values()),
+        )  # media of kept prompts; bytes
 
     def rows(self, file: LogFile) -> Iterator[Row]:
         """The conversations of a log file that the policy allows, with the bytes of their media."""
@@ -235,9 +260,13 @@ class _Harvest(ImportGate):
         if not isinstance(messages, list):
             raise BadRowError("no conversation")
         row = replace(exchange.row, value={"messages": messages}, dataset=self.dataset)
-        turns = [dict(message) for message in formats.conversation(row, "chat").messages]
+        turns = [
+            dict(message) for message in formats.conversation(row, "chat").messages
+        ]
         if turns[-1]["role"] != "user":
-            raise BadRowError("no question", "the conversation does not end with a turn of the user")
+            raise BadRowError(
+                "no question", "the conversation does not end with a turn of the user"
+            )
         room = MOST_BYTES  # for the media of a row, which memory holds
         for turn in turns:
             parts = []
@@ -250,7 +279,9 @@ class _Harvest(ImportGate):
         self._pending[row.source, row.number] = _Pending(exchange, text, changed, media)
         return replace(row, value={"messages": turns})
 
-    def _part(self, file: LogFile, part: Mapping[str, Any], room: int) -> dict[str, Any]:
+    def _part(
+        self, file: LogFile, part: Mapping[str, Any], room: int
+    ) -> dict[str, Any]:
         """A part of a message as a row has it, media as bytes; BadRowError if they are more than `room`."""
         if part["type"] == "text":
             return dict(part)
@@ -269,12 +300,16 @@ class _Harvest(ImportGate):
         }
         more = sum(size for name, size in media.items() if name not in self.media)
         if more and self._used + more > self.policy.media_bytes:
-            raise BadRowError("media budget", f"{more} bytes more than {self.policy.media}")
+            raise BadRowError(
+                "media budget", f"{more} bytes more than {self.policy.media}"
+            )
         self._count(media)
         return media
 
     def _count(self, media: Mapping[str, int]) -> None:
-        self._used += sum(size for name, size in media.items() if name not in self.media)
+        self._used += sum(
+            size for name, size in media.items() if name not in self.media
+        )
         self.media |= media
 
     def skipped(self, row: Row) -> None:
@@ -290,8 +325,12 @@ class _Harvest(ImportGate):
         earlier = self._present.get(prompt.key)
         imported = earlier is not None and earlier.time is None
         if imported or (earlier and prompt.key in self._answered):
-            raise BadRowError(KNOWN)  # its response would be no traffic's, which is deleted
-        prompt = earlier or replace(prompt, time=int(self.now if asked is None else min(asked, self.now)))
+            raise BadRowError(
+                KNOWN
+            )  # its response would be no traffic's, which is deleted
+        prompt = earlier or replace(
+            prompt, time=int(self.now if asked is None else min(asked, self.now))
+        )
         if prompt.key not in self._answered:  # else of a harvest that was killed
             near = _near(prompt)
             if near in self._near and not earlier:
@@ -299,7 +338,9 @@ class _Harvest(ImportGate):
             response = self._response(prompt, found)
             self._near.add(near)
             self._rows.append(response)
-            self._made.update(f"{MEDIA}/{Path(part['path']).name}" for part in prompt.media)
+            self._made.update(
+                f"{MEDIA}/{Path(part['path']).name}" for part in prompt.media
+            )
             if len(self._rows) >= WRITTEN:
                 self._write()
         self.kept.add(prompt.key)
@@ -318,7 +359,9 @@ class _Harvest(ImportGate):
             require_same_prompt(found.exchange, encoded.ids_L.tolist())
         words, repeated = len(words_of(found.text)), repetition(ids)
         limit = min(self._filters.max_length or 2**31, self.target.info.max_position)
-        if why := self._filters.reason(words, repeated, encoded.length + len(ids), limit):
+        if why := self._filters.reason(
+            words, repeated, encoded.length + len(ids), limit
+        ):
             raise BadRowError(why)
         self.origins[origin] += 1
         self.redacted += found.changed[1]
@@ -358,7 +401,9 @@ class _Harvest(ImportGate):
         """How many of the kept prompts are to train on, and held out."""
         if not self.kept:
             return {"train": 0, "eval": 0}
-        splits = Counter(one.split for one in prompt_table.read(file) if one.key in self.kept)
+        splits = Counter(
+            one.split for one in prompt_table.read(file) if one.key in self.kept
+        )
         return {"train": splits["train"], "eval": splits["eval"]}
 
 
@@ -366,7 +411,13 @@ def _near(prompt: Prompt) -> str:
     """Equal for conversations that differ in case, spaces and punctuation alone: same words, same media."""
     return content_hash(
         [
-            [turn["role"], [part.get("digest") or _words(part.get("text", "")) for part in turn["content"]]]
+            [
+                turn["role"],
+                [
+                    part.get("digest") or _words(part.get("text", ""))
+                    for part in turn["content"]
+                ],
+            ]
             for turn in prompt.messages
         ]
     )
@@ -385,32 +436,54 @@ def _start(out: Path, target: "TargetModel") -> None:
     sampling, filters = dataset.read_settings(out)
     if not (out / dataset.SETTINGS).is_file():
         facts = {"target": str(target.fingerprint), "engine": "transformers"}
-        more = {"checkpoint": str(checkpoint(target.name)), "sampling": asdict(sampling)}
+        more = {
+            "checkpoint": str(checkpoint(target.name)),
+            "sampling": asdict(sampling),
+        }
         dataset.write_settings(out, {**facts, **more, "filters": asdict(filters)})
 
 
 def _media(workspace: Workspace) -> dict[str, int]:
     """The harvested images and videos: the hash of each, and its bytes."""
-    return {Path(name).stem: size for name, size in _files(workspace).items() if not name.startswith(".")}
+    return {
+        Path(name).stem: size
+        for name, size in _files(workspace).items()
+        if not name.startswith(".")
+    }
 
 
 def _files(workspace: Workspace) -> dict[str, int]:
     """The files of harvested media on this machine and, of a workspace at a URL, there: names and bytes."""
     folder = workspace.root / MEDIA
-    here = {one.name: one.stat().st_size for one in (folder.iterdir() if folder.is_dir() else ())}
-    return {**(workspace.parts.there.list_files(MEDIA) if workspace.parts else {}), **here}
+    here = {
+        one.name: one.stat().st_size
+        for one in (folder.iterdir() if folder.is_dir() else ())
+    }
+    return {
+        **(workspace.parts.there.list_files(MEDIA) if workspace.parts else {}),
+        **here,
+    }
 
 
 def _sweep(workspace: Workspace) -> dict[str, int]:
     """Remove harvested media that no prompt names; those that are left."""
     with only_writer(workspace.prompts):
-        unnamed(workspace, prompt_table.read(workspace.prompts) if workspace.prompts.is_file() else [])
+        unnamed(
+            workspace,
+            prompt_table.read(workspace.prompts) if workspace.prompts.is_file() else [],
+        )
     return _media(workspace)
 
 
-def unnamed(workspace: Workspace, prompts: Sequence[Prompt], dry_run: bool = False) -> dict[str, int]:
+def unnamed(
+    workspace: Workspace, prompts: Sequence[Prompt], dry_run: bool = False
+) -> dict[str, int]:
     """Remove the harvested media that these prompts, all there are, do not name; the files, their bytes."""
-    named = {Path(part["path"]).name for prompt in prompts for part in media_parts(prompt.messages)}
+    named = {
+        Path(part["path"]).name
+        for prompt in prompts
+        for part in media_parts(prompt.messages)
+    }
     gone = {name: size for name, size in _files(workspace).items() if name not in named}
     for name in () if dry_run else gone:
         (workspace.root / MEDIA / name).unlink(missing_ok=True)
@@ -435,7 +508,9 @@ def _read_before(file: Path, policy: Policy) -> dict[str, Any]:
     return dict(found.get("files", {})) if found.get("policy") == policy.hash else {}
 
 
-def _note(workspace: Workspace, made: Harvest, read: Mapping[str, Any], policy: Policy) -> None:
+def _note(
+    workspace: Workspace, made: Harvest, read: Mapping[str, Any], policy: Policy
+) -> None:
     """Add a line to the audit, then note what was read, and what an earlier harvest has left unlisted."""
     folder, prompts = workspace.traffic, workspace.prompts
     audited(folder, asdict(made))

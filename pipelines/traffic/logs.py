@@ -35,7 +35,10 @@ from vlmdistill.stores.records import read_bytes
 REQUEST = ("request", "request_body", "body", "kwargs")
 RESPONSE = ("response", "response_body", "completion")
 BODY = ("user", "model")  # what a policy may name of the request itself
-HEADERS = ("headers", "extra_headers")  # of a request; the second one by clients that log
+HEADERS = (
+    "headers",
+    "extra_headers",
+)  # of a request; the second one by clients that log
 PLAIN = (str, int, float, NoneType)  # of what a policy meets
 TIME = ("time", "timestamp", "request_time", "created_at", "created")
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
@@ -51,15 +54,21 @@ class Exchange:
     row: Row  # where it stands
     request: Mapping[str, Any]
     response: Mapping[str, Any]
-    headers: Mapping[str, Sequence[str]] | None  # of the request, names in lower case; None: not logged
+    headers: (
+        Mapping[str, Sequence[str]] | None
+    )  # of the request, names in lower case; None: not logged
     time: float | None  # in seconds since 1970
-    header_names: Collection[str] | None = None  # the headers that would be logged; None: all
+    header_names: Collection[str] | None = (
+        None  # the headers that would be logged; None: all
+    )
 
     @property
     def messages(self) -> Any:
         """The conversation that was sent; what is not a list is a problem of the row."""
         asked = self.request.get("messages", self.request.get("input"))
-        if isinstance(asked, list) and isinstance(system := self.request.get("instructions"), str):
+        if isinstance(asked, list) and isinstance(
+            system := self.request.get("instructions"), str
+        ):
             return [{"role": "system", "content": system}, *asked]
         return asked
 
@@ -69,11 +78,20 @@ class Exchange:
         choices = self.response.get("choices")
         if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
             return choices[0]
-        if isinstance(output := self.response.get("output"), list):  # of the responses API
-            said = [one for one in output if isinstance(one, Mapping) and one.get("type") == "message"]
+        if isinstance(
+            output := self.response.get("output"), list
+        ):  # of the responses API
+            said = [
+                one
+                for one in output
+                if isinstance(one, Mapping) and one.get("type") == "message"
+            ]
             if len(said) == 1 and len(output) == 1:
                 done = self.response.get("status") == "completed"
-                return {"message": said[0], "finish_reason": "stop" if done else "length"}
+                return {
+                    "message": said[0],
+                    "finish_reason": "stop" if done else "length",
+                }
         raise BadRowError("no response")
 
     def values(self, name: str) -> Sequence[str] | None:
@@ -85,7 +103,9 @@ class Exchange:
         if not isinstance(asked, PLAIN):
             return None
         body = [] if asked is None else [str(asked)]
-        logged = self.headers is not None and (self.header_names is None or name in self.header_names)
+        logged = self.headers is not None and (
+            self.header_names is None or name in self.header_names
+        )
         if self.headers is None or not logged:
             return body if name in BODY else None
         return [*body, *self.headers.get(name, [])]
@@ -96,7 +116,9 @@ class LogFile:
     """A file of a log, and where the relative paths in it begin."""
 
     name: str  # path or URL
-    state: tuple[int, int]  # bytes, and when it was written in ns, 0 for a URL: what changes when it grows
+    state: tuple[
+        int, int
+    ]  # bytes, and when it was written in ns, 0 for a URL: what changes when it grows
     folder: str  # path or URL
     copies: "Copies"  # of what is at a URL
 
@@ -120,7 +142,10 @@ class LogFile:
                 with self.copies(url) as copy:
                     return read_bytes(copy, most)
             if "://" in name:
-                raise BadRowError("media is a URL", "the log must hold it, as bytes or as a file beside it")
+                raise BadRowError(
+                    "media is a URL",
+                    "the log must hold it, as bytes or as a file beside it",
+                )
             path = Path(self.folder, name).resolve()
             if not path.is_relative_to(Path(self.folder).resolve()):
                 raise BadRowError(kind)
@@ -186,7 +211,9 @@ class Log:
     def open(cls, names: Sequence[str], workspace: Workspace) -> "Log":
         """The files of these paths and URLs; DataError if one has none."""
         copies, unread = Copies(workspace), dict[str, str]()
-        return cls([file for name in names for file in _files(name, copies, unread)], unread)
+        return cls(
+            [file for name in names for file in _files(name, copies, unread)], unread
+        )
 
     @cached_property
     def _asked(self) -> "BatchRequests":
@@ -227,13 +254,29 @@ class Log:
             number = str(value["custom_id"])
             request = self._asked.get(number)
             if request is None and number in self._asked:
-                raise BadRowError("several requests", f"batches share the id {number}: harvest one at a time")
+                raise BadRowError(
+                    "several requests",
+                    f"batches share the id {number}: harvest one at a time",
+                )
             if request is None:
                 raise BadRowError("no request", "name the batch's input file, too")
-        given = (*(value.get(name) for name in TIME), response.get("created"), response.get("created_at"))
-        time = next((found for one in given if (found := _seconds(one)) is not None), None)
+        given = (
+            *(value.get(name) for name in TIME),
+            response.get("created"),
+            response.get("created_at"),
+        )
+        time = next(
+            (found for one in given if (found := _seconds(one)) is not None), None
+        )
         asked = value if request is None else request
-        return Exchange(row, asked, response, _flat(headers), time, _names(value.get("header_names")))
+        return Exchange(
+            row,
+            asked,
+            response,
+            _flat(headers),
+            time,
+            _names(value.get("header_names")),
+        )
 
 
 def _files(name: str, copies: "Copies", unread: dict[str, str]) -> list[LogFile]:
@@ -241,10 +284,14 @@ def _files(name: str, copies: "Copies", unread: dict[str, str]) -> list[LogFile]
     if is_url(name):
         return _remote(name.rstrip("/"), copies)
     if "://" in name:
-        raise DataError(f"{name}: logs are read from folders, s3://, gs:// and az://: copy it to one of them")
+        raise DataError(
+            f"{name}: logs are read from folders, s3://, gs:// and az://: copy it to one of them"
+        )
     path = Path(name).expanduser()
     if not name or not path.exists():
-        raise DataError(f"there is no log {name or '(an empty name)'}: give a file, a folder or a URL")
+        raise DataError(
+            f"there is no log {name or '(an empty name)'}: give a file, a folder or a URL"
+        )
     if path.is_file():
         return [_local(path, path.resolve().parent, copies)]
     found = []
@@ -259,20 +306,27 @@ def _files(name: str, copies: "Copies", unread: dict[str, str]) -> list[LogFile]
     if not found and unread:
         raise DataError(unread_line(unread))
     if not found:
-        raise DataError(f"{name} holds no log: its files end in none of {', '.join(FILES)}")
+        raise DataError(
+            f"{name} holds no log: its files end in none of {', '.join(FILES)}"
+        )
     return found
 
 
 def unread_line(unread: Mapping[str, str]) -> str:
     """Which files and folders of a log could not be read, and why, in a line."""
-    shown = [why if name in why else f"{name} cannot be read: {why}" for name, why in unread.items()]
+    shown = [
+        why if name in why else f"{name} cannot be read: {why}"
+        for name, why in unread.items()
+    ]
     more = f"; and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
     return "; ".join(shown[:MOST_SHOWN]) + more
 
 
 def _local(path: Path, folder: Path, copies: "Copies") -> LogFile:
     found = path.stat()
-    return LogFile(str(path.resolve()), (found.st_size, found.st_mtime_ns), str(folder), copies)
+    return LogFile(
+        str(path.resolve()), (found.st_size, found.st_mtime_ns), str(folder), copies
+    )
 
 
 @dataclass(frozen=True)
@@ -308,22 +362,33 @@ def _remote(url: str, copies: Copies) -> list[LogFile]:
         if name.lower().endswith(FILES)
     ]
     if not found:
-        raise DataError(f"{url} holds no log: there is no object whose name ends in {', '.join(FILES)}")
+        raise DataError(
+            f"{url} holds no log: there is no object whose name ends in {', '.join(FILES)}"
+        )
     return found
 
 
 def _asks(value: Mapping[str, Any]) -> bool:
     """Whether a row is a request of a batch, whose response stands elsewhere."""
     url = value.get("url", ASKING[0])
-    asks = isinstance(url, str) and url.endswith(ASKING) and isinstance(value.get("body"), Mapping)
+    asks = (
+        isinstance(url, str)
+        and url.endswith(ASKING)
+        and isinstance(value.get("body"), Mapping)
+    )
     return asks and "custom_id" in value and "response" not in value
 
 
-def _body(value: Mapping[str, Any], names: Sequence[str]) -> tuple[Mapping[str, Any] | None, Any, list[Any]]:
+def _body(
+    value: Mapping[str, Any], names: Sequence[str]
+) -> tuple[Mapping[str, Any] | None, Any, list[Any]]:
     """The body under the first of these names, the status of HTTP around it, and what has headers."""
     given = [value[name] for name in names if value.get(name) is not None]
     objects = [value, *(one for one in map(_object, given) if one)]
-    headers, status = [one.get(name) for one in objects for name in HEADERS], value.get("status_code")
+    headers, status = (
+        [one.get(name) for one in objects for name in HEADERS],
+        value.get("status_code"),
+    )
     found = _object(given[0]) if given else None
     if found and "body" in found:
         status, found = found.get("status_code", status), _object(found["body"])
@@ -344,7 +409,9 @@ def _flat(given: Sequence[Any]) -> dict[str, list[str]] | None:
             values = (value if isinstance(value, list) else [value]) or [""]
             if not all(isinstance(one, PLAIN) for one in values):
                 raise BadRowError("unreadable headers")
-            flat.setdefault(name.strip().lower(), []).extend(str(one).strip() for one in values)
+            flat.setdefault(name.strip().lower(), []).extend(
+                str(one).strip() for one in values
+            )
     return flat
 
 
@@ -402,11 +469,17 @@ def _seconds(value: Any) -> float | None:
         if not number >= EARLIEST:
             try:
                 moment = datetime.fromisoformat(value)
-                return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+                return (
+                    moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+                ).timestamp()
             except (ValueError, OverflowError):
                 return None
         value = number
-    if isinstance(value, bool) or not isinstance(value, int | float) or not EARLIEST <= value < 1e20:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not EARLIEST <= value < 1e20
+    ):
         return None
     while value > MILLISECONDS:
         value /= 1000

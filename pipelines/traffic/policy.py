@@ -30,7 +30,9 @@ Redact = Callable[[dict[str, Any]], Any]
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class Policy(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
+):
     """The rules of a harvest. The defaults keep all, and 10 GB of images and videos."""
 
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -54,13 +56,25 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         try:
             found = tomllib.loads(file.read_text(encoding="utf-8")) if file else {}
             policy = msgspec.convert(
-                {**found, **{name: one for name, one in changes.items() if one is not None}}, cls
+                {
+                    **found,
+                    **{name: one for name, one in changes.items() if one is not None},
+                },
+                cls,
             )
             policy.check()
             return policy
-        except (OSError, ValueError, RecursionError, msgspec.ValidationError, DataError) as error:
+        except (
+            OSError,
+            ValueError,
+            RecursionError,
+            msgspec.ValidationError,
+            DataError,
+        ) as error:
             reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
-            raise DataError(f"{file or 'the policy'} cannot be used: {reason}") from None
+            raise DataError(
+                f"{file or 'the policy'} cannot be used: {reason}"
+            ) from None
 
     def check(self) -> None:
         """DataError if a length of time or a size cannot be read, or if there is no such function."""
@@ -74,7 +88,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @cached_property
     def media_bytes(self) -> int:
         """The bytes of media that may be kept."""
-        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?", self.media.strip().lower())
+        found = re.fullmatch(
+            r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?", self.media.strip().lower()
+        )
         if not found:
             raise DataError(f"media='{self.media}': write a size such as 500MB or 20GB")
         return int(float(found[1]) * SIZES[found[2]])
@@ -94,7 +110,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"redact='{self.redact}' is no function: write module:function ({one_line(error)})"
             ) from None
         if not callable(function):
-            raise DataError(f"redact='{self.redact}' cannot be called: write module:function")
+            raise DataError(
+                f"redact='{self.redact}' cannot be called: write module:function"
+            )
         return function
 
     @property
@@ -109,7 +127,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 return "no time"
             if exchange.time < now - self.seconds:
                 return "too old"
-        if not all(_allows(exchange.values(_named(name)), list_) for name, list_ in self.allow.items()):
+        if not all(
+            _allows(exchange.values(_named(name)), list_)
+            for name, list_ in self.allow.items()
+        ):
             return "not allowed"
         for name, patterns in self.deny.items():
             values = exchange.values(_named(name))
@@ -118,7 +139,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             if _denies(values, patterns):
                 return "denied"
         if self.share < 1:
-            drawn = hashlib.sha256(msgspec.json.encode(exchange.messages, order="sorted")).digest()
+            drawn = hashlib.sha256(
+                msgspec.json.encode(exchange.messages, order="sorted")
+            ).digest()
             if int.from_bytes(drawn[:8]) >= self.share * 2**64:
                 return "not sampled"
         return ""
@@ -134,13 +157,18 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "messages": deepcopy(exchange.messages),
             "response": text,
             "user": ", ".join(exchange.values("user") or ()),
-            "headers": {name: ", ".join(values) for name, values in (exchange.headers or {}).items()},
+            "headers": {
+                name: ", ".join(values)
+                for name, values in (exchange.headers or {}).items()
+            },
             "time": exchange.time,
         }
         try:
             made = self.function(given)
             whole = made is None or made["response"] == ""
-            messages, response = ([], "") if whole else (made["messages"], made["response"])
+            messages, response = (
+                ([], "") if whole else (made["messages"], made["response"])
+            )
         except BaseException as error:
             if _is_stop(error):
                 raise
@@ -148,7 +176,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if whole:
             raise BadRowError("redacted whole")
         if not (isinstance(messages, list) and isinstance(response, str)):
-            raise BadRowError("redaction failed", "it returned neither None nor messages and a response")
+            raise BadRowError(
+                "redaction failed",
+                "it returned neither None nor messages and a response",
+            )
         return messages, response
 
 
@@ -177,9 +208,17 @@ def _denies(values: Sequence[str], patterns: str | Sequence[str]) -> bool:
     """
     listed = [patterns] if isinstance(patterns, str) else patterns
     meant = [form for value in values for form in _decoded(value)]
-    parts = [part.strip(" \t\"'") for value in meant for part in re.split(r"[,;\r\n]", value)]
-    texts = {_folded(text) for text in (*meant, *parts, ", ".join(values))} if values else set()
-    return any(fnmatchcase(text, _folded(pattern)) for text in texts for pattern in listed)
+    parts = [
+        part.strip(" \t\"'") for value in meant for part in re.split(r"[,;\r\n]", value)
+    ]
+    texts = (
+        {_folded(text) for text in (*meant, *parts, ", ".join(values))}
+        if values
+        else set()
+    )
+    return any(
+        fnmatchcase(text, _folded(pattern)) for text in texts for pattern in listed
+    )
 
 
 def _decoded(value: str) -> list[str]:
@@ -192,4 +231,6 @@ def _decoded(value: str) -> list[str]:
 def _folded(text: str) -> str:
     """A text that is equal for all cases, widths and compositions of its letters; nothing invisible."""
     same = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return "".join(letter for letter in same if unicodedata.category(letter)[0] != "C").strip()
+    return "".join(
+        letter for letter in same if unicodedata.category(letter)[0] != "C"
+    ).strip()

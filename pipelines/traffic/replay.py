@@ -27,7 +27,9 @@ class Replayed:
     rejected: int  # cycles that the target cut short
 
 
-def replay(folder: Path, store: Store, view: str | None = None, report: Progress = silent) -> Replayed:
+def replay(
+    folder: Path, store: Store, view: str | None = None, report: Progress = silent
+) -> Replayed:
     """Draft the responses of a view again with the drafter in a folder, as the run `<name>.replay`.
 
     TrainingError if it needs no training, is another target's, or needs features that the store lacks.
@@ -41,11 +43,15 @@ def replay(folder: Path, store: Store, view: str | None = None, report: Progress
     rows = store.view(view).select("key", "response_tokens").iter_rows()
     keys = [key for key, tokens in rows if tokens > 1]
     if not keys:
-        raise TrainingError(f"{store.path} has no samples to replay{f' in the view {view}' if view else ''}")
+        raise TrainingError(
+            f"{store.path} has no samples to replay{f' in the view {view}' if view else ''}"
+        )
     walks = list(_reported(drafting.replay(drafter, store, keys), keys, report))
     run = f"{folder.name}{drafting.RUN}"
     store.write_stats(run, drafting.table(walks))
-    calls, accepted = (sum(getattr(one, name) for _, one in walks) for name in ("calls", "accepted"))
+    calls, accepted = (
+        sum(getattr(one, name) for _, one in walks) for name in ("calls", "accepted")
+    )
     rejected = sum(len(one.rejected) for _, one in walks)
     return Replayed(
         drafter=folder.name,

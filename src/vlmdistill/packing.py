@@ -77,7 +77,9 @@ def _packed(batches: Epoch, dtype: str) -> Iterator[Batch]:
         for samples in batches:
             if samples:
                 batch = as_batch(samples, dtype)
-                yield batch.having({name: value.clone() for name, value in batch.features.items()})
+                yield batch.having(
+                    {name: value.clone() for name, value in batch.features.items()}
+                )
     finally:
         batches.close()
 
@@ -128,8 +130,12 @@ class StoreDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
-            raise DataError("a StoreDataset reads ahead with its own threads: set num_workers=0")
+            raise DataError(
+                "a StoreDataset reads ahead with its own threads: set num_workers=0"
+            )
         return self._batches()
 
     def _batches(self) -> Iterator[Batch]:
-        return iterate_batches(**{one.name: getattr(self, one.name) for one in fields(self)})
+        return iterate_batches(
+            **{one.name: getattr(self, one.name) for one in fields(self)}
+        )

@@ -21,7 +21,11 @@ from vlmdistill.pipelines import train as training
 from vlmdistill.pipelines.bench import evaluate as bench
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
-from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings, CaptureSummary
+from vlmdistill.pipelines.data.features.capturer import (
+    CaptureJob,
+    CaptureSettings,
+    CaptureSummary,
+)
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary
@@ -55,11 +59,17 @@ Returned = TypeVar("Returned")
 
 def in_api_words(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
     """The function, whose errors name its arguments and not the options of the command: `eval_share`."""
-    options = {f"--{name.replace('_', '-')}": name for name in inspect.signature(function).parameters}
+    options = {
+        f"--{name.replace('_', '-')}": name
+        for name in inspect.signature(function).parameters
+    }
 
     def worded(text: str) -> str:
         parts = text.split("`")  # within backquotes are commands, which stay
-        parts[::2] = [OPTION.sub(lambda match: options.get(match[0], match[0]), part) for part in parts[::2]]
+        parts[::2] = [
+            OPTION.sub(lambda match: options.get(match[0], match[0]), part)
+            for part in parts[::2]
+        ]
         return "`".join(parts)
 
     @functools.wraps(function)
@@ -67,7 +77,9 @@ def in_api_words(function: Callable[Given, Returned]) -> Callable[Given, Returne
         try:
             return function(*args, **named)
         except VlmdistillError as error:
-            error.args = tuple(worded(one) if isinstance(one, str) else one for one in error.args)
+            error.args = tuple(
+                worded(one) if isinstance(one, str) else one for one in error.args
+            )
             raise
 
     return called
@@ -113,7 +125,11 @@ def prompts(
         >>> vlmdistill.prompts("photos", ask="Describe the image.")
     """
     choices = Choices(
-        images=Path(images) if images else None, ask=ask, limit=limit, eval_share=eval_share, split=split
+        images=Path(images) if images else None,
+        ask=ask,
+        limit=limit,
+        eval_share=eval_share,
+        split=split,
     )
     with Workspace.of(model, runs) as workspace:
         return import_sources(
@@ -167,7 +183,10 @@ def responses(
     """
     with Workspace.of(model, runs) as workspace:
         sampling = SamplingSettings(
-            temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, thinking=thinking
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            thinking=thinking,
         )
         job = _job(workspace, limit, workers, CaptureSettings(), sampling)
         summary = flow.generate(job, bar=partial(_bar, progress), anyway=anyway)
@@ -243,7 +262,9 @@ def _job(
 
 
 @contextmanager
-def _bar(progress: StageProgress | None, what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
+def _bar(
+    progress: StageProgress | None, what: str, unit: str, kept_in: str = ""
+) -> Iterator[Progress]:
     yield _of(progress, unit)
 
 
@@ -306,7 +327,9 @@ def train(
     """
     catalogue.check(drafter)
     with Workspace.of(model, runs) as workspace:
-        plan = training.planned(workspace, drafter, recipe, as_texts(settings or {}), name=name, seed=seed)
+        plan = training.planned(
+            workspace, drafter, recipe, as_texts(settings or {}), name=name, seed=seed
+        )
         begin = workspace.trained(init).absolute() if init else None
         plan = replace(plan, held_out=held_out, init=begin)
         if not anyway:
@@ -314,7 +337,9 @@ def train(
         folder = training.launch(plan, 1, force, _of(progress, "train"))
         facts = describe(folder)["training"]
     saved = facts.get("saved_step", facts["steps"])
-    measured: dict[str, Any] = next((one for one in facts["history"] if one["step"] == saved), {})
+    measured: dict[str, Any] = next(
+        (one for one in facts["history"] if one["step"] == saved), {}
+    )
     return TrainedDrafter(
         name=folder.name,
         folder=folder,
@@ -369,7 +394,9 @@ def evaluate(
         >>> [(one.name, one.figures.tau) for one in vlmdistill.evaluate("wren")]
     """
     if not drafters:
-        raise DataError("evaluate() names no drafter: give at least one, such as 'wren'")
+        raise DataError(
+            "evaluate() names no drafter: give at least one, such as 'wren'"
+        )
     settings = bench.Settings(
         temperatures=_numbers("temperatures", temperatures),
         limit=limit,
@@ -380,8 +407,16 @@ def evaluate(
     )
     with Workspace.of(model, runs) as workspace:
         if not anyway:
-            forecast.evaluation(workspace, drafters, settings, timed=False).check(workspace.reports)
-        made = bench.evaluate(workspace, drafters, settings, title=name, on_prompt=_of(progress, "evaluate"))
+            forecast.evaluation(workspace, drafters, settings, timed=False).check(
+                workspace.reports
+            )
+        made = bench.evaluate(
+            workspace,
+            drafters,
+            settings,
+            title=name,
+            on_prompt=_of(progress, "evaluate"),
+        )
     return [one for ranking in rank(made) for one in ranking.results]
 
 

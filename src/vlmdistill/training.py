@@ -52,7 +52,10 @@ class NewDrafter:
         Raises:
             TrainingError: It cannot be written; an earlier folder is then kept.
         """
-        sums = [float(weight.detach().double().sum()) for weight in self.drafter.parameters()]
+        sums = [
+            float(weight.detach().double().sum())
+            for weight in self.drafter.parameters()
+        ]
         facts = {
             "signature": content_hash([self.method, steps, self.seed, sums]),
             "content": content_of(self.store, self.keys),
@@ -62,7 +65,9 @@ class NewDrafter:
             "seed": self.seed,
             "history": [],
         }
-        origin = checkpoint.Origin(self.store.provenance, self.config.training, facts, self.keys)
+        origin = checkpoint.Origin(
+            self.store.provenance, self.config.training, facts, self.keys
+        )
         checkpoint.save(self.drafter, self.method, Path(folder), origin)
         return Path(folder)
 
@@ -99,11 +104,24 @@ def new_drafter(
     """
     config = recipes.resolve(method, recipe, recipes.as_texts(settings or {}))
     check_features(store, config, method)
-    samples = [split(store, stage.view or None, config.training, held_out) for stage in config.schedule]
+    samples = [
+        split(store, stage.view or None, config.training, held_out)
+        for stage in config.schedule
+    ]
     made = NewDrafter(
-        catalogue.base(method), store, fresh(method, config, store, seed, store.info), config, samples, seed
+        catalogue.base(method),
+        store,
+        fresh(method, config, store, seed, store.info),
+        config,
+        samples,
+        seed,
     )
-    if isinstance(made.drafter, DraftVocabulary) and columns_of(made.drafter) is not None:
-        reader = Epoch(store, (), keys=made.keys, token_budget=config.training.batch_tokens)
+    if (
+        isinstance(made.drafter, DraftVocabulary)
+        and columns_of(made.drafter) is not None
+    ):
+        reader = Epoch(
+            store, (), keys=made.keys, token_budget=config.training.batch_tokens
+        )
         made.drafter.choose_vocabulary(occurrences(reader, store.info.vocab_size))
     return made

@@ -28,8 +28,12 @@ class Backend(ABC):
 
     url: str
     is_local: bool
-    _ahead: float | None = None  # the clock that stamps files, against the monotonic one of this process
-    exclusive = True  # whether of several that create a file at once, one alone is told so
+    _ahead: float | None = (
+        None  # the clock that stamps files, against the monotonic one of this process
+    )
+    exclusive = (
+        True  # whether of several that create a file at once, one alone is told so
+    )
 
     @abstractmethod
     def within(self, folder: str) -> "Backend":
@@ -64,7 +68,9 @@ class Backend(ABC):
                     out.write(block)
 
     @abstractmethod
-    def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
+    def readinto(
+        self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]
+    ) -> None:
         """Read bytes from `start` on into all of `out` (uint8), calling `on_part` with each part read."""
 
     def prefetch(self, name: str, start: int, length: int) -> None:
@@ -106,12 +112,16 @@ class Backend(ABC):
     def size(self, name: str) -> int | None:
         """Bytes of one file, or None when it is missing."""
 
-    def map(self, function: Callable[[T], U], items: Iterable[T], most: int = REQUESTS) -> Iterator[U]:
+    def map(
+        self, function: Callable[[T], U], items: Iterable[T], most: int = REQUESTS
+    ) -> Iterator[U]:
         """Apply a function to each item: up to `most` calls at once where each is a request.
 
         Results come in order, and no call begins long before its result is wanted, or after an error.
         """
-        return map(function, items) if self.is_local else in_flight(function, items, most)
+        return (
+            map(function, items) if self.is_local else in_flight(function, items, most)
+        )
 
     def links(self, folder: str = "") -> list[str]:
         """The symbolic links below a folder, or the folder if it is one: names relative to the root."""
@@ -206,4 +216,6 @@ def writing(backend: "Backend") -> Iterator[None]:
         yield
     except OSError as error:
         what = f"cannot write to {backend.url}: {error.strerror or error}"
-        raise StoreError(f"{what}. No partial data was committed: fix the cause and run again") from error
+        raise StoreError(
+            f"{what}. No partial data was committed: fix the cause and run again"
+        ) from error

@@ -31,8 +31,13 @@ from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import CHUNK_FILE
 
 GRAIN = 4096  # a file system gives room in blocks
-FREED = 0.1  # share that is freed at once: to choose what goes, the whole folder is listed
-STALE, DEAD = 7 * 24 * 3600.0, 60.0  # seconds without use, of a file and of an unfinished one
+FREED = (
+    0.1  # share that is freed at once: to choose what goes, the whole folder is listed
+)
+STALE, DEAD = (
+    7 * 24 * 3600.0,
+    60.0,
+)  # seconds without use, of a file and of an unfinished one
 USED, RANGE = "used", re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{8})?")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(i?)B", re.IGNORECASE)
 log = logging.getLogger("vlmdistill.stores")
@@ -45,7 +50,9 @@ class Cache:
         self.folder, self.limit = folder, limit
         self.hits = self.misses = 0  # bytes
         self._failed = False
-        self._highest = "g"  # the name above which the last removal left nothing; "g" is above all
+        self._highest = (
+            "g"  # the name above which the last removal left nothing; "g" is above all
+        )
         folder.mkdir(parents=True, exist_ok=True)
         with self._locked() as counter:
             self._reserve(counter, 0)
@@ -56,13 +63,20 @@ class Cache:
         folder, _, size = text.rpartition(":")
         found = SIZE.fullmatch(size.strip())
         if not folder or not found:
-            raise StoreError(f"a cache of '{text}': give a folder and a size, such as /scratch/cache:500GB")
+            raise StoreError(
+                f"a cache of '{text}': give a folder and a size, such as /scratch/cache:500GB"
+            )
         number, unit, binary = found.groups()
         power = " KMGT".index(unit.upper() or " ")
         try:
-            return cls(Path(folder).expanduser(), int(float(number) * (1024 if binary else 1000) ** power))
+            return cls(
+                Path(folder).expanduser(),
+                int(float(number) * (1024 if binary else 1000) ** power),
+            )
         except OSError as error:
-            raise StoreError(f"a cache in {folder}: {error.strerror or error}: give another folder") from None
+            raise StoreError(
+                f"a cache in {folder}: {error.strerror or error}: give another folder"
+            ) from None
 
     def get(self, name: str, length: int) -> bytes | None:
         """The bytes that were kept under a name, if there are so many."""
@@ -82,7 +96,9 @@ class Cache:
         try:
             with self._locked() as counter:
                 if not self._reserve(counter, _taken(len(data))):
-                    raise OSError(errno.ENOSPC, "files in it cannot be removed, and leave no room")
+                    raise OSError(
+                        errno.ENOSPC, "files in it cannot be removed, and leave no room"
+                    )
                 with unfinished.open("xb") as file:
                     file.truncate(len(data))  # counted in full from now on
             with unfinished.open("r+b") as file:
@@ -94,7 +110,11 @@ class Cache:
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             if not self._failed:
-                log.warning("the cache %s is not written to: %s", self.folder, error.strerror or error)
+                log.warning(
+                    "the cache %s is not written to: %s",
+                    self.folder,
+                    error.strerror or error,
+                )
             self._failed = True
 
     def drop(self, name: str) -> bool:
@@ -127,7 +147,9 @@ class Cache:
                     used -= size
                     dropped.add(name)
             if any(name in dropped for idle, name, _ in found if not idle):
-                left = (name for idle, name, _ in found if not idle and name not in dropped)
+                left = (
+                    name for idle, name, _ in found if not idle and name not in dropped
+                )
                 self._highest = max(left, default="g")
         fits = used + more <= limit
         os.pwrite(counter, f"{used + more * fits:<31}\n".encode(), 0)
@@ -143,7 +165,9 @@ class Cache:
         found, now = [], time.time()
         for entry in os.scandir(self.folder):
             if RANGE.fullmatch(entry.name):
-                with contextlib.suppress(FileNotFoundError):  # another process has dropped it
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # another process has dropped it
                     info = entry.stat()
                     idle = now - info.st_mtime > (DEAD if "." in entry.name else STALE)
                     found.append((idle, entry.name, _taken(info.st_size)))
@@ -172,7 +196,9 @@ class Cached(Remote):
         with self._lock:
             key = _key(name, start, length)
             if length and key not in self._coming:
-                self._coming[key] = self._pool.submit(self._load, key, name, start, length)
+                self._coming[key] = self._pool.submit(
+                    self._load, key, name, start, length
+                )
 
     def forget(self, name: str, start: int, length: int) -> bool:
         """Remove a range from the cache; whether it was there."""

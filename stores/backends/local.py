@@ -50,14 +50,18 @@ def ensure(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path, *, alone: bool = False, private: bool = False) -> Iterator[Path]:
+def atomic_write(
+    path: Path, *, alone: bool = False, private: bool = False
+) -> Iterator[Path]:
     """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end.
 
     Where no other process writes this file, `alone` takes the place of what a killed one has left. A
     `private` file is for this user only, from the beginning on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}" if alone else f".{path.name}.{secrets.token_hex(4)}.tmp")
+    aside = path.with_name(
+        f".{path.name}" if alone else f".{path.name}.{secrets.token_hex(4)}.tmp"
+    )
     try:
         if private:
             os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -84,7 +88,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     After an error or an interruption, the earlier folder is kept.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
+    new, old = (
+        folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}")
+        for end in ("tmp", "old")
+    )
     new.mkdir()
     try:
         with naming(folder):
@@ -137,13 +144,21 @@ class Local(Backend):
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
         with open(open_regular(f"{self.url}/{name}"), "rb") as file:
-            return file.read(-1 if most is None else min(most, os.fstat(file.fileno()).st_size + 1))
+            return file.read(
+                -1 if most is None else min(most, os.fstat(file.fileno()).st_size + 1)
+            )
 
     def read_range(self, name: str, start: int, length: int) -> Array:
         """Mapped, so that memory use follows what the caller keeps."""
-        return self._open(name).read_range(start, length) if length else np.empty(0, np.uint8)
+        return (
+            self._open(name).read_range(start, length)
+            if length
+            else np.empty(0, np.uint8)
+        )
 
-    def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
+    def readinto(
+        self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]
+    ) -> None:
         """Part by part."""
         if len(out):
             self._open(name).readinto(start, out, on_part)
@@ -183,10 +198,14 @@ class Local(Backend):
         for folder in folders:
             path /= folder
             if path.is_symlink():
-                raise StoreError(f"{path} is a symbolic link, which may lead elsewhere: use a folder")
+                raise StoreError(
+                    f"{path} is a symbolic link, which may lead elsewhere: use a folder"
+                )
         return path / leaf
 
-    def _write(self, name: str, data: bytes | Path, into: Callable[[Path, Path], bool]) -> bool:
+    def _write(
+        self, name: str, data: bytes | Path, into: Callable[[Path, Path], bool]
+    ) -> bool:
         path = self._own(name)
         ensure(path.parent)
         folder = self.workspace()
@@ -230,7 +249,9 @@ class Local(Backend):
     def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
         base = f"{self.url}/{folder}" if folder else self.url
         for entry in _entries(base):
-            with contextlib.suppress(FileNotFoundError):  # another process removed it while we walked
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another process removed it while we walked
                 if not entry.is_dir():
                     yield entry.path[len(base) + 1 :], entry.stat()
 
@@ -260,7 +281,9 @@ class Local(Backend):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(path, removed)
         while removed.exists():
-            with contextlib.suppress(FileNotFoundError):  # another `store gc` empties it, too
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another `store gc` empties it, too
                 shutil.rmtree(removed)
 
     def links(self, folder: str = "") -> list[str]:
@@ -268,7 +291,11 @@ class Local(Backend):
         base = os.path.join(self.root, folder)
         if folder and os.path.islink(base):
             return [folder]
-        return sorted(os.path.relpath(entry, self.root) for entry in _entries(base) if entry.is_symlink())
+        return sorted(
+            os.path.relpath(entry, self.root)
+            for entry in _entries(base)
+            if entry.is_symlink()
+        )
 
     def seconds_idle(self, name: str) -> float:
         """By modification times."""
@@ -321,7 +348,9 @@ class Local(Backend):
             finally:
                 self.release(work)
             sync(there.parent)
-            self._open = open_files(self.root)  # an open file may be the one just replaced
+            self._open = open_files(
+                self.root
+            )  # an open file may be the one just replaced
 
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder if it is still there, then release its lock."""
@@ -333,7 +362,9 @@ class Local(Backend):
     def try_lock(self, name: str) -> Iterator[bool]:
         """Lock a folder or file; false when a live process has locked it, also under an earlier name."""
         handle = None
-        if not (self.root / name).is_symlink():  # no writer makes a link: its target is not ours to lock
+        if not (
+            self.root / name
+        ).is_symlink():  # no writer makes a link: its target is not ours to lock
             try:
                 handle = lock(self.root / name)
             except (FileNotFoundError, BlockingIOError):

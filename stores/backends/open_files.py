@@ -15,7 +15,9 @@ from vlmdistill.stores.schema import Array
 
 OPEN_FILES = 128
 MAPPED_BYTES = 1 << 16  # below this a read is cheaper than a memory map
-CACHED_BYTES = 1 << 18  # read and checked in parts of this size: two fit into a core's own cache
+CACHED_BYTES = (
+    1 << 18
+)  # read and checked in parts of this size: two fit into a core's own cache
 SEEK_BYTES = 1 << 18  # what a disk reads in the time of one seek
 
 
@@ -33,7 +35,9 @@ class OpenFile:
             data = np.empty(length, np.uint8)
             self.readinto(start, data, lambda _: None)
             return data
-        if os.fstat(self._number).st_size < start + length:  # touching a map past the end kills the process
+        if (
+            os.fstat(self._number).st_size < start + length
+        ):  # touching a map past the end kills the process
             raise truncated(str(self._path))
         skip = start % mmap.ALLOCATIONGRANULARITY
         # Private and writable: torch takes it without a copy, and writes never reach the file.
@@ -46,7 +50,9 @@ class OpenFile:
         )
         return np.frombuffer(mapped, np.uint8, length, skip)
 
-    def readinto(self, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
+    def readinto(
+        self, start: int, out: Array, on_part: Callable[[memoryview], None]
+    ) -> None:
         """Read in parts that are still in the processor's cache when `on_part` is called with them."""
         for at in range(0, len(out), CACHED_BYTES):
             part = out.data[at : at + CACHED_BYTES]

@@ -33,10 +33,16 @@ def open_backend(path: str | Path | Backend, cache: str | None = None) -> Backen
     if protocol in PROTOCOLS:
         return Cached(text, Cache.of(cache)) if cache else Remote(text)
     if cache:
-        raise StoreError(f"{text} is local and needs no cache of {cache}: leave --cache out")
+        raise StoreError(
+            f"{text} is local and needs no cache of {cache}: leave --cache out"
+        )
     if protocol:
         url = urlsplit(text)
         if url.netloc not in ("", "localhost", "~"):
-            raise StoreError(f"{text} names another machine, '{url.netloc}': write file:///absolute/path")
-        text = os.path.expanduser(url.netloc.removeprefix("localhost") + url2pathname(url.path))
+            raise StoreError(
+                f"{text} names another machine, '{url.netloc}': write file:///absolute/path"
+            )
+        text = os.path.expanduser(
+            url.netloc.removeprefix("localhost") + url2pathname(url.path)
+        )
     return Local(Path(text))

@@ -43,7 +43,9 @@ class Remote(Backend):
         self.url = url.rstrip("/")
         try:
             # A cached listing would hide what other writers commit.
-            self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **_options(self.url))
+            self._fs, root = fsspec.core.url_to_fs(
+                self.url, use_listings_cache=False, **_options(self.url)
+            )
         except OSError:
             raise
         except Exception as error:  # the package of the protocol is not installed
@@ -72,11 +74,15 @@ class Remote(Backend):
             self._fs.invalidate_cache()
             yield
         except OSError as error:
-            if error.errno is not None:  # without a number, a file name would hide the message
+            if (
+                error.errno is not None
+            ):  # without a number, a file name would hide the message
                 error.filename = error.filename or where
             raise
         except Exception as error:
-            raise ConnectionError(f"{where}: {type(error).__name__}: {error}") from error
+            raise ConnectionError(
+                f"{where}: {type(error).__name__}: {error}"
+            ) from error
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
@@ -86,7 +92,9 @@ class Remote(Backend):
         """One ranged request; writable, so that torch takes it without a copy."""
         return np.frombuffer(bytearray(self._get_range(name, start, length)), np.uint8)
 
-    def readinto(self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]) -> None:
+    def readinto(
+        self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]
+    ) -> None:
         """One ranged request, copied."""
         out[:] = np.frombuffer(self._get_range(name, start, len(out)), np.uint8)
         on_part(out.data)
@@ -101,9 +109,13 @@ class Remote(Backend):
             if error.errno != errno.EINVAL or (self.size(name) or 0) >= start + length:
                 raise
             data = b""
-        if len(data) > length:  # plain web servers ignore the range and send the whole file
+        if (
+            len(data) > length
+        ):  # plain web servers ignore the range and send the whole file
             if len(data) > BLOCK:  # of which each block would fetch all of it
-                raise StoreError(f"{self.url}: this server ignores ranges, and sends all of a large file")
+                raise StoreError(
+                    f"{self.url}: this server ignores ranges, and sends all of a large file"
+                )
             data = data[start : start + length]
         if len(data) != length:
             raise truncated(f"{self.url}/{name}")
@@ -126,12 +138,18 @@ class Remote(Backend):
                 except (OSError, NotImplementedError, ValueError, TypeError) as error:
                     number = error.errno if isinstance(error, OSError) else errno.ENOSYS
                     unknown = number == errno.ENOSYS
-                    if self._fs.exists(path):  # some stores only say that the request is not valid
-                        return not unknown and bool(self._fs.cat_file(path) == data)  # its reply was lost
+                    if self._fs.exists(
+                        path
+                    ):  # some stores only say that the request is not valid
+                        return not unknown and bool(
+                            self._fs.cat_file(path) == data
+                        )  # its reply was lost
                     if unknown:  # a PUT without a condition
                         self.exclusive = False
                         break
-                    if number != errno.EIO or not left:  # else a conflict with another PUT, perhaps
+                    if (
+                        number != errno.EIO or not left
+                    ):  # else a conflict with another PUT, perhaps
                         raise
             self._fs.pipe_file(path, data)
         return True
@@ -148,7 +166,11 @@ class Remote(Backend):
         """PUT the files that are missing or differ; at least one, so that the shard is fresh for gc."""
         there = self.list_files(name)
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        wanted = [file for file in files if not self._has(name, file.relative_to(folder), file, there)]
+        wanted = [
+            file
+            for file in files
+            if not self._has(name, file.relative_to(folder), file, there)
+        ]
         for file in wanted or [min(files, key=lambda file: file.stat().st_size)]:
             target = f"{name}/{file.relative_to(folder).as_posix()}"
             check_wanted()
@@ -157,7 +179,11 @@ class Remote(Backend):
 
     def _put(self, file: Path, name: str) -> None:
         """A PUT of a file; one of S3 in blocks, of which few are in memory at once."""
-        few = {"chunksize": BLOCK, "max_concurrency": 2} if "s3" in self._fs.protocol else {}
+        few = (
+            {"chunksize": BLOCK, "max_concurrency": 2}
+            if "s3" in self._fs.protocol
+            else {}
+        )
         self._fs.put_file(str(file), self._path(name), **few)
 
     def _has(self, name: str, leaf: Path, file: Path, there: dict[str, int]) -> bool:
@@ -171,20 +197,34 @@ class Remote(Backend):
             with file.open("rb") as mine:
                 blocks = self.blocks(name, 0, file.stat().st_size)
                 return all(mine.read(len(block)) == block for block in blocks)
-        except (FileNotFoundError, StoreError):  # removed or truncated since it was listed
+        except (
+            FileNotFoundError,
+            StoreError,
+        ):  # removed or truncated since it was listed
             return False
 
-    def map(self, function: Callable[[T], U], items: Iterable[T], most: int = REQUESTS) -> Iterator[U]:
+    def map(
+        self, function: Callable[[T], U], items: Iterable[T], most: int = REQUESTS
+    ) -> Iterator[U]:
         """In turn in memory, where a listing fails while others write."""
-        return super().map(function, items, 1 if self._fs.protocol == "memory" else most)
+        return super().map(
+            function, items, 1 if self._fs.protocol == "memory" else most
+        )
 
     def list_files(self, folder: str) -> dict[str, int]:
         """Every file below a folder: name relative to the folder -> bytes."""
         base = self._path(folder)
-        found = {path.removeprefix(base).lstrip("/"): info for path, info in self._find(folder).items()}
+        found = {
+            path.removeprefix(base).lstrip("/"): info
+            for path, info in self._find(folder).items()
+        }
         sizes = {self._unquoted(name): info["size"] for name, info in found.items()}
-        unknown = [name for name, size in sizes.items() if size is None]  # web servers list names alone
-        found_sizes = self.map(lambda name: self.size(f"{folder}/{name}".lstrip("/")), unknown)
+        unknown = [
+            name for name, size in sizes.items() if size is None
+        ]  # web servers list names alone
+        found_sizes = self.map(
+            lambda name: self.size(f"{folder}/{name}".lstrip("/")), unknown
+        )
         sizes |= zip(unknown, found_sizes, strict=True)
         return {name: int(size) for name, size in sizes.items() if size is not None}
 
@@ -196,13 +236,21 @@ class Remote(Backend):
             with self._request(folder):
                 found = self._fs.find(self._path(folder), detail=True)
                 # For a path that is itself a file, some implementations return no details.
-                found = {path: info or self._fs.info(path) for path, info in found.items()}
+                found = {
+                    path: info or self._fs.info(path) for path, info in found.items()
+                }
         except FileNotFoundError:
             found = {}
         files = {path: info for path, info in found.items() if info["type"] == "file"}
-        if self._is_web:  # whose pages also hold links that sort the listing, and may be no listing
+        if (
+            self._is_web
+        ):  # whose pages also hold links that sort the listing, and may be no listing
             base = self._path(folder)
-            files = {path: files[path] for path in files if "?" not in path and path.rstrip("/") != base}
+            files = {
+                path: files[path]
+                for path in files
+                if "?" not in path and path.rstrip("/") != base
+            }
             if not files:
                 self._require_listings()
         return files
@@ -225,7 +273,8 @@ class Remote(Backend):
         """What changes with the content of a file: of one, or of all below a folder, by full name."""
         base = f"{self._root}/".lstrip("/")
         return {
-            path.lstrip("/").removeprefix(base): _version(info) for path, info in self._find(name).items()
+            path.lstrip("/").removeprefix(base): _version(info)
+            for path, info in self._find(name).items()
         }
 
     def list_names(self, folder: str) -> list[str]:
@@ -252,12 +301,17 @@ class Remote(Backend):
             hidden = not any(name.endswith(f"/{STORE}") for name in names)
             hidden = hidden and self._fs.exists(self._path(STORE))
         if hidden:
-            raise StoreError(f"{self.url}: this server does not list folders, so what it holds is unknown")
+            raise StoreError(
+                f"{self.url}: this server does not list folders, so what it holds is unknown"
+            )
 
     def remove(self, name: str) -> None:
         """DELETE a file or everything below a folder."""
         for path in self._find(name) or [self._path(name)]:
-            with contextlib.suppress(FileNotFoundError), self._request(name, write=True):
+            with (
+                contextlib.suppress(FileNotFoundError),
+                self._request(name, write=True),
+            ):
                 self._fs.rm_file(path)
 
     def seconds_idle(self, name: str) -> float:
@@ -283,7 +337,9 @@ class Remote(Backend):
         remove_unsent()
         while True:
             folder = Path(tempfile.mkdtemp(prefix=UNSENT))
-            if self._locks.take(folder) and folder.exists():  # else another process has just removed it
+            if (
+                self._locks.take(folder) and folder.exists()
+            ):  # else another process has just removed it
                 return folder
 
     def release(self, folder: Path, keep: bool = False) -> None:
@@ -311,10 +367,17 @@ def _options(url: str) -> dict[str, Any]:
 
 
 def _version(info: dict[str, Any]) -> str:
-    return str(info.get("ETag") or info.get("etag") or f"{info['size']} {_modified(info)}")
+    return str(
+        info.get("ETag") or info.get("etag") or f"{info['size']} {_modified(info)}"
+    )
 
 
 def _modified(info: dict[str, Any]) -> float:
-    when = info.get("LastModified") or info.get("last_modified") or info.get("mtime") or info.get("created")
+    when = (
+        info.get("LastModified")
+        or info.get("last_modified")
+        or info.get("mtime")
+        or info.get("created")
+    )
     when = datetime.fromisoformat(when) if isinstance(when, str) else when
     return float(when.timestamp() if isinstance(when, datetime) else when or 0)

@@ -9,7 +9,11 @@ from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import ANNEXES, StoreRecord
 from vlmdistill.stores.schema import content_hash
 
-SAME = ("key", f"{XXH3}{TOKENS.name}", "visual_tokens")  # equal in a sample and in what an annex adds to it
+SAME = (
+    "key",
+    f"{XXH3}{TOKENS.name}",
+    "visual_tokens",
+)  # equal in a sample and in what an annex adds to it
 
 
 def annex_folder(names: Collection[str]) -> str:
@@ -26,4 +30,8 @@ def no_annex(store: StoreRecord, annex: StoreRecord, where: str) -> str | None:
         return f"the store has {', '.join(sorted(shared))} itself"
     if difference := mine.mismatch(replace(theirs, features=mine.features)):
         return f"it is of another origin ({difference})"
-    return None if (store.info, store.head) == (annex.info, annex.head) else "it is of another target"
+    return (
+        None
+        if (store.info, store.head) == (annex.info, annex.head)
+        else "it is of another target"
+    )

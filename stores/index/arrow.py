@@ -46,7 +46,9 @@ def to_arrow(table: pa.Table) -> bytes:
     _require_plain(table.schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table.unify_dictionaries().combine_chunks())  # a file has one dictionary a column
+        writer.write_table(
+            table.unify_dictionaries().combine_chunks()
+        )  # a file has one dictionary a column
     return bytes(sink.getvalue())
 
 
@@ -58,12 +60,22 @@ def write_arrow(path: Path, frame: "pl.DataFrame") -> Entry:
     import polars as pl
 
     kinds = frame.schema.dtypes()
-    whole = any(kind in (pl.Categorical, pl.Enum) for kind in kinds)  # a file has one dictionary a column
+    whole = any(
+        kind in (pl.Categorical, pl.Enum) for kind in kinds
+    )  # a file has one dictionary a column
     parts = frame.iter_slices(max(1, len(frame)) if whole else BATCH_ROWS)
-    schema = _require_plain(frame.clear().to_arrow(compat_level=pl.CompatLevel.oldest()).schema)
-    with naming(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+    schema = _require_plain(
+        frame.clear().to_arrow(compat_level=pl.CompatLevel.oldest()).schema
+    )
+    with (
+        naming(path),
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_file(file, schema) as writer,
+    ):
         for part in parts:
-            writer.write_table(part.to_arrow(compat_level=pl.CompatLevel.oldest()).combine_chunks())
+            writer.write_table(
+                part.to_arrow(compat_level=pl.CompatLevel.oldest()).combine_chunks()
+            )
     state = blake3.blake3()
     with path.open("rb") as written:
         while data := written.read(BLOCK):
@@ -77,7 +89,11 @@ def read_arrow(backend: Backend, name: str, entry: Entry) -> pa.Table:
     try:
         size = entry[0]
         small = size < SMALL_BYTES  # nothing is kept open for one
-        data = memoryview(backend.read(name, size)) if small else backend.read_range(name, 0, size).data
+        data = (
+            memoryview(backend.read(name, size))
+            if small
+            else backend.read_range(name, 0, size).data
+        )
         if digest(data) != entry[1]:
             raise damaged(where)
         return _read(data)
@@ -109,7 +125,9 @@ def _read(data: memoryview) -> pa.Table:
     reader = pa.ipc.open_file(pa.py_buffer(data))
     hollow = plain(reader.schema)
     if len(blocks) * len(reader.schema) > MOST_ARRAYS:
-        raise ValueError(f"it has {len(blocks)} record batches of {len(reader.schema)} columns")
+        raise ValueError(
+            f"it has {len(blocks)} record batches of {len(reader.schema)} columns"
+        )
     table = reader.read_all()
     table.validate(full=True)
     if sum(_nulls(part) for name in hollow for part in table[name].chunks) > len(data):
@@ -136,9 +154,13 @@ def _plain(serialized: bytes) -> tuple[str, ...]:
         raise ValueError("it has no text column 'key'")
     for field in schema:
         if not _is_plain(field.type):
-            raise ValueError(f"its column {field.name[:200]!r} is {str(field.type)[:200]}")
+            raise ValueError(
+                f"its column {field.name[:200]!r} is {str(field.type)[:200]}"
+            )
     return tuple(
-        field.name for field in schema if pa.types.is_nested(field.type) and "null" in str(field.type)
+        field.name
+        for field in schema
+        if pa.types.is_nested(field.type) and "null" in str(field.type)
     )
 
 
@@ -197,7 +219,9 @@ def _buffers(data: memoryview, block: int) -> int:
         raise ValueError("it is compressed")
     at = _member(data, header, 2)
     at += _int(data, at) if at else 0
-    lengths = np.frombuffer(data, "<i8", 2 * _int(data, at) if at else 0, at + 4 if at else 0)[1::2]
+    lengths = np.frombuffer(
+        data, "<i8", 2 * _int(data, at) if at else 0, at + 4 if at else 0
+    )[1::2]
     if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= len(data):
         raise ValueError("it has a buffer larger than itself")
     return int(lengths.sum())

@@ -29,7 +29,15 @@ from vlmdistill.stores.index.tables import (
     write_table,
 )
 from vlmdistill.stores.layout import Layout
-from vlmdistill.stores.manifest import INDEX, SHARDS, CacheRecord, Commit, commit_name, damaged, read_record
+from vlmdistill.stores.manifest import (
+    INDEX,
+    SHARDS,
+    CacheRecord,
+    Commit,
+    commit_name,
+    damaged,
+    read_record,
+)
 from vlmdistill.stores.manifest import units as committed
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import SCHEMA_VERSION
@@ -66,9 +74,13 @@ class Shards:
         self._arrays = tuple(spec.name for spec in layout.arrays)
         self._commits: dict[str, Commit] = {}
         self._looked = False
-        self._kinds: dict[str, tuple[pa.DataType, str]] = {}  # meta column -> type, in which unit
+        self._kinds: dict[
+            str, tuple[pa.DataType, str]
+        ] = {}  # meta column -> type, in which unit
         self._schemas = set[bytes]()  # those that were learned
-        self._known: tuple[Mapping[str, str], pl.DataFrame] | None = None  # the shards of units; their index
+        self._known: tuple[Mapping[str, str], pl.DataFrame] | None = (
+            None  # the shards of units; their index
+        )
 
     def commit(self, unit: str) -> Commit:
         """The record of a unit; StoreError when it is damaged."""
@@ -88,7 +100,9 @@ class Shards:
             schema = bytes(table.schema.serialize())
             check_columns(schema, self._arrays, record.meta, tuple(record.losses))
             if len(table) != record.rows["sample"]:
-                raise ValueError(f"it has {len(table)} samples, not {record.rows['sample']}")
+                raise ValueError(
+                    f"it has {len(table)} samples, not {record.rows['sample']}"
+                )
         except ValueError as error:
             raise damaged(f"{self._backend.url}/{name}", str(error)) from error
         if schema not in self._schemas:
@@ -104,7 +118,9 @@ class Shards:
         """
         if not self._kinds and not self._looked:
             self._looked = True
-            with contextlib.suppress(StoreError, OSError):  # another's damage is not this unit's
+            with contextlib.suppress(
+                StoreError, OSError
+            ):  # another's damage is not this unit's
                 for first in committed(self._backend)[:1]:
                     self.table(first)
         for field in schema:
@@ -126,7 +142,12 @@ class Shards:
         known, frame = self._covered(units)
         keys = set[str]() if frame is None else set(frame["key"])
         fresh = [unit for unit in units if unit not in known]
-        return keys.union(*(table["key"].to_pylist() for table in self._backend.map(self.table, fresh)))
+        return keys.union(
+            *(
+                table["key"].to_pylist()
+                for table in self._backend.map(self.table, fresh)
+            )
+        )
 
     def merged(self, units: Sequence[str], report: Progress = silent) -> "pl.DataFrame":
         """The index of these units, all there are; kept in the cache when that is worth it."""
@@ -150,10 +171,16 @@ class Shards:
         import polars as pl
 
         alike: dict[bytes, list[tuple[str, pa.Table]]] = {}
-        for unit, table in zip(units, self._backend.map(self.table, units), strict=True):
+        for unit, table in zip(
+            units, self._backend.map(self.table, units), strict=True
+        ):
             alike.setdefault(bytes(table.schema.serialize()), []).append((unit, table))
         for found in alike.values():
-            table = pa.concat_tables([table for _, table in found]).unify_dictionaries().combine_chunks()
+            table = (
+                pa.concat_tables([table for _, table in found])
+                .unify_dictionaries()
+                .combine_chunks()
+            )
             at = np.repeat(np.arange(len(found)), [len(table) for _, table in found])
             names = [(unit, self.commit(unit).shard) for unit, _ in found]
             columns = (
@@ -162,12 +189,16 @@ class Shards:
             )
             yield frame_of(table).with_columns(*columns)
 
-    def _covered(self, units: Sequence[str]) -> "tuple[Mapping[str, str], pl.DataFrame | None]":
+    def _covered(
+        self, units: Sequence[str]
+    ) -> "tuple[Mapping[str, str], pl.DataFrame | None]":
         """The shards of the units that are known or cached, and their index."""
         if self._known is None:
             try:
                 record, table = read_table(self._backend, CacheRecord, "index")
-                check_columns(bytes(table.schema.serialize()), self._arrays, added=ADDED)
+                check_columns(
+                    bytes(table.schema.serialize()), self._arrays, added=ADDED
+                )
                 if not self._current(record.shards):
                     return {}, None
                 self._known = record.shards, frame_of(table)
@@ -192,12 +223,19 @@ class Shards:
 
     def _keep(self, shards: Mapping[str, str], merged: "pl.DataFrame") -> None:
         try:
-            write_table(self._backend, CacheRecord(schema=SCHEMA_VERSION, shards=shards), merged)
-        except (StoreError, pa.ArrowInvalid) as error:  # cannot be written to, or numbers of 128 bits
+            write_table(
+                self._backend, CacheRecord(schema=SCHEMA_VERSION, shards=shards), merged
+            )
+        except (
+            StoreError,
+            pa.ArrowInvalid,
+        ) as error:  # cannot be written to, or numbers of 128 bits
             log.debug("the index is not cached: %s", error)
 
 
 def _differ(kind: pa.DataType, other: pa.DataType) -> bool:
     """Whether values of two types make no one column, as `merge_index` has it."""
-    frames = [frame_of(pa.schema({"column": one}).empty_table()) for one in (kind, other)]
+    frames = [
+        frame_of(pa.schema({"column": one}).empty_table()) for one in (kind, other)
+    ]
     return unlike(frame.schema for frame in frames) is not None

@@ -24,29 +24,46 @@ Line = Mapping[str, Any]  # a row of the index
 class ShardRows:
     """The arrays of all shards of a store."""
 
-    def __init__(self, backend: Backend, layout: Layout, commit: Callable[[str], Commit]) -> None:
+    def __init__(
+        self, backend: Backend, layout: Layout, commit: Callable[[str], Commit]
+    ) -> None:
         self.url = backend.url
         self._backend, self._layout, self._commit = backend, layout, commit
 
     def span(self, kind: Rows, row: Line) -> range:
         """The rows of one kind that a sample has, as the index says."""
-        start, count, total = row[f"{kind}_row"], rows_of(kind, row), self._commit(row["unit"]).rows[kind]
+        start, count, total = (
+            row[f"{kind}_row"],
+            rows_of(kind, row),
+            self._commit(row["unit"]).rows[kind],
+        )
         if start + count > total:  # neither is negative, see `check_values`
             where = f"{self._backend.url}: the index of sample {row['key']}"
-            raise damaged(where, f"it names {kind} rows up to {start + count}, and there are {total}")
+            raise damaged(
+                where,
+                f"it names {kind} rows up to {start + count}, and there are {total}",
+            )
         return range(start, start + count)
 
     def read(self, spec: ArraySpec, row: Line, out: Array | None = None) -> Array:
         """The rows of one array, as stored, in `out` if given."""
-        backend, shard, span = self._backend, self._commit(row["unit"]).named, self.span(spec.rows, row)
+        backend, shard, span = (
+            self._backend,
+            self._commit(row["unit"]).named,
+            self.span(spec.rows, row),
+        )
         try:
             rows, checksum = read_rows(backend, shard, spec, span, out)
-            if checksum != row[XXH3 + spec.name] and backend.forget(*byte_range(shard, spec, span)):
+            if checksum != row[XXH3 + spec.name] and backend.forget(
+                *byte_range(shard, spec, span)
+            ):
                 rows, checksum = read_rows(backend, shard, spec, span, out)
         except FileNotFoundError as error:
             raise damaged(self._where(spec, row), "it is missing") from error
         except OSError as error:
-            raise StoreError(f"{self._where(spec, row)} cannot be read: {error}") from error
+            raise StoreError(
+                f"{self._where(spec, row)} cannot be read: {error}"
+            ) from error
         if checksum != row[XXH3 + spec.name]:
             raise damaged(self._where(spec, row))
         return rows
@@ -63,7 +80,9 @@ class ShardRows:
         specs = self._layout.parts[feature]
         if len(specs) == 1:
             return self.read(specs[0], row, out)
-        rows = dequantize(tuple(self.read(spec, row) for spec in specs), self._layout.dtype)
+        rows = dequantize(
+            tuple(self.read(spec, row) for spec in specs), self._layout.dtype
+        )
         if out is None:
             return rows
         out[:] = rows
@@ -74,14 +93,22 @@ class ShardRows:
         with contextlib.suppress(OSError):  # reading reports what is missing
             for spec in self._layout.parts[feature] if feature else (TOKENS,):
                 if span := self.span(spec.rows, row):
-                    self._backend.prefetch(*byte_range(self._commit(row["unit"]).named, spec, span))
+                    self._backend.prefetch(
+                        *byte_range(self._commit(row["unit"]).named, spec, span)
+                    )
 
-    def buffer(self, feature: Feature, rows: int, buffers: dict[Feature, Array]) -> Array:
+    def buffer(
+        self, feature: Feature, rows: int, buffers: dict[Feature, Array]
+    ) -> Array:
         """Room for the rows [rows, D] of a feature, in its buffer (uint8), replaced when too small."""
         size = rows * self._layout.width * np.dtype(self._layout.storage).itemsize
         if feature not in buffers or len(buffers[feature]) < size:
             buffers[feature] = np.empty(size + size // 4, np.uint8)
-        return buffers[feature][:size].view(self._layout.storage).reshape(rows, self._layout.width)
+        return (
+            buffers[feature][:size]
+            .view(self._layout.storage)
+            .reshape(rows, self._layout.width)
+        )
 
     def _where(self, spec: ArraySpec, row: Line) -> str:
         return f"{self._backend.url}/{self._commit(row['unit']).named}: {spec.name} of sample {row['key']}"
@@ -94,14 +121,20 @@ class SampleReader:
     """
 
     def __init__(
-        self, tokens: ShardRows, held: Callable[[Feature, Line], tuple[ShardRows, Line] | None]
+        self,
+        tokens: ShardRows,
+        held: Callable[[Feature, Line], tuple[ShardRows, Line] | None],
     ) -> None:
         self._tokens, self._held = tokens, held
 
-    def one(self, row: Line, features: Collection[Feature], meta: Collection[str]) -> Sample:
+    def one(
+        self, row: Line, features: Collection[Feature], meta: Collection[str]
+    ) -> Sample:
         """A sample with these features, and with the columns `meta` of its line."""
         self._prefetch(row, features)
-        ids_T, position_T, rope_T, response_T = np.ascontiguousarray(self._tokens.tokens(row).T)
+        ids_T, position_T, rope_T, response_T = np.ascontiguousarray(
+            self._tokens.tokens(row).T
+        )
         return Sample(
             key=row["key"],
             ids_T=ids_T,
@@ -118,24 +151,35 @@ class SampleReader:
         )
 
     def batch(
-        self, rows: Sequence[Line], features: Sequence[Feature], buffers: dict[Feature, Array]
+        self,
+        rows: Sequence[Line],
+        features: Sequence[Feature],
+        buffers: dict[Feature, Array],
     ) -> PackedSamples:
         """Several samples, one after the other; their features are in `buffers`, replaced when too small."""
-        ends = {where: [0, *np.cumsum([rows_of(where, row) for row in rows])] for where in KINDS}
+        ends = {
+            where: [0, *np.cumsum([rows_of(where, row) for row in rows])]
+            for where in KINDS
+        }
         for row in rows:
             for where in KINDS:
                 self._tokens.span(where, row)  # before memory is allocated for it
             self._prefetch(row, features)
         tokens_T4 = np.empty((ends["text"][-1], TOKENS.width), TOKENS.dtype)
         blocks = {
-            feature: self._tokens.buffer(feature, ends[feature.where][-1], buffers) for feature in features
+            feature: self._tokens.buffer(feature, ends[feature.where][-1], buffers)
+            for feature in features
         }
         spans = list[tuple[int, int, int]]()
         for at, row in enumerate(rows):
             self._tokens.tokens(row, tokens_T4[ends["text"][at] : ends["text"][at + 1]])
             spans += [(at, span["start"], span["length"]) for span in row["spans"]]
             for feature, block in blocks.items():
-                self._feature(feature, row, block[ends[feature.where][at] : ends[feature.where][at + 1]])
+                self._feature(
+                    feature,
+                    row,
+                    block[ends[feature.where][at] : ends[feature.where][at + 1]],
+                )
         return PackedSamples(
             keys=tuple(row["key"] for row in rows),
             text_tokens_B=np.diff(ends["text"]),
@@ -146,8 +190,12 @@ class SampleReader:
 
     def _feature(self, feature: Feature, row: Line, out: Array | None = None) -> Array:
         if (held := self._held(feature, row)) is None:
-            what = f"sample {row['key']} has no {feature.name} in {self._tokens.url} yet"
-            raise StoreError(f"{what}: run the `vlmdistill features` that adds it again")
+            what = (
+                f"sample {row['key']} has no {feature.name} in {self._tokens.url} yet"
+            )
+            raise StoreError(
+                f"{what}: run the `vlmdistill features` that adds it again"
+            )
         shards, line = held
         return shards.feature(feature, line, out)
 

@@ -86,7 +86,10 @@ def index_table(rows: Sequence[Mapping[str, Any]], arrays: Sequence[str]) -> pa.
 
 @retried()
 def write_table(
-    backend: Backend, record: TableRecord, frame: "pl.DataFrame", unchanged: Callable[[], bool] | None = None
+    backend: Backend,
+    record: TableRecord,
+    frame: "pl.DataFrame",
+    unchanged: Callable[[], bool] | None = None,
 ) -> bool:
     """Write a table to a file named by its content, and its record, completed with that name.
 
@@ -97,14 +100,18 @@ def write_table(
         folder = backend.workspace()
         try:
             entry = write_arrow(folder / "table", frame)
-            record = msgspec.structs.replace(record, file=record.file_of(entry), entry=entry)
+            record = msgspec.structs.replace(
+                record, file=record.file_of(entry), entry=entry
+            )
             # Even if it is there: it may be damaged, or old enough for gc.
             backend.replace(record.file, folder / "table")
             if unchanged and not unchanged():
                 return False
             backend.replace(name, seal(record))
             if not is_complete(backend, record):
-                raise RacedError(f"{backend.url}/{record.file} was removed while it was written: try again")
+                raise RacedError(
+                    f"{backend.url}/{record.file} was removed while it was written: try again"
+                )
             note(backend, name, record)
             return True
         finally:
@@ -128,10 +135,15 @@ def table_of(backend: Backend, record: TableRecord) -> pa.Table:
     if isinstance(record, ViewRecord):
         kinds = {field.name: _small(field.type) for field in table.schema}
         reason = kinds.get("reason", pa.bool_())
-        if len(kinds) > 2 or not (reason in (pa.string(), pa.null()) or pa.types.is_dictionary(reason)):
+        if len(kinds) > 2 or not (
+            reason in (pa.string(), pa.null()) or pa.types.is_dictionary(reason)
+        ):
             raise damaged(where, "the columns of a view are key and, as text, reason")
         if (len(table), table["reason"].null_count) != (record.rows, record.kept):
-            raise damaged(where, f"its record says that it keeps {record.kept} of {record.rows} samples")
+            raise damaged(
+                where,
+                f"its record says that it keeps {record.kept} of {record.rows} samples",
+            )
     return table
 
 
@@ -169,16 +181,24 @@ def check_columns(
     wanted |= {LOSS + name: pa.list_(pa.float64()) for name in losses}
     for name, kind in wanted.items():
         if kinds.get(name) != kind:
-            raise ValueError(f"its column {name} is {kinds.get(name, 'missing')}, not {kind}")
+            raise ValueError(
+                f"its column {name} is {kinds.get(name, 'missing')}, not {kind}"
+            )
     if meta is None:
         return
     for name in meta:
         if name not in kinds or reserved(name):
             raise ValueError(f"it has no column {name!r}, which its record names")
     named = {*wanted, *meta}
-    unnamed = [name for name in kinds if name not in named and (name.startswith(LOSS) or not reserved(name))]
+    unnamed = [
+        name
+        for name in kinds
+        if name not in named and (name.startswith(LOSS) or not reserved(name))
+    ]
     if unnamed:
-        raise ValueError(f"it has a column {unnamed[0]!r}, which its record does not name")
+        raise ValueError(
+            f"it has a column {unnamed[0]!r}, which its record does not name"
+        )
 
 
 def _small(kind: pa.DataType) -> pa.DataType:
@@ -188,7 +208,9 @@ def _small(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_large_string(kind) else kind
 
 
-def check_values(index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable[Commit]) -> None:
+def check_values(
+    index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable[Commit]
+) -> None:
     """StoreError when a sample lacks a value of the index, or has one that cannot be.
 
     Its rows must be there: of the units of these `commits`, whose records say how many there are.
@@ -197,11 +219,16 @@ def check_values(index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable
 
     of = {commit.unit: commit.rows for commit in commits}
     totals = pl.DataFrame(
-        {"unit": list(of), **{f"{kind}_rows": [rows[kind] for rows in of.values()] for kind in KINDS}},
+        {
+            "unit": list(of),
+            **{f"{kind}_rows": [rows[kind] for rows in of.values()] for kind in KINDS},
+        },
         {"unit": pl.String, **{f"{kind}_rows": pl.Int64 for kind in KINDS}},
     )
     names = [*CORE, *(XXH3 + array for array in arrays)]
-    lengths = pl.col("spans").list.eval(pl.element().struct.field("length").cast(pl.Int64))
+    lengths = pl.col("spans").list.eval(
+        pl.element().struct.field("length").cast(pl.Int64)
+    )
     counts = {
         "text": pl.col("text_tokens"),
         "visual": pl.col("visual_tokens"),
@@ -211,17 +238,34 @@ def check_values(index: "pl.DataFrame", arrays: Sequence[str], commits: Iterable
     wrong = pl.any_horizontal(
         *(pl.col(name).is_null() for name in names),
         *(pl.col(name) < 0 for name, kind in CORE.items() if pa.types.is_integer(kind)),
-        *(pl.col(kind + ROW) > pl.col(f"{kind}_rows") - count for kind, count in counts.items()),
+        *(
+            pl.col(kind + ROW) > pl.col(f"{kind}_rows") - count
+            for kind, count in counts.items()
+        ),
         lengths.list.sum() != pl.col("visual_tokens"),
         lengths.list.min() < 1,
     )
-    for part in index.iter_slices(BATCH_ROWS):  # a large one has not the memory for all at once
-        rows = part.select("unit", *names).join(totals, on="unit", how="left", maintain_order="left")
+    for part in index.iter_slices(
+        BATCH_ROWS
+    ):  # a large one has not the memory for all at once
+        rows = part.select("unit", *names).join(
+            totals, on="unit", how="left", maintain_order="left"
+        )
         odd, spans = rows.filter(wrong), part["spans"].rechunk().to_arrow().flatten()
-        if len(odd) or spans.null_count or any(spans.field(side).null_count for side in range(2)):
-            row = odd.row(0, named=True) if len(odd) else {"unit": "some unit", "key": "some key"}
+        if (
+            len(odd)
+            or spans.null_count
+            or any(spans.field(side).null_count for side in range(2))
+        ):
+            row = (
+                odd.row(0, named=True)
+                if len(odd)
+                else {"unit": "some unit", "key": "some key"}
+            )
             what = f"of sample {row['key']} in {row['unit']} a value is missing, or cannot be"
-            raise damaged("an index", f"{what}: it names rows or tokens that are not there")
+            raise damaged(
+                "an index", f"{what}: it names rows or tokens that are not there"
+            )
 
 
 def merge_index(frames: "list[pl.DataFrame]", arrays: Sequence[str]) -> "pl.DataFrame":
@@ -244,7 +288,9 @@ def merge_index(frames: "list[pl.DataFrame]", arrays: Sequence[str]) -> "pl.Data
             f"remove the record of one of them, such as commits/{units[1]}.json, and its copy in ledger/, "
             "run `store gc --grace 0` and write that unit again, with the type of the other"
         )
-    for name in pl.concat([frame.clear() for frame in frames], how="diagonal_relaxed").schema:
+    for name in pl.concat(
+        [frame.clear() for frame in frames], how="diagonal_relaxed"
+    ).schema:
         _warn_of_rounding(name, frames)
     merged = pl.concat(frames, how="diagonal_relaxed", rechunk=False)
     frames.clear()  # with two of them a large index would not fit
@@ -271,13 +317,17 @@ def _warn_of_rounding(name: str, frames: "Sequence[pl.DataFrame]") -> None:
     kinds = [frame.schema.get(name, pl.Null()) for frame in frames]
     if not any(kind.is_float() for kind in kinds):
         return
-    for frame in [frame for frame, kind in zip(frames, kinds, strict=True) if kind.is_integer()]:
+    for frame in [
+        frame for frame, kind in zip(frames, kinds, strict=True) if kind.is_integer()
+    ]:
         if len(odd := frame.filter(~pl.col(name).is_between(-WHOLE, WHOLE))):
             what = f"the meta column '{name}' has whole numbers beyond 2^53 in unit {odd['unit'][0]}"
             log.warning(f"{what}, and fractions in others: their last digits are lost")
 
 
-def unlike(schemas: "Iterable[Mapping[str, pl.DataType]]") -> tuple[str, int, int] | None:
+def unlike(
+    schemas: "Iterable[Mapping[str, pl.DataType]]",
+) -> tuple[str, int, int] | None:
     """The first column whose types do not go together, and which two of the schemas have them."""
     seen: dict[str, dict[pl.DataType, int]] = {}
     for at, schema in enumerate(schemas):
@@ -296,7 +346,11 @@ def _alike(kind: "pl.DataType", other: "pl.DataType") -> bool:
 
     if isinstance(kind, pl.List) and isinstance(other, pl.List):
         return kind == other or pl.Null in (kind.inner, other.inner)
-    return kind == other or pl.Null in (kind, other) or (kind.is_numeric() and other.is_numeric())
+    return (
+        kind == other
+        or pl.Null in (kind, other)
+        or (kind.is_numeric() and other.is_numeric())
+    )
 
 
 def _unit_with(frame: "pl.DataFrame", column: str) -> str:

@@ -41,7 +41,9 @@ class Removed:
     bytes: int
 
 
-def collect(store: Store, *, grace: float = GRACE, dry_run: bool = False) -> list[Removed]:
+def collect(
+    store: Store, *, grace: float = GRACE, dry_run: bool = False
+) -> list[Removed]:
     """Remove garbage untouched for `grace` seconds; returns what was removed, or would be on a `dry_run`.
 
     StoreError when a record is lost or damaged: what it names looks like garbage then, so nothing is
@@ -65,7 +67,9 @@ def collect_all(store: Store, *, dry_run: bool = False) -> list[Removed]:
     return removed
 
 
-def _collect(store: Store, grace: float, dry_run: bool) -> tuple[list[Removed], list[str]]:
+def _collect(
+    store: Store, grace: float, dry_run: bool
+) -> tuple[list[Removed], list[str]]:
     """The garbage of a store and of its annexes: what was removed, and what stays since it is held."""
     removed, held = _collect_one(store, grace, dry_run)
     for annex in store.annexes:
@@ -76,14 +80,22 @@ def _collect(store: Store, grace: float, dry_run: bool) -> tuple[list[Removed], 
     return removed, held
 
 
-def _collect_one(store: Store, grace: float, dry_run: bool) -> tuple[list[Removed], list[str]]:
+def _collect_one(
+    store: Store, grace: float, dry_run: bool
+) -> tuple[list[Removed], list[str]]:
     backend = store.backend
-    names = [f"{folder}/{name}.json" for folder in KEPT for name in record_names(backend, folder)]
+    names = [
+        f"{folder}/{name}.json"
+        for folder in KEPT
+        for name in record_names(backend, folder)
+    ]
     there = backend.map(lambda name: find_record(backend, name, kind_of(name)), names)
     records = [record for record in there if record]
     missing = _missing_shard(backend, records)
     if missing:
-        log.warning("%s is missing: no shard is removed, since one may be it, renamed", missing)
+        log.warning(
+            "%s is missing: no shard is removed, since one may be it, renamed", missing
+        )
     unnamed = _unnamed(backend, store.record.head.file, records)
     garbage = [name for name in unnamed if WRITTEN.fullmatch(name)]
     held = [name for name in garbage if missing and name.startswith(f"{SHARDS}/")]
@@ -102,21 +114,33 @@ def _collect_one(store: Store, grace: float, dry_run: bool) -> tuple[list[Remove
                     continue
                 # A record may have come since. Under the lock no local writer can commit it now; others renew
                 # the age of a shard before they do.
-                if name.split("/")[0] in (SHARDS, VIEWS, STATS) and find_naming(backend, name):
+                if name.split("/")[0] in (SHARDS, VIEWS, STATS) and find_naming(
+                    backend, name
+                ):
                     continue
                 linked = bool(backend.links(name))
-                size = 0 if linked else sum(backend.list_files(name).values()) or backend.size(name) or 0
+                size = (
+                    0
+                    if linked
+                    else sum(backend.list_files(name).values())
+                    or backend.size(name)
+                    or 0
+                )
                 if not dry_run:
                     backend.remove(name)
                 found.append(Removed(name, size))
         except PermissionError as error:
             refused.append(f"{name}: {error.strerror or error}")
     folders = {one.name.split("/")[0] for one in found}
-    remaining = {f"{folder}/{leaf}" for folder in folders for leaf in backend.list_names(folder)}
+    remaining = {
+        f"{folder}/{leaf}" for folder in folders for leaf in backend.list_names(folder)
+    }
     removed = [one for one in found if dry_run or one.name not in remaining]
     if refused:
         what = f"{len(refused)} things in {backend.url} could not be removed, the first {refused[0]}"
-        raise StoreError(f"{what}. {len(removed)} others were: check the permissions and run it again")
+        raise StoreError(
+            f"{what}. {len(removed)} others were: check the permissions and run it again"
+        )
     return removed, held
 
 
@@ -127,7 +151,9 @@ def _missing_shard(backend: Backend, records: Iterable[Commit | TableRecord]) ->
     return min(named - stored, default="")
 
 
-def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord]) -> Iterator[str]:
+def _unnamed(
+    backend: Backend, head: str, records: Iterable[Commit | TableRecord]
+) -> Iterator[str]:
     """What no record names."""
     records = list(records)
     named = {head.rpartition("/")[0], *(record.named for record in records)}
@@ -141,4 +167,8 @@ def _unnamed(backend: Backend, head: str, records: Iterable[Commit | TableRecord
         there = [f"{folder}/{leaf}" for leaf in backend.list_names(folder)]
         yield from (name for name in there if name not in named)
     # A cache that names units that are gone is not used. Its record goes before what that names.
-    yield from (f"{CACHE}/{leaf}" for leaf in reversed(backend.list_names(CACHE)) if leaf not in kept)
+    yield from (
+        f"{CACHE}/{leaf}"
+        for leaf in reversed(backend.list_names(CACHE))
+        if leaf not in kept
+    )

@@ -40,7 +40,9 @@ from vlmdistill.stores.manifest import (
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
-NOTHING = pl.DataFrame(schema={"key": pl.String, "unit": pl.String, "content": pl.UInt64})
+NOTHING = pl.DataFrame(
+    schema={"key": pl.String, "unit": pl.String, "content": pl.UInt64}
+)
 FAULTS = ("damaged", "missing", "unreadable")
 T = TypeVar("T")
 
@@ -60,17 +62,25 @@ class Verification:
         return tuple(finding for finding in self.findings if finding.kind in FAULTS)
 
 
-def verify(path: str | Path, *, threads: int | None = None, progress: Progress = silent) -> Verification:
+def verify(
+    path: str | Path, *, threads: int | None = None, progress: Progress = silent
+) -> Verification:
     """Read everything once and compare it with its record, one annex after the other as well.
 
     `progress` is called with (bytes done, bytes in all), of each. StoreError only when there is no
     store, or a record of it is newer than this code.
     """
     backend = open_backend(path)
-    parts: dict[str, dict[str, int]] = {"": {}}  # the files of the store, and of each annex
+    parts: dict[str, dict[str, int]] = {
+        "": {}
+    }  # the files of the store, and of each annex
     for name, size in backend.list_files("").items():
         inside = name.split("/")
-        below = f"{'/'.join(inside[:2])}/" if inside[0] == ANNEXES and len(inside) > 2 else ""
+        below = (
+            f"{'/'.join(inside[:2])}/"
+            if inside[0] == ANNEXES and len(inside) > 2
+            else ""
+        )
         parts.setdefault(below, {})[name.removeprefix(below)] = size
     files = parts.pop("")
     if not _has_store(files):
@@ -81,18 +91,28 @@ def verify(path: str | Path, *, threads: int | None = None, progress: Progress =
             found = _others((f"{below}{name}" for name in sorted(there)), ())
             whole = replace(whole, findings=(*whole.findings, *found))
             continue
-        one, annex = _verify(backend.within(below.rstrip("/")), there, threads, progress, annex=True)
+        one, annex = _verify(
+            backend.within(below.rstrip("/")), there, threads, progress, annex=True
+        )
         findings = list(one.findings)
         if store and annex and (why := no_annex(store, annex, below.rstrip("/"))):
-            findings.append(Finding("damaged", STORE, f"it is no annex of the store: {why}"))
-        named = (replace(finding, name=f"{below}{finding.name}") for finding in findings)
+            findings.append(
+                Finding("damaged", STORE, f"it is no annex of the store: {why}")
+            )
+        named = (
+            replace(finding, name=f"{below}{finding.name}") for finding in findings
+        )
         whole = Verification(
             files=whole.files + one.files,
             bytes=whole.bytes + one.bytes,
             findings=(*whole.findings, *named),
             copies=whole.copies | {f"{below}{name}" for name in one.copies},
         )
-    odd = [ANNEXES] if ANNEXES in files else [name for name in backend.links(ANNEXES) if name.count("/") < 2]
+    odd = (
+        [ANNEXES]
+        if ANNEXES in files
+        else [name for name in backend.links(ANNEXES) if name.count("/") < 2]
+    )
     why = "it is no folder, and annexes are not read through links"
     found = (Finding("damaged", name, why) for name in odd)
     return replace(whole, findings=tuple(dict.fromkeys((*whole.findings, *found))))
@@ -115,7 +135,9 @@ def _verify(
     own = found.records.get(STORE)
     if annex:
         found.records.pop(STORE, None)  # it names the head of the store around it
-    total = sum(size for record in found.records.values() for _, (size, _) in files_of(record))
+    total = sum(
+        size for record in found.records.values() for _, (size, _) in files_of(record)
+    )
     checks = StoreChecks(backend, there, _layout(own, found.findings))
 
     def check(record: Record) -> tuple[int, list[Finding], pl.DataFrame | None]:
@@ -126,15 +148,23 @@ def _verify(
             return size, some, None if index is None else _contents(record.unit, index)
         if isinstance(record, StoreRecord):
             return size, checks.head(record), None
-        return size, checks.table(record) if isinstance(record, TableRecord) else [], None
+        return (
+            size,
+            checks.table(record) if isinstance(record, TableRecord) else [],
+            None,
+        )
 
     findings, contents, done = found.findings, list[pl.DataFrame | None](), 0
     most = threads or (min(4, os.cpu_count() or 1) if backend.is_local else STREAMS)
     checked = in_flight(check, found.records.values(), most)
-    for (name, record), (size, some, mine) in zip(found.records.items(), checked, strict=True):
+    for (name, record), (size, some, mine) in zip(
+        found.records.items(), checked, strict=True
+    ):
         done += size
         progress(done, total)
-        if some and found.is_current(name):  # not when it was removed on purpose meanwhile
+        if some and found.is_current(
+            name
+        ):  # not when it was removed on purpose meanwhile
             findings += some
         if isinstance(record, Commit):
             contents.append(mine)
@@ -142,7 +172,9 @@ def _verify(
     findings += _differing(samples)
     if not any(one is None for one in contents):
         findings += _strays(backend, found, samples)
-    promised = {name for record in found.records.values() for name, _ in files_of(record)}
+    promised = {
+        name for record in found.records.values() for name, _ in files_of(record)
+    }
     findings += _others(there, promised)
     findings += _links(backend)
     files = len(promised) + sum(map(_is_record, there))
@@ -153,7 +185,9 @@ def _verify(
 def files_of(record: Record) -> list[tuple[str, Entry]]:
     """The files that a record names, with (bytes, blake3)."""
     if isinstance(record, Commit):
-        return [(f"{record.named}/{name}", entry) for name, entry in record.files.items()]
+        return [
+            (f"{record.named}/{name}", entry) for name, entry in record.files.items()
+        ]
     if isinstance(record, StoreRecord):
         return [(record.head.file, record.head.entry)]
     return [(record.file, record.entry)] if isinstance(record, TableRecord) else []
@@ -167,15 +201,29 @@ class _Records:
         self.findings: list[Finding] = []
         self.records: dict[str, Record] = {}
         self.copies = set[str]()
-        copies = [f"{folder}/{leaf}.json" for folder in KEPT for leaf in self._listed(f"{LEDGER}/{folder}")]
-        there = [f"{folder}/{leaf}.json" for folder in (*KEPT, CACHE) for leaf in self._listed(folder)]
+        copies = [
+            f"{folder}/{leaf}.json"
+            for folder in KEPT
+            for leaf in self._listed(f"{LEDGER}/{folder}")
+        ]
+        there = [
+            f"{folder}/{leaf}.json"
+            for folder in (*KEPT, CACHE)
+            for leaf in self._listed(folder)
+        ]
         names = [STORE, *sorted({*copies, *there})]
         origins: Collection[str] = ()
         uncovered = []
-        for name, (record, copy) in zip(names, backend.map(self._read, names), strict=True):
+        for name, (record, copy) in zip(
+            names, backend.map(self._read, names), strict=True
+        ):
             gone = record is None and (copy is not None or name == STORE)
             if gone and not any(finding.name == name for finding in self.findings):
-                why = f"it is lost: {LEDGER}/{name} is its copy" if copy else "the record is gone"
+                why = (
+                    f"it is lost: {LEDGER}/{name} is its copy"
+                    if copy
+                    else "the record is gone"
+                )
                 self.findings.append(Finding("missing", name, why))
             if copy:
                 self.copies.add(name)
@@ -186,10 +234,18 @@ class _Records:
             if isinstance(record, StoreRecord):
                 facts = record.provenance.to_dict()
                 origins = {content_hash(facts)}
-                if facts["engine"] == "transformers":  # as it is where the member is missing
-                    origins.add(content_hash({name: facts[name] for name in facts if name != "engine"}))
+                if (
+                    facts["engine"] == "transformers"
+                ):  # as it is where the member is missing
+                    origins.add(
+                        content_hash(
+                            {name: facts[name] for name in facts if name != "engine"}
+                        )
+                    )
             if isinstance(record, Commit) and origins and record.origin not in origins:
-                self.findings.append(Finding("damaged", name, "it is of another origin than the store"))
+                self.findings.append(
+                    Finding("damaged", name, "it is of another origin than the store")
+                )
             if name.split("/")[0] in KEPT and copy != record:
                 uncovered.append(name)
         if uncovered:
@@ -204,7 +260,9 @@ class _Records:
         """A record and its copy."""
         kept = name.split("/")[0] in KEPT
         record = self._try(name, lambda: self._find(name))
-        return record, self._try(f"{LEDGER}/{name}", lambda: self._find_copy(name)) if kept else None
+        return record, self._try(
+            f"{LEDGER}/{name}", lambda: self._find_copy(name)
+        ) if kept else None
 
     def _try(self, name: str, read: Callable[[], T]) -> T | None:
         """What is read, None and a finding when that fails; NewerError."""
@@ -246,27 +304,37 @@ def _contents(unit: str, index: pa.Table) -> pl.DataFrame:
     """The samples of a unit: key, unit, and a hash of the checksums of all arrays."""
     columns = [name for name in index.column_names if name.startswith(XXH3)]
     content = pl.struct(columns).hash().alias("content")
-    return frame_of(index).select(pl.col("key").cast(pl.String), pl.lit(unit).alias("unit"), content)
+    return frame_of(index).select(
+        pl.col("key").cast(pl.String), pl.lit(unit).alias("unit"), content
+    )
 
 
 def _differing(samples: pl.DataFrame) -> Iterator[Finding]:
     """Samples of several units that do not have the same tensors in all of them."""
     twice = samples.filter(samples["key"].is_duplicated())
-    odd = twice.group_by("key").agg("unit", pl.col("content").n_unique()).filter(pl.col("content") > 1)
+    odd = (
+        twice.group_by("key")
+        .agg("unit", pl.col("content").n_unique())
+        .filter(pl.col("content") > 1)
+    )
     if len(odd):
         key, units, _ = odd.sort("key").row(0)
         what = f"{len(odd)} samples differ from unit to unit, such as {key} in {' and '.join(units)}"
         yield Finding("note", COMMITS, f"{what}: the first unit by name counts")
 
 
-def _strays(backend: Backend, found: _Records, samples: pl.DataFrame) -> Iterator[Finding]:
+def _strays(
+    backend: Backend, found: _Records, samples: pl.DataFrame
+) -> Iterator[Finding]:
     """Views that keep samples which no unit has."""
     bad = {finding.name for finding in found.findings}
     for record in found.records.values():
         if not isinstance(record, ViewRecord) or record.file in bad:
             continue
         try:
-            kept = frame_of(table_of(backend, record)).filter(pl.col("reason").is_null())
+            kept = frame_of(table_of(backend, record)).filter(
+                pl.col("reason").is_null()
+            )
         except (StoreError, OSError) as error:
             yield failed(record.file, error)
             continue
@@ -295,4 +363,8 @@ def _others(there: Iterable[str], promised: Collection[str]) -> Iterator[Finding
 
 def _links(backend: Backend) -> Iterator[Finding]:
     for name in backend.links():
-        yield Finding("note", name, "a symbolic link: what it leads to may lie outside of the store")
+        yield Finding(
+            "note",
+            name,
+            "a symbolic link: what it leads to may lie outside of the store",
+        )

@@ -21,7 +21,10 @@ from vlmdistill.stores.schema import Array, Feature, PackedSamples, content_hash
 from vlmdistill.stores.store import Store
 
 WINDOW = 4096  # samples sorted by length together: batches of like length, yet a different mix each epoch
-NEAR, FAR = 2, 8  # batches read ahead, each by a thread: a disk is soon busy, requests mostly wait
+NEAR, FAR = (
+    2,
+    8,
+)  # batches read ahead, each by a thread: a disk is soon busy, requests mostly wait
 EpochPlan = list[Array]  # positions of samples, one array per batch
 
 
@@ -40,7 +43,9 @@ def plan(tokens: Array, budget: int, seed: int, epoch: int) -> EpochPlan:
         first = 0
         while first < len(window):
             spent = ends[first - 1] if first else 0
-            last = max(first + 1, int(np.searchsorted(ends, spent + budget, side="right")))
+            last = max(
+                first + 1, int(np.searchsorted(ends, spent + budget, side="right"))
+            )
             batches.append(window[first:last])
             first = last
     return [batches[i] for i in rng.permutation(len(batches))]
@@ -60,7 +65,11 @@ def level(batches: Sequence[Array], world: int) -> EpochPlan:
 
 
 def _rest(
-    tokens: Array, history: Sequence[tuple[int, int, int]], budget: int, seed: int, epoch: int
+    tokens: Array,
+    history: Sequence[tuple[int, int, int]],
+    budget: int,
+    seed: int,
+    epoch: int,
 ) -> tuple[EpochPlan, Fraction]:
     """What is left of an epoch after that history, cut for `budget`; and its share of the whole."""
     packed = history[0][0] if history else budget
@@ -105,7 +114,9 @@ class Epoch(Iterator[PackedSamples]):
         if not isinstance(token_budget, int) or token_budget < 1:
             raise StoreError(f"tokens={token_budget!r}: a batch holds 1 or more")
         if not 0 <= rank < world:
-            raise StoreError(f"rank={rank}: the ranks of world={world} count from 0 to {world - 1}")
+            raise StoreError(
+                f"rank={rank}: the ranks of world={world} count from 0 to {world - 1}"
+            )
         self._store = store
         self._features = store.choose(features)
         self._rows = select(store, view, keys)
@@ -113,7 +124,9 @@ class Epoch(Iterator[PackedSamples]):
             for _ in one.backend.map(one.commit, lines["unit"].unique()):
                 pass  # of a URL many at once; each batch would fetch its own, one after the other
         tokens = self._cost()
-        self._identity = content_hash([self._rows["key"].to_list(), tokens.tolist(), seed, epoch])
+        self._identity = content_hash(
+            [self._rows["key"].to_list(), tokens.tolist(), seed, epoch]
+        )
         self._history: list[tuple[int, int, int]] = []
         batches = plan(tokens, token_budget, seed, epoch)
         left = Fraction(1)
@@ -124,20 +137,30 @@ class Epoch(Iterator[PackedSamples]):
                     "saved state. Train on a view: later writes do not change it"
                 )
             self._history = [
-                (int(budget), int(ranks), int(steps)) for budget, ranks, steps in start_state["history"]
+                (int(budget), int(ranks), int(steps))
+                for budget, ranks, steps in start_state["history"]
             ]
             batches, left = _rest(tokens, self._history, token_budget, seed, epoch)
         self._budget, self._world = token_budget, world
         self._steps = 0
         self._mine = level(batches, world)[rank::world]
-        whole = len(self._mine) / left if left else Fraction(sum(steps for _, _, steps in self._history))
+        whole = (
+            len(self._mine) / left
+            if left
+            else Fraction(sum(steps for _, _, steps in self._history))
+        )
         self.whole: int | float = int(whole) if whole.denominator == 1 else float(whole)
         """Batches of one rank in the whole epoch, as if its ranks and budget had always been the present."""
         self._next = 0
         self._depth = NEAR if store.backend.is_local else FAR
-        self._buffers = [store.buffers.pop() if store.buffers else {} for _ in range(self._depth + keep)]
+        self._buffers = [
+            store.buffers.pop() if store.buffers else {}
+            for _ in range(self._depth + keep)
+        ]
         self._ahead: deque[Future[PackedSamples]] = deque()
-        self._pool = ThreadPoolExecutor(self._depth, thread_name_prefix="vlmdistill-read")
+        self._pool = ThreadPoolExecutor(
+            self._depth, thread_name_prefix="vlmdistill-read"
+        )
 
     def _cost(self) -> Array:
         """Tokens of each sample that its batch is charged for: the rows that will be read."""
@@ -157,7 +180,9 @@ class Epoch(Iterator[PackedSamples]):
     def __next__(self) -> PackedSamples:
         while self._next < len(self._mine) and len(self._ahead) <= self._depth:
             buffers = self._buffers[self._next % len(self._buffers)]
-            self._ahead.append(self._pool.submit(self._read, self._mine[self._next], buffers))
+            self._ahead.append(
+                self._pool.submit(self._read, self._mine[self._next], buffers)
+            )
             self._next += 1
         if not self._ahead:
             self.close()
@@ -167,7 +192,9 @@ class Epoch(Iterator[PackedSamples]):
         return batch
 
     def _read(self, batch: Array, buffers: dict[Feature, Array]) -> PackedSamples:
-        return self._store.read_batch(self._rows[batch.tolist()].to_dicts(), self._features, buffers)
+        return self._store.read_batch(
+            self._rows[batch.tolist()].to_dicts(), self._features, buffers
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -195,5 +222,8 @@ def select(store: Store, view: str | None, keys: Collection[str] | None) -> Any:
         rows = rows.filter(pl.col("key").is_in(wanted.implode()))
         if len(rows) < len(wanted):
             missing = min(set(wanted) - set(rows["key"]))
-            raise StoreError(f"{store.path} has no sample '{missing}'" + (f" in view {view}" if view else ""))
+            raise StoreError(
+                f"{store.path} has no sample '{missing}'"
+                + (f" in view {view}" if view else "")
+            )
     return rows

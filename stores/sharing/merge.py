@@ -34,13 +34,23 @@ class Copied:
     copied: int
     present: int  # were there already, by key and content
     duplicates: int  # left out by a merge: the same content under another key
-    conflicts: tuple[str, ...]  # keys that are there with other content: the ones there stay
-    replaced: tuple[str, ...] = ()  # views and statistics, such as views/long, that say something else now
-    left: tuple[str, ...] = ()  # those that stay as they are though the source says something else
-    annexes: tuple[int, ...] = ()  # of each annex of the source, the samples that were copied
+    conflicts: tuple[
+        str, ...
+    ]  # keys that are there with other content: the ones there stay
+    replaced: tuple[
+        str, ...
+    ] = ()  # views and statistics, such as views/long, that say something else now
+    left: tuple[
+        str, ...
+    ] = ()  # those that stay as they are though the source says something else
+    annexes: tuple[
+        int, ...
+    ] = ()  # of each annex of the source, the samples that were copied
 
 
-def merge(target: str | Path, sources: Sequence[str | Path], *, progress: Progress = silent) -> list[Copied]:
+def merge(
+    target: str | Path, sources: Sequence[str | Path], *, progress: Progress = silent
+) -> list[Copied]:
     """Copy what `target` misses from each source, making it when it is not there.
 
     Views and statistics of one name are brought together; of samples that both speak of, what is
@@ -80,7 +90,9 @@ def send(
     names = tuple(feature.name for feature in chosen if feature in store.layout.parts)
     if not names:
         held = ", ".join(store.provenance.features)
-        raise StoreError(f"a copy needs at least one of the features that {store.path} was made with: {held}")
+        raise StoreError(
+            f"a copy needs at least one of the features that {store.path} was made with: {held}"
+        )
     wanted = store.view(view)
     into = _like(target, [store], names)
     pairs = _annexes(store, into, chosen)
@@ -88,12 +100,20 @@ def send(
     return _copy_annexes(copied, into, wanted, pairs, progress)
 
 
-def _annexes(store: Store, into: Store, chosen: Collection[Feature]) -> list[tuple[Store, Store]]:
+def _annexes(
+    store: Store, into: Store, chosen: Collection[Feature]
+) -> list[tuple[Store, Store]]:
     """Each annex with some of the features, and the annex of `into` to copy it to, made if need be."""
     pairs = []
     for annex in store.annexes:
-        if names := [feature.name for feature in annex.layout.features if feature in chosen]:
-            encoding = {name: how for name, how in annex.layout.encoding.items() if name in names}
+        if names := [
+            feature.name for feature in annex.layout.features if feature in chosen
+        ]:
+            encoding = {
+                name: how
+                for name, how in annex.layout.encoding.items()
+                if name in names
+            }
             there = into.annex(names, encoding)
             _require_kinds([there, annex])
             pairs.append((annex, there))
@@ -110,7 +130,13 @@ def _copy_annexes(
     """Copy annexes, for the samples that both stores have; what was copied before, and this."""
     both = wanted.select(SAME).join(into.index, on=SAME, how="semi")
     done = [
-        _copy(annex, there, annex.index.join(both, on=SAME, how="semi"), tables=False, progress=progress)
+        _copy(
+            annex,
+            there,
+            annex.index.join(both, on=SAME, how="semi"),
+            tables=False,
+            progress=progress,
+        )
         for annex, there in pairs
     ]
     conflicts = {*copied.conflicts}.union(*(one.conflicts for one in done))
@@ -118,7 +144,9 @@ def _copy_annexes(
     return replace(copied, conflicts=tuple(sorted(conflicts)), annexes=annexes)
 
 
-def _like(path: str | Path, sources: Sequence[Store], features: tuple[str, ...]) -> Store:
+def _like(
+    path: str | Path, sources: Sequence[Store], features: tuple[str, ...]
+) -> Store:
     """The store at `path`, made with these features if need be; StoreError when a source does not fit."""
     there = open_backend(path).size(STORE) is not None
     stores = [Store.open(path), *sources] if there else sources
@@ -131,14 +159,22 @@ def _like(path: str | Path, sources: Sequence[Store], features: tuple[str, ...])
                 f"to a new store, or to this one only its own: store push --features {held.replace(' ', '')}"
             )
         for store in sources:
-            first.require(structs.replace(store.provenance, features=features), store.info)
+            first.require(
+                structs.replace(store.provenance, features=features), store.info
+            )
     _require_encodings(stores, features)
     _require_kinds(stores)
     if there:
         return first
-    encoding = {name: value for name, value in first.layout.encoding.items() if name in features}
+    encoding = {
+        name: value for name, value in first.layout.encoding.items() if name in features
+    }
     return Store.create(
-        path, structs.replace(first.provenance, features=features), first.info, first.head(), encoding
+        path,
+        structs.replace(first.provenance, features=features),
+        first.info,
+        first.head(),
+        encoding,
     )
 
 
@@ -147,7 +183,9 @@ def _require_encodings(stores: Sequence[Store], features: Sequence[str]) -> None
     first = stores[0]
     for store in stores[1:]:
         for name in features:
-            mine, theirs = (one.layout.encoding.get(name, "raw") for one in (first, store))
+            mine, theirs = (
+                one.layout.encoding.get(name, "raw") for one in (first, store)
+            )
             if mine != theirs:
                 raise StoreError(
                     f"{name} has the encoding {mine} in {first.path} and {theirs} in {store.path}: use "
@@ -166,7 +204,9 @@ def _require_kinds(stores: Sequence[Store]) -> None:
         )
 
 
-def _copy_unit(source: Store, target: Store, group: tuple[tuple[object, ...], pl.DataFrame]) -> int:
+def _copy_unit(
+    source: Store, target: Store, group: tuple[tuple[object, ...], pl.DataFrame]
+) -> int:
     """Copy a unit and its rows; how many they are."""
     (unit,), rows = group
     copy_unit(source, target, str(unit), rows)
@@ -196,14 +236,25 @@ def _copy(
         The first attempt copies; another looks whether all of it is there.
         """
         there = target.index.select("key", *content)
-        fresh = missing = wanted.join(there, on="key", how="anti", maintain_order="left")
-        if merging:  # the first by key, so that an interrupted merge goes on to the same end
-            new = fresh.join(there.select(content).unique(), on=content, how="anti", maintain_order="left")
+        fresh = missing = wanted.join(
+            there, on="key", how="anti", maintain_order="left"
+        )
+        if (
+            merging
+        ):  # the first by key, so that an interrupted merge goes on to the same end
+            new = fresh.join(
+                there.select(content).unique(),
+                on=content,
+                how="anti",
+                maintain_order="left",
+            )
             missing = new.unique(content, keep="first", maintain_order=True)
         if not len(missing):
             return there, fresh
         done = 0
-        by_unit = missing.sort("unit", "sample_row").group_by("unit", maintain_order=True)
+        by_unit = missing.sort("unit", "sample_row").group_by(
+            "unit", maintain_order=True
+        )
         far = source.backend if target.backend.is_local else target.backend
         for samples in far.map(partial(_copy_unit, source, target), by_unit, STREAMS):
             done += samples
@@ -215,8 +266,12 @@ def _copy(
         )
 
     there, fresh = arrive()
-    both = wanted.join(there, on="key", how="inner", suffix=".there", maintain_order="left")
-    other = both.filter(pl.any_horizontal(pl.col(name) != pl.col(f"{name}.there") for name in content))
+    both = wanted.join(
+        there, on="key", how="inner", suffix=".there", maintain_order="left"
+    )
+    other = both.filter(
+        pl.any_horizontal(pl.col(name) != pl.col(f"{name}.there") for name in content)
+    )
     held = both.join(other, on="key", how="anti").select("key")
     copied = held.filter(pl.col("key").is_in(sent))
     result = Copied(

@@ -32,7 +32,9 @@ Names = tuple[str, ...]
 Said = tuple[TableRecord, pl.DataFrame]  # the facts of a table, and its rows
 
 
-def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bool) -> tuple[Names, Names]:
+def bring_tables(
+    source: Store, target: Store, shared: pl.DataFrame, *, keep: bool
+) -> tuple[Names, Names]:
     """Copy what the source says of the samples that both stores hold now, the keys `shared`.
 
     With `keep`, what the target says already stays. Returns the names, such as `views/long`, of those
@@ -43,7 +45,9 @@ def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bo
     for folder in (VIEWS, STATS):
         for name in record_names(source.backend, folder):
             try:
-                changed, differs = _bring(source.backend, target.backend, folder, name, shared, keep)
+                changed, differs = _bring(
+                    source.backend, target.backend, folder, name, shared, keep
+                )
             except StoreError as error:
                 lost.append(error)
                 continue
@@ -56,7 +60,12 @@ def bring_tables(source: Store, target: Store, shared: pl.DataFrame, *, keep: bo
 
 @retried()
 def _bring(
-    source: Backend, target: Backend, folder: str, name: str, shared: pl.DataFrame, keep: bool
+    source: Backend,
+    target: Backend,
+    folder: str,
+    name: str,
+    shared: pl.DataFrame,
+    keep: bool,
 ) -> tuple[bool, bool]:
     """Bring a table: whether the target now says something else than before, and than the source.
 
@@ -75,8 +84,12 @@ def _bring(
         record, rows = _together((record, theirs), (older, mine), shared, keep)
         if rows.equals(mine):
             return False, not _says(rows, theirs)
-    if not _write(target, record, rows, lambda: find_record(target, file, kind) == there):
-        raise RacedError(f"{target.url}/{file} is being replaced by others all the time: run it again")
+    if not _write(
+        target, record, rows, lambda: find_record(target, file, kind) == there
+    ):
+        raise RacedError(
+            f"{target.url}/{file} is being replaced by others all the time: run it again"
+        )
     return mine is not None and not _says(rows, mine), not _says(rows, theirs)
 
 
@@ -86,8 +99,12 @@ def _together(said: Said, there: Said, shared: pl.DataFrame, keep: bool) -> Said
     follows = not keep and _order(record) >= _order(older)
     own = mine.join(shared, on="key", how="anti", maintain_order="left")
     if _one_kind(there, said):
-        more = theirs.join(mine.select("key"), on="key", how="anti", maintain_order="left")
-        rows = pl.concat([theirs, own] if follows else [mine, more], how="diagonal_relaxed").sort("key")
+        more = theirs.join(
+            mine.select("key"), on="key", how="anti", maintain_order="left"
+        )
+        rows = pl.concat(
+            [theirs, own] if follows else [mine, more], how="diagonal_relaxed"
+        ).sort("key")
     elif follows and not len(own):
         rows = theirs
     else:
@@ -98,17 +115,30 @@ def _together(said: Said, there: Said, shared: pl.DataFrame, keep: bool) -> Said
 
 def _read(backend: Backend, kind: type[TableRecord], name: str) -> Said:
     record, table = read_table(backend, kind, name)
-    return record, frame_of(table).with_columns(pl.col(pl.Categorical).cast(pl.String)).sort("key")
+    return record, frame_of(table).with_columns(
+        pl.col(pl.Categorical).cast(pl.String)
+    ).sort("key")
 
 
-def _write(backend: Backend, record: TableRecord, rows: pl.DataFrame, unchanged: Callable[[], bool]) -> bool:
+def _write(
+    backend: Backend,
+    record: TableRecord,
+    rows: pl.DataFrame,
+    unchanged: Callable[[], bool],
+) -> bool:
     """Replace a table, unless `unchanged` returns false."""
     if isinstance(record, ViewRecord):
         counts = dict(rows["reason"].drop_nulls().value_counts().iter_rows())
         # All filters are listed, and of the missing values those that occurred.
-        reasons = [reason for reason in record.dropped if reason in counts or reason in record.filters]
+        reasons = [
+            reason
+            for reason in record.dropped
+            if reason in counts or reason in record.filters
+        ]
         dropped = {reason: counts.get(reason, 0) for reason in reasons}
-        record = replace(record, rows=len(rows), kept=rows["reason"].null_count(), dropped=dropped)
+        record = replace(
+            record, rows=len(rows), kept=rows["reason"].null_count(), dropped=dropped
+        )
         rows = rows.with_columns(pl.col("reason").cast(pl.Categorical))
     return write_table(backend, record, rows, unchanged)
 

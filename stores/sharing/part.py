@@ -51,7 +51,9 @@ Stat = tuple[int, int]  # bytes, and the time of the last change in ns
 class Stored(msgspec.Struct, frozen=True):
     """The content of a file."""
 
-    file: Annotated[str, Meta(pattern=rf"\A{TOKEN}-[A-Za-z0-9._=+-]{{1,200}}\Z")]  # below `files/`
+    file: Annotated[
+        str, Meta(pattern=rf"\A{TOKEN}-[A-Za-z0-9._=+-]{{1,200}}\Z")
+    ]  # below `files/`
     size: Count
     blake3: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
@@ -67,7 +69,9 @@ class Version(Record, frozen=True, kw_only=True):
     writer: Short  # a token, by which a writer recognises its own versions
     host: Short
     files: Mapping[Short, Stored]  # by name, relative to the folder
-    writers: Mapping[Short, int]  # the last version of each writer, of this one and those before it
+    writers: Mapping[
+        Short, int
+    ]  # the last version of each writer, of this one and those before it
 
     @property
     def mark(self) -> tuple[int, str]:
@@ -92,22 +96,32 @@ class Part:
         """The version of the highest number; StoreError when it is damaged."""
         while number := max(self._numbers(), default=0):
             name = _name(number)
-            with suppress(FileNotFoundError):  # it was removed since it was listed: there is a later one
+            with suppress(
+                FileNotFoundError
+            ):  # it was removed since it was listed: there is a later one
                 try:
-                    return unseal(self.there.read(name, Version.MOST + 1), Version, name)
+                    return unseal(
+                        self.there.read(name, Version.MOST + 1), Version, name
+                    )
                 except ValueError as error:
-                    raise StoreError(f"{self.there.url}/{name} is damaged: {one_line(error)}") from None
+                    raise StoreError(
+                        f"{self.there.url}/{name} is damaged: {one_line(error)}"
+                    ) from None
         return None
 
     def create(self, version: Version) -> bool:
         """Create a version; whether it is the latest one then, or one that this was built on."""
-        self.there.create(_name(version.number), seal(version))  # if false, a reply may have been lost
+        self.there.create(
+            _name(version.number), seal(version)
+        )  # if false, a reply may have been lost
         return self.has(version)
 
     def has(self, version: Version) -> bool:
         """Whether a version is the latest one, or one that this was built on."""
         latest = self.latest()
-        return latest is not None and latest.writers.get(version.writer) == version.number
+        return (
+            latest is not None and latest.writers.get(version.writer) == version.number
+        )
 
     def listed(self) -> list[str]:
         """All stored contents."""
@@ -115,11 +129,16 @@ class Part:
 
     def upload(self, name: str, path: Path) -> Stored:
         """Copy a local file that is not written to meanwhile. FileNotFoundError if it is gone."""
-        leaf = "".join(one if (one.isalnum() and one.isascii()) or one in "._=+-" else "_" for one in name)
+        leaf = "".join(
+            one if (one.isalnum() and one.isascii()) or one in "._=+-" else "_"
+            for one in name
+        )
         file = f"{secrets.token_hex(8)}-{leaf[-200:]}"
         aside = self.there.workspace()
         try:
-            copy = aside / file if self.there.is_local else path  # a link there would change with the file
+            copy = (
+                aside / file if self.there.is_local else path
+            )  # a link there would change with the file
             if copy != path:
                 shutil.copyfile(path, copy)
             stored = Stored(file, copy.stat().st_size, _digest(copy))
@@ -134,7 +153,9 @@ class Part:
         with atomic_write(path) as new:
             self.there.copy(name, stored.size, new)
             if not _holds(new, stored):
-                raise StoreError(f"{self.there.url}/{name} is damaged: its checksum does not match")
+                raise StoreError(
+                    f"{self.there.url}/{name} is damaged: its checksum does not match"
+                )
 
     def collect(self, listed: Collection[str], named: Collection[Version]) -> None:
         """Remove the contents of a list that these versions do not name, and the versions before them.
@@ -142,7 +163,9 @@ class Part:
         See the top of this file for what may be in the list.
         """
         kept = {stored.file for version in named for stored in version.files.values()}
-        for _ in self.there.map(lambda one: self.there.remove(f"{FILES}/{one}"), {*listed} - kept):
+        for _ in self.there.map(
+            lambda one: self.there.remove(f"{FILES}/{one}"), {*listed} - kept
+        ):
             pass
         for number in self._numbers():
             if number < min(version.number for version in named):
@@ -184,7 +207,12 @@ class Copy:
         apart: bool = False,
         deep: bool = True,
     ) -> None:
-        self.part, self.folder, self.record, self.url = Part(there), folder, record, there.url
+        self.part, self.folder, self.record, self.url = (
+            Part(there),
+            folder,
+            record,
+            there.url,
+        )
         self._keep, self._apart, self._deep = keep, apart, deep
         self._writer = secrets.token_hex(8)
         self._sent: Synced | None = None  # whose reply has not come
@@ -208,10 +236,14 @@ class Copy:
                     f"{self.url} is empty, and {self.folder} has a copy of it: restore it, or move the copy "
                     "away"
                 )
-            with suppress(FileNotFoundError):  # replaced while it was read: the latest version again
+            with suppress(
+                FileNotFoundError
+            ):  # replaced while it was read: the latest version again
                 self._take(latest, before)
                 return
-        raise StoreError(f"files of {self.url} are missing: restore them, or remove what is left of it")
+        raise StoreError(
+            f"files of {self.url} are missing: restore them, or remove what is left of it"
+        )
 
     def adopt(self, version: Version | None) -> None:
         """Go on from a version with the files here: `publish` replaces the files of the version by them."""
@@ -224,10 +256,13 @@ class Copy:
         for name, stat in self.here().items():
             stored, untouched = latest.files.get(name), before.stats.get(name) == stat
             if stored and (
-                (untouched and before.files.get(name) == stored) or _holds(self.folder / name, stored)
+                (untouched and before.files.get(name) == stored)
+                or _holds(self.folder / name, stored)
             ):
                 stats[name] = stat
-            elif same or (self._apart and stored == before.files.get(name)):  # to be published
+            elif same or (
+                self._apart and stored == before.files.get(name)
+            ):  # to be published
                 missing.discard(name)
             elif untouched:
                 (self.folder / name).unlink()
@@ -248,7 +283,9 @@ class Copy:
     def _move_aside(self, names: Collection[str]) -> None:
         """Move local files out of the way of another machine's version."""
         if names:
-            aside = self.record.parent / f"{ASIDE}{secrets.token_hex(4)}" / self.record.stem
+            aside = (
+                self.record.parent / f"{ASIDE}{secrets.token_hex(4)}" / self.record.stem
+            )
             for name in names:
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.folder / name).rename(aside / name)
@@ -279,12 +316,17 @@ class Copy:
         for _ in range(TRIES):
             here = self.here()
             same = [name for name in here if self._equal(name, here[name], base)]
-            files, stats = {name: base.files[name] for name in same}, {name: here[name] for name in same}
+            files, stats = (
+                {name: base.files[name] for name in same},
+                {name: here[name] for name in same},
+            )
             unchanged = files.keys() == here.keys() == base.files.keys()
             listed = self.part.listed() if delete or not unchanged else []
             if unchanged and not (delete and (base.version or listed)):
                 return
-            for name, stored in self._upload([name for name in here if name not in files]):
+            for name, stored in self._upload(
+                [name for name in here if name not in files]
+            ):
                 files[name], stats[name] = stored, here[name]
             version = self._next(base.version, files)
             self._sent = Synced(version, stats)
@@ -295,16 +337,22 @@ class Copy:
                     self.part.collect(listed, [version])
                     return
                 with suppress(OSError):  # then the next version's writer removes them
-                    self.part.collect(listed, [one for one in (base.version, version) if one])
+                    self.part.collect(
+                        listed, [one for one in (base.version, version) if one]
+                    )
                 return
             self._sent = None
             base = self._after(base, version, stats)
-        raise StoreError(f"{self.url} is written to by too many others at once: run it again")
+        raise StoreError(
+            f"{self.url} is written to by too many others at once: run it again"
+        )
 
     def _equal(self, name: str, stat: Stat, base: Synced) -> bool:
         """Whether a local file is as in the version that the folder was equal to."""
         stored = base.files.get(name)
-        return stored is not None and (base.stats.get(name) == stat or _holds(self.folder / name, stored))
+        return stored is not None and (
+            base.stats.get(name) == stat or _holds(self.folder / name, stored)
+        )
 
     def _upload(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
         def one(name: str) -> Stored | None:
@@ -312,7 +360,9 @@ class Copy:
                 return self.part.upload(name, self.folder / name)
             return None
 
-        for name, stored in zip(names, self.part.there.map(one, names, STREAMS), strict=True):
+        for name, stored in zip(
+            names, self.part.there.map(one, names, STREAMS), strict=True
+        ):
             if stored:
                 yield name, stored
 
@@ -331,15 +381,27 @@ class Copy:
     def _after(self, base: Synced, mine: Version, stats: Mapping[str, Stat]) -> Synced:
         """What to build on, where another writer's version came first."""
         latest = self.part.latest()
-        if (latest and latest.mark) == (base.version and base.version.mark):  # the other writer has failed
+        if (latest and latest.mark) == (
+            base.version and base.version.mark
+        ):  # the other writer has failed
             return base
         changed = {
-            name for name in {*mine.files, *base.files} if mine.files.get(name) != base.files.get(name)
+            name
+            for name in {*mine.files, *base.files}
+            if mine.files.get(name) != base.files.get(name)
         }
         theirs = latest.files if latest else {}
-        expected = {name: (base.files.get(name), mine.files.get(name)) for name in changed}  # both may remove
-        if not self._apart or any(theirs.get(name) not in some for name, some in expected.items()):
-            who = f"{latest.host}, version {latest.number}" if latest else "its versions are gone"
+        expected = {
+            name: (base.files.get(name), mine.files.get(name)) for name in changed
+        }  # both may remove
+        if not self._apart or any(
+            theirs.get(name) not in some for name, some in expected.items()
+        ):
+            who = (
+                f"{latest.host}, version {latest.number}"
+                if latest
+                else "its versions are gone"
+            )
             raise LostError(
                 f"{self.url} was changed by another machine ({who}): what was done here since is not part of "
                 f"it, and is kept in {self.folder}; run again to go on from the other's work"
@@ -351,7 +413,9 @@ class Copy:
         for name in base.files.keys() - theirs.keys() - changed:
             (self.folder / name).unlink(missing_ok=True)
         here = self.here()
-        synced = Synced(latest, {name: here[name] for name in here.keys() & theirs.keys() - changed})
+        synced = Synced(
+            latest, {name: here[name] for name in here.keys() & theirs.keys() - changed}
+        )
         self._write(synced)
         return synced
 
@@ -372,7 +436,10 @@ class Copy:
     def _read(self) -> Synced:
         try:
             return msgspec.json.decode(self.record.read_bytes(), type=Synced)
-        except (FileNotFoundError, msgspec.DecodeError):  # then files are compared by their content
+        except (
+            FileNotFoundError,
+            msgspec.DecodeError,
+        ):  # then files are compared by their content
             return Synced(None, {})
 
     def _write(self, synced: Synced) -> None:
@@ -395,12 +462,18 @@ def _holds(path: Path, stored: Stored) -> bool:
 
 
 def _digest(path: Path) -> str:
-    return blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(regular(path)).hexdigest()
+    return (
+        blake3.blake3(max_threads=blake3.blake3.AUTO)
+        .update_mmap(regular(path))
+        .hexdigest()
+    )
 
 
 def _inside(name: str) -> bool:
     """Whether a name is a path below a folder on every system."""
-    return not {"", ".", ".."} & {*name.split("/")} and not any(one in name for one in "\\\0")
+    return not {"", ".", ".."} & {*name.split("/")} and not any(
+        one in name for one in "\\\0"
+    )
 
 
 def _name(number: int) -> str:

@@ -56,21 +56,32 @@ def time_of(store: Store) -> float:
         return backend.now()
     now = time.time()
     if far := beyond(now, (backend.root / name for name in backend.list_files(""))):
-        raise StoreError(f"{far} of {store.path}: if it is right, `touch {store.path}/store.json` and repeat")
+        raise StoreError(
+            f"{far} of {store.path}: if it is right, `touch {store.path}/store.json` and repeat"
+        )
     return now
 
 
-def expire(store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bool = False) -> Expired:
+def expire(
+    store: Store, before: float, *, keys: Iterable[str] = (), dry_run: bool = False
+) -> Expired:
     """Delete the samples that were asked before a time (seconds since 1970), and those of some `keys`.
 
     Views and statistics forget them first, and what killed writers have left goes last. StoreError, after
     everything else, when a live writer holds a part of the store, or one cannot be read.
     """
-    parts = (*store.annexes, store)  # what the store no longer has, an annex could not be asked for
+    parts = (
+        *store.annexes,
+        store,
+    )  # what the store no longer has, an annex could not be asked for
     aged = frozenset(keys).union(*(_aged(part, before) for part in parts))
     old = [*_old(store, aged)]
     gone = frozenset(key for _, rows, _ in old for key in rows["key"])
-    times = store.index[TIME] if TIME in store.index.columns else pl.Series([None] * len(store))
+    times = (
+        store.index[TIME]
+        if TIME in store.index.columns
+        else pl.Series([None] * len(store))
+    )
     untimed = int(times.is_null().sum())
     if dry_run:
         shards = [store.commit(unit).named for unit, _, _ in old]
@@ -101,7 +112,9 @@ def _aged(store: Store, before: float) -> set[str]:
     return keys
 
 
-def _old(store: Store, keys: frozenset[str]) -> Iterator[tuple[str, pl.DataFrame, pl.DataFrame]]:
+def _old(
+    store: Store, keys: frozenset[str]
+) -> Iterator[tuple[str, pl.DataFrame, pl.DataFrame]]:
     """Each unit with samples of these keys: these, and the others."""
     named = pl.col("key").is_in(list(keys))
     for unit in store.units():
@@ -123,20 +136,28 @@ def _drop(part: Store, unit: str, rest: pl.DataFrame) -> Iterator[tuple[str, int
     if len(rest):
         copy_unit(part, part, unit, rest)
     with writing(backend):
-        backend.remove(f"{LEDGER}/{commit_name(unit)}")  # first: a copy alone would be a lost record
+        backend.remove(
+            f"{LEDGER}/{commit_name(unit)}"
+        )  # first: a copy alone would be a lost record
         backend.remove(commit_name(unit))
         backend.remove(f"{CACHE}/index.json")
         for name in (named, *(f"{CACHE}/{leaf}" for leaf in backend.list_names(CACHE))):
             with backend.try_lock(name) as locked:
                 size = _bytes(backend, name)
-                if locked and size:  # what is held is garbage now, which is collected at the end
+                if (
+                    locked and size
+                ):  # what is held is garbage now, which is collected at the end
                     backend.remove(name)
                     yield name, size
 
 
-def _forget(backend: Backend, folder: str, name: str, gone: frozenset[str]) -> dict[str, int]:
+def _forget(
+    backend: Backend, folder: str, name: str, gone: frozenset[str]
+) -> dict[str, int]:
     """Write a view or the statistics of a run again without some keys, and remove the table before."""
-    kind: type[ViewRecord] | type[RunRecord] = ViewRecord if folder == VIEWS else RunRecord
+    kind: type[ViewRecord] | type[RunRecord] = (
+        ViewRecord if folder == VIEWS else RunRecord
+    )
     record, table = read_table(backend, kind, name)
     frame = frame_of(table)
     left = frame.filter(~pl.col("key").is_in(list(gone)))

@@ -20,7 +20,15 @@ from vlmdistill.stores.commits import commit, find_commit, is_complete
 from vlmdistill.stores.errors import RacedError, StoreError
 from vlmdistill.stores.index.arrow import read_arrow, to_arrow
 from vlmdistill.stores.index.tables import CORE, LOSS, ROW, XXH3
-from vlmdistill.stores.manifest import INDEX, Commit, Entry, Files, damaged, digest, shard_name
+from vlmdistill.stores.manifest import (
+    INDEX,
+    Commit,
+    Entry,
+    Files,
+    damaged,
+    digest,
+    shard_name,
+)
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
@@ -40,8 +48,13 @@ def copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> No
         # Where the rows lie and what training said of them is not part of the sample.
         written = [name for name in CORE if not name.endswith(ROW)] + [*record.meta]
         for row in rows.iter_rows(named=True):
-            arrays = ((spec, source.rows.read(specs[spec.name], row)) for spec in target.layout.arrays)
-            losses = {name: row[LOSS + name] for name in record.losses if name in features}
+            arrays = (
+                (spec, source.rows.read(specs[spec.name], row))
+                for spec in target.layout.arrays
+            )
+            losses = {
+                name: row[LOSS + name] for name in record.losses if name in features
+            }
             writer.copy({column: row[column] for column in written}, arrays, losses)
 
 
@@ -66,7 +79,9 @@ def _copy_shard(source: Store, target: Store, record: Commit) -> None:
         folder = backend.workspace(f"copy-{label}")
         keep = True  # what arrived before an interruption is not fetched again
         try:
-            link = source.backend.is_local and not backend.is_local  # sent from where they lie
+            link = (
+                source.backend.is_local and not backend.is_local
+            )  # sent from where they lie
             files = _gather(source, record, folder, arrays, link)
             unit = _free_unit(backend, record.unit, files)
             copy = replace(
@@ -75,19 +90,30 @@ def _copy_shard(source: Store, target: Store, record: Commit) -> None:
                 shard=shard_name(unit, files),
                 files=files,
                 origin=content_hash(target.provenance.to_dict()),
-                losses={name: sums for name, sums in record.losses.items() if name in arrays},
+                losses={
+                    name: sums for name, sums in record.losses.items() if name in arrays
+                },
             )
-            if commit(backend, copy, partial(_publish, backend, folder, copy)).shard != copy.shard:
-                raise RacedError(f"{backend.url} is written to by too many others at once: run it again")
+            if (
+                commit(backend, copy, partial(_publish, backend, folder, copy)).shard
+                != copy.shard
+            ):
+                raise RacedError(
+                    f"{backend.url} is written to by too many others at once: run it again"
+                )
             keep = False
         finally:
             backend.release(folder, keep=keep)
 
 
-def _gather(source: Store, record: Commit, folder: Path, arrays: set[str], link: bool) -> dict[str, Entry]:
+def _gather(
+    source: Store, record: Commit, folder: Path, arrays: set[str], link: bool
+) -> dict[str, Entry]:
     """Bring the files of a shard, or links, into a folder, of some arrays alone; (bytes, blake3) of each."""
     files = {
-        name: entry for name, entry in record.files.items() if "/" not in name or name.split("/")[0] in arrays
+        name: entry
+        for name, entry in record.files.items()
+        if "/" not in name or name.split("/")[0] in arrays
     }
     fetched = dict(files)
     if len(files) < len(record.files):
@@ -101,12 +127,16 @@ def _gather(source: Store, record: Commit, folder: Path, arrays: set[str], link:
 
 def _free_unit(backend: Backend, unit: str, files: Files) -> str:
     """The unit's own name, or another where that one has other samples."""
-    while (taken := find_commit(backend, unit)) and taken.shard != shard_name(unit, files):
+    while (taken := find_commit(backend, unit)) and taken.shard != shard_name(
+        unit, files
+    ):
         unit = _another(unit, files)
     return unit
 
 
-def _copy_index(source: Store, record: Commit, folder: Path, arrays: set[str]) -> tuple[int, str]:
+def _copy_index(
+    source: Store, record: Commit, folder: Path, arrays: set[str]
+) -> tuple[int, str]:
     table = read_arrow(source.backend, f"{record.named}/{INDEX}", record.files[INDEX])
     gone = [
         column
@@ -132,7 +162,9 @@ def _fetch(backend: Backend, name: str, path: Path, entry: Entry) -> None:
     """Copy a file, continuing after what is there; StoreError when it is not what its record says."""
     size, checksum = entry
     path.parent.mkdir(parents=True, exist_ok=True)
-    for _ in range(2 if path.exists() else 1):  # what is there may be to blame: again, from the start
+    for _ in range(
+        2 if path.exists() else 1
+    ):  # what is there may be to blame: again, from the start
         if _fetch_rest(backend, name, path, size) == checksum:
             return
         path.unlink(missing_ok=True)
@@ -145,7 +177,9 @@ def _fetch_rest(backend: Backend, name: str, path: Path, size: int) -> str:
     Each byte goes where it belongs: two processes whose locks hold on one machine only write the same.
     """
     state = blake3.blake3()
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as file:
+    with open(
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b"
+    ) as file:
         there = file.seek(0, os.SEEK_END)
         if there > size:
             there = file.seek(file.truncate(0))
@@ -160,13 +194,19 @@ def _fetch_rest(backend: Backend, name: str, path: Path, size: int) -> str:
                 raise damaged(f"{backend.url}/{name}", "it is missing") from error
             except OSError as error:
                 what = f"{backend.url}/{name} cannot be read: {error}"
-                raise StoreError(f"{what}. Run it again: it goes on from here") from error
+                raise StoreError(
+                    f"{what}. Run it again: it goes on from here"
+                ) from error
             file.write(part)
             state.update(part)
         file.flush()
         os.fsync(file.fileno())
-        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
-            raise OSError(f"{path} was replaced by another process while it was written")
+        if not path.exists() or not os.path.samestat(
+            path.stat(), os.fstat(file.fileno())
+        ):
+            raise OSError(
+                f"{path} was replaced by another process while it was written"
+            )
         return state.hexdigest() if path.stat().st_size == size else ""
 
 
@@ -176,7 +216,9 @@ def _publish(backend: Backend, folder: Path, record: Commit) -> None:
     StoreError when one differs from what was sent: it is removed, to be sent again.
     """
     backend.publish(folder, record.named)
-    if backend.is_local:  # the folder was renamed, or what was there was compared with it
+    if (
+        backend.is_local
+    ):  # the folder was renamed, or what was there was compared with it
         if not is_complete(backend, record):
             what = f"another process has removed files of {backend.url}/{record.named}"
             raise StoreError(f"{what} before it was committed: run it again")

@@ -15,7 +15,10 @@ import polars as pl
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.tables import LOSS, ROW, XXH3
 
-NEAREST, LISTED = 5, 20  # columns named in an error: like the one that is missing, and of the others
+NEAREST, LISTED = (
+    5,
+    20,
+)  # columns named in an error: like the one that is missing, and of the others
 LINE = 120  # characters of what polars says of a mistake
 MISTAKES = (
     pl.exceptions.PolarsError,
@@ -24,7 +27,11 @@ MISTAKES = (
     RecursionError,
     OverflowError,
 )
-LONGEST, OPERATORS, DEPTH = 1 << 14, 200, 32  # characters; operators; brackets within brackets
+LONGEST, OPERATORS, DEPTH = (
+    1 << 14,
+    200,
+    32,
+)  # characters; operators; brackets within brackets
 TOKEN = re.compile(
     r"""\s+
     |(?P<comment>--|/\*)
@@ -47,9 +54,19 @@ FUNCTIONS = (
 BEFORE_BRACKETS = "all|and|any|array|between|case|else|ilike|in|like|not|or|then|when"
 QUERIES = "exists|from|lateral|over|select|table|union|unnest|values|with"
 Operators = Sequence[Callable[..., pl.Expr]]
-COMPARISONS: Operators = (operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne)
+COMPARISONS: Operators = (
+    operator.gt,
+    operator.ge,
+    operator.lt,
+    operator.le,
+    operator.eq,
+    operator.ne,
+)
 CONNECTIVES: Mapping[int, Operators] = {  # by how many they connect
-    1: (operator.invert, operator.methodcaller("cast", pl.Boolean)),  # SQL casts what it negates
+    1: (
+        operator.invert,
+        operator.methodcaller("cast", pl.Boolean),
+    ),  # SQL casts what it negates
     2: (operator.and_, operator.or_),
 }
 
@@ -79,25 +96,37 @@ def where(
     `lost` are runs whose statistics could not be read, and why: an expression that needs them is refused.
     `listed` is the command that prints all columns.
     """
-    known = [name for name in columns if not name.startswith((XXH3, LOSS)) and not name.endswith(ROW)]
+    known = [
+        name
+        for name in columns
+        if not name.startswith((XXH3, LOSS)) and not name.endswith(ROW)
+    ]
     _require_plain(text)
     try:
         expression = pl.sql_expr(text)
         names = set(expression.meta.root_names())
         renamed = expression.meta.output_name(raise_if_undetermined=False)
-        alias = any(expression.meta.eq(part.alias(str(renamed))) for part in expression.meta.pop())
+        alias = any(
+            expression.meta.eq(part.alias(str(renamed)))
+            for part in expression.meta.pop()
+        )
     except MISTAKES as error:
         why = f"({line_of(error)}). {_some(known, listed)}"
         raise StoreError(f'cannot read the expression "{text}" {why}') from error
     missing = sorted(names - set(columns))
     for run, why in lost.items():
-        if any(name.startswith(f"{run}.") or _latest(name, columns) for name in names) or missing:
+        if (
+            any(name.startswith(f"{run}.") or _latest(name, columns) for name in names)
+            or missing
+        ):
             raise StoreError(f'"{text}" may need what cannot be read: {why}')
     if missing:
         instead = _instead(missing, text, known, listed)
         raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){instead}")
     if alias:  # SQL takes a word at the end for a new name
-        raise StoreError(f"cannot read the expression \"{text}\": unexpected '{renamed}' at the end")
+        raise StoreError(
+            f"cannot read the expression \"{text}\": unexpected '{renamed}' at the end"
+        )
 
     def keep(rows: pl.DataFrame) -> pl.Series:
         try:
@@ -107,9 +136,13 @@ def where(
             if len(rows) == 1:  # of which a sum is as long as a column
                 each = pl.concat([rows, rows]).select(nan_safe).height == 2
         except MISTAKES as error:
-            raise StoreError(f'"{text}" cannot be computed: {line_of(error)}') from error
+            raise StoreError(
+                f'"{text}" cannot be computed: {line_of(error)}'
+            ) from error
         if kept.dtype != pl.Boolean or not each:
-            raise StoreError(f'"{text}" is not a yes or no for each row: compare something, as in COLUMN > 5')
+            raise StoreError(
+                f'"{text}" is not a yes or no for each row: compare something, as in COLUMN > 5'
+            )
         return kept
 
     return Filter(text, keep)
@@ -127,7 +160,11 @@ def _require_plain(text: str) -> None:
         name, at = (found["name"] or "").lower(), found.end()
         depth += bool(found["open"] or found["call"]) - bool(found["close"])
         operators += bool(found["operator"] or name in ("and", "or", "not"))
-        if found["call"] and re.fullmatch(FUNCTIONS, name) and text[at:].lstrip().startswith(")"):
+        if (
+            found["call"]
+            and re.fullmatch(FUNCTIONS, name)
+            and text[at:].lstrip().startswith(")")
+        ):
             why = f"{name} needs a value"
         elif found["call"] and not re.fullmatch(f"{FUNCTIONS}|{BEFORE_BRACKETS}", name):
             why = f"'{name}' is no function for a filter: use {FUNCTIONS.replace('|', ', ')}"
@@ -151,9 +188,18 @@ def _nan_safe(expression: pl.Expr, rows: pl.DataFrame) -> pl.Expr:
             return connect(*(_nan_safe(part, rows) for part in parts))
     for compare in COMPARISONS if len(parts) == 2 else ():
         if expression.meta.eq(compare(*parts)):
-            kinds = rows.head(0).select(part.alias(str(at)) for at, part in enumerate(parts)).dtypes
+            kinds = (
+                rows.head(0)
+                .select(part.alias(str(at)) for at, part in enumerate(parts))
+                .dtypes
+            )
             sides = zip(parts, kinds, strict=True)
-            return compare(*(part.fill_nan(None) if kind.is_float() else part for part, kind in sides))
+            return compare(
+                *(
+                    part.fill_nan(None) if kind.is_float() else part
+                    for part, kind in sides
+                )
+            )
     return expression
 
 
@@ -168,11 +214,17 @@ def line_of(error: Exception) -> str:
     return line if len(line) <= LINE else f"{line[:LINE]}..."
 
 
-def _instead(missing: Sequence[str], text: str, known: Sequence[str], listed: str) -> str:
+def _instead(
+    missing: Sequence[str], text: str, known: Sequence[str], listed: str
+) -> str:
     """What to write instead of names that are missing in an expression."""
     dotted = [name for name in known if "." in name]
     meant = [name for name in dotted if name in text]
-    meant = meant or [name for name in dotted if name.startswith(tuple(f"{name}." for name in missing))]
+    meant = meant or [
+        name
+        for name in dotted
+        if name.startswith(tuple(f"{name}." for name in missing))
+    ]
     if meant:
         quoted = " or ".join(f'"{name}"' for name in meant[-NEAREST:])
         return f": a name with a dot is written in double quotes, {quoted}"
@@ -187,4 +239,6 @@ def _some(columns: Sequence[str], listed: str) -> str:
     """The names of the columns; columns of runs are only counted, for there may be hundreds."""
     plain = [name for name in columns if "." not in name]
     rest = len(columns) - len(plain[:LISTED])
-    return f"Columns: {', '.join(plain[:LISTED])}" + (f" and {rest} more, see `{listed}`" if rest else "")
+    return f"Columns: {', '.join(plain[:LISTED])}" + (
+        f" and {rest} more, see `{listed}`" if rest else ""
+    )

@@ -42,24 +42,33 @@ def _bound(column: str, reason: str, keep: Callable[[pl.Expr], pl.Expr]) -> Filt
 
 def min_words(least: str = "6") -> Filter:
     """Responses over five words (HiViS, both stages)."""
-    return _bound("words", f"fewer than {least} words", lambda words: words >= _number(least))
+    return _bound(
+        "words", f"fewer than {least} words", lambda words: words >= _number(least)
+    )
 
 
 def max_code(share: str = "0.05") -> Filter:
     """Little code: the share of programming symbols and keywords (HiViS, stage 2)."""
-    return _bound("code_ratio", f"more than {share} code", lambda ratio: ratio <= _number(share))
+    return _bound(
+        "code_ratio", f"more than {share} code", lambda ratio: ratio <= _number(share)
+    )
 
 
 def max_repetition(share: str = "0.3") -> Filter:
     """No degenerate loops: the share of word n-grams that were there before."""
-    return _bound("repetition", f"more than {share} repetition", lambda ratio: ratio <= _number(share))
+    return _bound(
+        "repetition",
+        f"more than {share} repetition",
+        lambda ratio: ratio <= _number(share),
+    )
 
 
 def max_tokens(most: str = "2048") -> Filter:
     """Samples whose expanded sequence is at most this long."""
     limit = _number(most)
     return Filter(
-        f"more than {most} tokens", lambda rows: (rows["text_tokens"] + rows["visual_tokens"]) <= limit
+        f"more than {most} tokens",
+        lambda rows: (rows["text_tokens"] + rows["visual_tokens"]) <= limit,
     )
 
 
@@ -69,10 +78,15 @@ def unique(text: str = "") -> Filter:
     A sample without a sketch counts as unique and stays.
     """
     if text:
-        raise StoreError(f"the filter unique takes no value: write unique, not unique={text}")
+        raise StoreError(
+            f"the filter unique takes no value: write unique, not unique={text}"
+        )
 
     def first(sketch: pl.Expr) -> pl.Expr:
-        bands = [sketch.str.slice(at, BAND).is_first_distinct() for at in range(0, SKETCH, BAND)]
+        bands = [
+            sketch.str.slice(at, BAND).is_first_distinct()
+            for at in range(0, SKETCH, BAND)
+        ]
         return sketch.is_null() | pl.all_horizontal(bands)
 
     return _bound("sketch", "near-duplicate answer", first)
@@ -102,15 +116,30 @@ def mix(shares: str) -> Filter:
             )
         whole = min(held[name] / share for name, share in wanted.items())
         quota = {name: round(share * whole) for name, share in wanted.items()}
-        lots = pl.Series("lot", [xxhash.xxh3_64_intdigest(key.encode()) for key in rows["key"]], pl.UInt64)
+        lots = pl.Series(
+            "lot",
+            [xxhash.xxh3_64_intdigest(key.encode()) for key in rows["key"]],
+            pl.UInt64,
+        )
         turn = pl.col("lot").rank("ordinal").over("dataset")
-        allowed = pl.col("dataset").replace_strict(quota, default=0, return_dtype=pl.Int64)
-        return rows.select("dataset", lots).select((turn <= allowed).alias("keep"))["keep"]
+        allowed = pl.col("dataset").replace_strict(
+            quota, default=0, return_dtype=pl.Int64
+        )
+        return rows.select("dataset", lots).select((turn <= allowed).alias("keep"))[
+            "keep"
+        ]
 
     return Filter(f"over the mix {shares}", keep)
 
 
-FILTERS: Sequence[Callable[..., Filter]] = (min_words, max_code, max_repetition, max_tokens, unique, mix)
+FILTERS: Sequence[Callable[..., Filter]] = (
+    min_words,
+    max_code,
+    max_repetition,
+    max_tokens,
+    unique,
+    mix,
+)
 NAMED = {make.__name__: make for make in FILTERS}
 
 
@@ -119,7 +148,9 @@ def named(text: str) -> Filter:
     name, equals, value = text.partition("=")
     if name not in NAMED or (name == "mix" and not equals):
         near = did_you_mean(text.partition("=")[0], NAMED)
-        raise StoreError(f"'{text}' is no filter{near}: use one of {', '.join(NAMED)}, as in min_words=6")
+        raise StoreError(
+            f"'{text}' is no filter{near}: use one of {', '.join(NAMED)}, as in min_words=6"
+        )
     return NAMED[name](value) if equals else NAMED[name]()
 
 
@@ -154,7 +185,9 @@ def filter_store(
     """
     check_name(name, "view")
     if name == base:
-        raise StoreError(f"the view '{name}' would be made from itself: give the new view another name")
+        raise StoreError(
+            f"the view '{name}' would be made from itself: give the new view another name"
+        )
     rows = store.view(base).with_columns(pl.selectors.float().fill_nan(None))
     steps = [item if isinstance(item, Filter) else named(item) for item in filters]
     lost = unread(store.backend, rows.columns) if expressions else {}
@@ -162,17 +195,25 @@ def filter_store(
     reasons: list[str] = []
     dropped: dict[str, int] = {}
     reason = np.full(len(rows), -1, np.int64)  # of each row, -1 while it is kept
-    at, left = np.arange(len(rows)), rows  # the rows that are left: a column of numbers could meet a name
+    at, left = (
+        np.arange(len(rows)),
+        rows,
+    )  # the rows that are left: a column of numbers could meet a name
     for step in steps:
         kept = step.keep(left)
         unknown, stay = kept.is_null().to_numpy(), kept.fill_null(False).to_numpy()
-        for why, gone in ((step.reason, ~stay & ~unknown), (f"unknown: {step.reason}", unknown)):
+        for why, gone in (
+            (step.reason, ~stay & ~unknown),
+            (f"unknown: {step.reason}", unknown),
+        ):
             if why == step.reason or gone.any():
                 reason[at[gone]] = len(reasons)
                 reasons.append(why)
                 dropped[why] = dropped.get(why, 0) + int(gone.sum())
         at, left = at[stay], left.filter(stay)
-    each = pl.Series([*reasons, None], dtype=pl.String).gather(np.where(reason < 0, len(reasons), reason))
+    each = pl.Series([*reasons, None], dtype=pl.String).gather(
+        np.where(reason < 0, len(reasons), reason)
+    )
     table = rows.select("key").with_columns(each.alias("reason").cast(pl.Categorical))
     record = ViewRecord(
         schema=SCHEMA_VERSION,

@@ -33,12 +33,15 @@ SIGN = re.compile(
 # Scripts without spaces: a Chinese or Japanese character is a word, and so are up to four of Thai, Lao,
 # Burmese or Khmer.
 CHARACTER = (
-    r"\u2e80-\u2fdf\u3005-\u3007\u3040-\u312f\u3400-\u9fff\uf900-\ufaff\uff66-\uff9d\U00020000-\U0003ffff"
+    r"\u2e80-\u2fdf\u3005-\u3007\u3040-\u312f\u3400-\u9fff"
+    r"\uf900-\ufaff\uff66-\uff9d\U00020000-\U0003ffff"
 )
 LETTER = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
 MARK = r"\u3000-\u303f\uff00-\uff65"  # punctuation of these scripts
 WORD = re.compile(f"[{CHARACTER}]|[{LETTER}]{{1,4}}|[^\\s{CHARACTER}{LETTER}{MARK}]+")
-MARKUP = re.compile(r"^\s*(?:[#>*+-]+|\d+[.)])\s+|\*+|-{3,}|(?<!\w)_+|_+(?!\w)|https?://\S+")  # markdown
+MARKUP = re.compile(
+    r"^\s*(?:[#>*+-]+|\d+[.)])\s+|\*+|-{3,}|(?<!\w)_+|_+(?!\w)|https?://\S+"
+)  # markdown
 
 
 def text_stats(text: str) -> dict[str, int | float | str]:
@@ -93,9 +96,17 @@ def sketch(text: str) -> str:
 
     words = PIECE.findall(text.lower())
     triples = {" ".join(words[at : at + 3]) for at in range(max(1, len(words) - 2))}
-    hashes = np.array([xxhash.xxh3_64_intdigest(triple.encode()) for triple in sorted(triples)], np.uint64)
+    hashes = np.array(
+        [xxhash.xxh3_64_intdigest(triple.encode()) for triple in sorted(triples)],
+        np.uint64,
+    )
     rng = np.random.default_rng(0)
     count = BANDS * HASHES_PER_BAND
     odd = rng.integers(1, 1 << 63, count, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    lowest = (hashes[None] * odd[:, None]).min(axis=1)  # [count]; products wrap around, as they should
-    return "".join(xxhash.xxh3_64_hexdigest(band) for band in lowest.reshape(BANDS, HASHES_PER_BAND))
+    lowest = (hashes[None] * odd[:, None]).min(
+        axis=1
+    )  # [count]; products wrap around, as they should
+    return "".join(
+        xxhash.xxh3_64_hexdigest(band)
+        for band in lowest.reshape(BANDS, HASHES_PER_BAND)
+    )

@@ -38,7 +38,9 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     responses = target.generate(prompts, max_new_tokens=24, temperature=0.0)
     needs = catalogue.config("sparrow").model.needs(target.info)
     keys = [f"scene-{number}" for number in range(len(prompts))]
-    samples = target.capture(prompts, [response.ids for response in responses], needs, keys=keys)
+    samples = target.capture(
+        prompts, [response.ids for response in responses], needs, keys=keys
+    )
     store = vlmdistill.create_store(workspace.features, target, needs)
     with store.writer("scenes") as writer:
         for sample in samples:

@@ -24,30 +24,48 @@ PAGE = README.parent / "docs" / "api.md"
 def after(demo_folder: Path) -> dict[str, Any]:
     """The variables that the examples leave."""
     names: dict[str, Any] = {}
-    large = Workspace("demo-large", demo_folder / "runs" / "demo-large")  # as `make demo` leaves it
-    shutil.copytree(demo_folder / "runs" / "demo" / "demo-data", large.root / "demo-data")
-    save("sparrow", large.drafter("sparrow"), target=vlmdistill.load_target(large.model))
+    large = Workspace(
+        "demo-large", demo_folder / "runs" / "demo-large"
+    )  # as `make demo` leaves it
+    shutil.copytree(
+        demo_folder / "runs" / "demo" / "demo-data", large.root / "demo-data"
+    )
+    save(
+        "sparrow", large.drafter("sparrow"), target=vlmdistill.load_target(large.model)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(demo_folder)
         for page in (README, PAGE):
-            for block in re.finditer(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            for block in re.finditer(
+                r"```python\n(.*?)```", page.read_text(), re.DOTALL
+            ):
                 line = page.read_text()[: block.start()].count("\n") + 1
                 exec(compile("\n" * line + block[1], page, "exec"), names)
     return names
 
 
 def test_the_page_uses_every_public_function(after: dict[str, Any]) -> None:
-    functions = [name for name in vlmdistill.__all__ if name.islower() or name == "StoreDataset"]
-    assert [name for name in functions if f"vlmdistill.{name}(" not in PAGE.read_text()] == []
+    functions = [
+        name for name in vlmdistill.__all__ if name.islower() or name == "StoreDataset"
+    ]
+    assert [
+        name for name in functions if f"vlmdistill.{name}(" not in PAGE.read_text()
+    ] == []
 
 
-def test_the_flow_in_python_is_that_of_the_commands(after: dict[str, Any], demo_folder: Path) -> None:
+def test_the_flow_in_python_is_that_of_the_commands(
+    after: dict[str, Any], demo_folder: Path
+) -> None:
     imported, captured, trained = after["imported"], after["captured"], after["trained"]
     assert imported.added == 6
     assert 0 < imported.eval < 6
     store = vlmdistill.open_store(demo_folder / "flow/demo/features")
     assert captured.samples == imported.train == len(store)
-    assert (trained.name, trained.steps, (demo_folder / trained.folder).is_dir()) == ("wren", 4, True)
+    assert (trained.name, trained.steps, (demo_folder / trained.folder).is_dir()) == (
+        "wren",
+        4,
+        True,
+    )
     (result,) = after["results"]
     assert (result.name, result.temperature, result.failures) == ("wren", 0.0, [])
     assert result.evaluation.lossless
@@ -57,11 +75,17 @@ def test_the_flow_in_python_is_that_of_the_commands(after: dict[str, Any], demo_
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(demo_folder)
         state = vlmdistill.status(runs="flow")
-        assert (state.prompts, state.held_out, state.next) == (imported.train, imported.eval, "")
+        assert (state.prompts, state.held_out, state.next) == (
+            imported.train,
+            imported.eval,
+            "",
+        )
         assert vlmdistill.features(["wren"], runs="flow").captured == 0
         steps: list[tuple[str, int, int]] = []
         shorter = {"steps": 2}
-        done = vlmdistill.train("wren", runs="flow", name="other", settings=shorter, progress=note(steps))
+        done = vlmdistill.train(
+            "wren", runs="flow", name="other", settings=shorter, progress=note(steps)
+        )
     assert done.steps == 2
     assert steps[-1] == ("train", 2, 2)
 
@@ -76,15 +100,21 @@ def test_the_drafter_leaves_the_response_as_it_is(after: dict[str, Any]) -> None
     assert len(after["response"].ids) > 10
 
 
-def test_a_sample_is_read_as_it_was_captured(after: dict[str, Any], demo_folder: Path) -> None:
+def test_a_sample_is_read_as_it_was_captured(
+    after: dict[str, Any], demo_folder: Path
+) -> None:
     (captured,), features = after["samples"], after["features"]
     stored = vlmdistill.open_store(demo_folder / "mine")["scene-0"]
     assert stored.ids_T.tolist() == captured.ids_T.tolist()
     assert stored.spans == captured.spans != ()
-    assert all((stored.feature(name) == captured.feature(name)).all() for name in features)
+    assert all(
+        (stored.feature(name) == captured.feature(name)).all() for name in features
+    )
 
 
-def test_states_of_another_program_are_stored(after: dict[str, Any], demo_folder: Path) -> None:
+def test_states_of_another_program_are_stored(
+    after: dict[str, Any], demo_folder: Path
+) -> None:
     others = vlmdistill.open_store(demo_folder / "others")
     assert [*others] == ["other-0"]
     assert others.index["response_tokens"].to_list() == [8]
@@ -102,5 +132,9 @@ def test_a_shared_store_is_read_over_the_web(demo_folder: Path) -> None:
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
         found = shared_store(f"http://127.0.0.1:{server.server_port}")
     tokens = vlmdistill.open_store(store).index["response_tokens"].sum()
-    assert (found["target"], found["samples"], found["response tokens"]) == ("demo", "6 of 6", tokens)
+    assert (found["target"], found["samples"], found["response tokens"]) == (
+        "demo",
+        "6 of 6",
+        tokens,
+    )
     assert "hidden.text" in str(found["features"])

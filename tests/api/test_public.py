@@ -20,29 +20,40 @@ import vlmdistill
 
 HEAVY = {"torch", "ray", "transformers"}
 CONVERSIONS = ("as_numpy", "as_torch")
-FUNCTIONS = [name for name in vlmdistill.__all__ if name.islower() and name not in CONVERSIONS]
+FUNCTIONS = [
+    name for name in vlmdistill.__all__ if name.islower() and name not in CONVERSIONS
+]
 SIGNATURES = Path(__file__).parent / "signatures.txt"
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     return done.stdout
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    code = f"import sys, vlmdistill; dir(vlmdistill); print({HEAVY} & sys.modules.keys())"
-    assert python(code).strip() == "set()"
-
-
-def test_opening_a_store_needs_neither_torch_nor_transformers(demo_folder: Path) -> None:
-    store = str(demo_folder / "runs/demo/features")
     code = (
-        f"import sys, vlmdistill; vlmdistill.open_store({store!r}).index; print({HEAVY} & sys.modules.keys())"
+        f"import sys, vlmdistill; dir(vlmdistill); print({HEAVY} & sys.modules.keys())"
     )
     assert python(code).strip() == "set()"
 
 
-def test_a_store_is_read_where_only_the_packages_of_the_core_are_installed(demo_folder: Path) -> None:
+def test_opening_a_store_needs_neither_torch_nor_transformers(
+    demo_folder: Path,
+) -> None:
+    store = str(demo_folder / "runs/demo/features")
+    code = (
+        f"import sys, vlmdistill; vlmdistill.open_store({store!r}).index; "
+        f"print({HEAVY} & sys.modules.keys())"
+    )
+    assert python(code).strip() == "set()"
+
+
+def test_a_store_is_read_where_only_the_packages_of_the_core_are_installed(
+    demo_folder: Path,
+) -> None:
     code = f"""import sys
 sys.modules |= dict.fromkeys(["ray", "transformers", "deepspeed", "httpx2", "datasets", "accelerate"])
 import vlmdistill
@@ -58,7 +69,9 @@ sys.modules["transformers"] = None
 from vlmdistill.cli.main import main
 sys.exit(main(["generate", "Hello?", "--model", "demo"]))"""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert re.search(r"transformers .*pip install '(vlmdistill\[|transformers)", line)
@@ -83,10 +96,17 @@ def test_public_signatures_change_only_on_purpose() -> None:
     def shown(name: str) -> str:
         """Without types, which mypy checks and Python versions print differently."""
         known = inspect.signature(getattr(vlmdistill, name))
-        bare = [one.replace(annotation=inspect.Parameter.empty) for one in known.parameters.values()]
+        bare = [
+            one.replace(annotation=inspect.Parameter.empty)
+            for one in known.parameters.values()
+        ]
         return f"{name}{inspect.Signature(bare)}"
 
-    names = [name for name in vlmdistill.__all__ if inspect.isfunction(getattr(vlmdistill, name))]
+    names = [
+        name
+        for name in vlmdistill.__all__
+        if inspect.isfunction(getattr(vlmdistill, name))
+    ]
     assert [*map(shown, names)] == SIGNATURES.read_text().splitlines()
 
 
@@ -94,22 +114,36 @@ def test_public_signatures_change_only_on_purpose() -> None:
 def test_every_argument_of_a_function_is_documented(name: str) -> None:
     function = getattr(vlmdistill, name)
     text = inspect.getdoc(function) or ""
-    assert [part for part in inspect.signature(function).parameters if f"\n    {part}: " not in text] == []
+    assert [
+        part
+        for part in inspect.signature(function).parameters
+        if f"\n    {part}: " not in text
+    ] == []
     assert [part for part in ("Args:", "Raises:", "Example:") if part not in text] == []
     assert "Returns:" in text or "Yields:" in text
 
 
-def test_a_drafter_marks_what_it_had_right_and_changes_nothing(demo_folder: Path) -> None:
+def test_a_drafter_marks_what_it_had_right_and_changes_nothing(
+    demo_folder: Path,
+) -> None:
     target = vlmdistill.load_target("demo")
     image = next((demo_folder / "runs/demo/demo-data/eval/images").glob("*.png"))
     drafter = vlmdistill.load_drafter("lookahead", target)
 
     def said(**more: Any) -> list[vlmdistill.Chunk]:
         prompt = "Describe the scene."
-        return [*vlmdistill.generate(target, prompt, images=[image], max_new_tokens=60, **more)]
+        return [
+            *vlmdistill.generate(
+                target, prompt, images=[image], max_new_tokens=60, **more
+            )
+        ]
 
     plain, drafted = said(), said(drafter=drafter)
-    assert "".join(chunk.text for chunk in plain) == "".join(chunk.text for chunk in drafted) != ""
+    assert (
+        "".join(chunk.text for chunk in plain)
+        == "".join(chunk.text for chunk in drafted)
+        != ""
+    )
     assert not any(chunk.accepted for chunk in plain)
     assert any(chunk.accepted for chunk in drafted)
     first, again = (said(temperature=1.0, seed=3) for _ in range(2))
@@ -125,7 +159,9 @@ def test_a_target_decodes_one_response_and_leaves_the_caller_its_gradients() -> 
         assert next(first).text
         assert not torch.is_inference_mode_enabled()
         assert next(second).text
-        with pytest.raises(vlmdistill.VlmdistillError, match="another response was begun"):
+        with pytest.raises(
+            vlmdistill.VlmdistillError, match="another response was begun"
+        ):
             list(first)
         assert list(second)
 
@@ -134,7 +170,9 @@ def test_ranks_share_an_epoch_and_epochs_differ(demo_folder: Path) -> None:
     store = vlmdistill.open_store(demo_folder / "runs/demo/features")
 
     def order(**options: Any) -> list[list[int]]:
-        batches = vlmdistill.iterate_batches(store, tokens=1, features=["hidden.text"], **options)
+        batches = vlmdistill.iterate_batches(
+            store, tokens=1, features=["hidden.text"], **options
+        )
         return [batch.ids_T.tolist() for batch in batches]
 
     whole = order(epoch=0)
@@ -144,7 +182,9 @@ def test_ranks_share_an_epoch_and_epochs_differ(demo_folder: Path) -> None:
     assert whole == order(epoch=0) != order(epoch=1)
     dataset = vlmdistill.StoreDataset(store, tokens=1, features=["hidden.text"])
     dataset.set_epoch(1)
-    assert [batch.ids_T.tolist() for batch in DataLoader(dataset, batch_size=None)] == order(epoch=1)
+    assert [
+        batch.ids_T.tolist() for batch in DataLoader(dataset, batch_size=None)
+    ] == order(epoch=1)
 
 
 def test_batches_that_are_kept_stay_as_they_were(demo_folder: Path) -> None:
@@ -161,7 +201,11 @@ def test_batches_that_are_kept_stay_as_they_were(demo_folder: Path) -> None:
 
 def test_a_store_maps_keys_to_samples(demo_folder: Path) -> None:
     store = vlmdistill.open_store(demo_folder / "runs/demo/features")
-    assert [*store] == store.index["key"].to_list() == [f"scene-{number}" for number in range(6)]
+    assert (
+        [*store]
+        == store.index["key"].to_list()
+        == [f"scene-{number}" for number in range(6)]
+    )
     assert len(store) == 6
     assert "scene-5" in store
     assert "scene-6" not in store
@@ -173,7 +217,9 @@ def test_features_come_in_the_dtype_of_the_store(demo_folder: Path) -> None:
     store = vlmdistill.open_store(demo_folder / "runs/demo/features")
     batch = next(vlmdistill.iterate_batches(store, tokens=10_000))
     assert {rows.dtype for rows in batch.features.values()} == {torch.bfloat16}
-    assert sorted(feature.name for feature in batch.features) == list(store.provenance.features)
+    assert sorted(feature.name for feature in batch.features) == list(
+        store.provenance.features
+    )
     assert set(batch.segment_T.tolist()) == set(range(len(store)))
 
 
@@ -181,13 +227,23 @@ def test_features_are_taken_by_name(demo_folder: Path) -> None:
     store = vlmdistill.open_store(demo_folder / "runs/demo/features")
     hidden = vlmdistill.Feature("hidden", "text")
     sample = store.read("scene-5", ["hidden.text"])
-    assert list(sample.features) == list(store.read("scene-5", "hidden.text").features) == [hidden]
+    assert (
+        list(sample.features)
+        == list(store.read("scene-5", "hidden.text").features)
+        == [hidden]
+    )
     assert sample.feature("hidden.text") is sample.features[hidden]
     batch = next(vlmdistill.iterate_batches(store)).only(["hidden.text"])
-    assert batch.feature("hidden.text") is batch.feature("hidden", "text") is batch.features[hidden]
+    assert (
+        batch.feature("hidden.text")
+        is batch.feature("hidden", "text")
+        is batch.features[hidden]
+    )
 
 
-def test_a_hand_made_sample_without_feature_objects_is_refused(demo_folder: Path) -> None:
+def test_a_hand_made_sample_without_feature_objects_is_refused(
+    demo_folder: Path,
+) -> None:
     store = vlmdistill.open_store(demo_folder / "runs/demo/features")
     sample: Any = store["scene-5"]
     named = {feature.name: rows for feature, rows in sample.features.items()}
@@ -203,7 +259,9 @@ def test_a_notebook_shows_what_a_thing_is(demo_folder: Path) -> None:
     assert f"{store.path}: 6 samples of demo, " in repr(store)
     target = vlmdistill.load_target("demo")
     assert f"demo: {target.info.family}, " in repr(target)
-    drafter = vlmdistill.load_drafter(demo_folder / "runs/demo/drafters/sparrow", target)
+    drafter = vlmdistill.load_drafter(
+        demo_folder / "runs/demo/drafters/sparrow", target
+    )
     assert re.match(r"Sparrow\(\s+for demo, [\d,]+ parameters, tree ", repr(drafter))
 
 
@@ -221,14 +279,23 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
     workers = DataLoader(vlmdistill.StoreDataset(store), batch_size=None, num_workers=1)
     turn = [{"role": "user", "content": "Hello"}]
     untyped: Any = vlmdistill  # for values of a wrong type
-    batches, generate = partial(vlmdistill.iterate_batches, store), partial(vlmdistill.generate, target)
+    batches, generate = (
+        partial(vlmdistill.iterate_batches, store),
+        partial(vlmdistill.generate, target),
+    )
     return {
-        "there is no feature store at nowhere": lambda: vlmdistill.open_store("nowhere"),
+        "there is no feature store at nowhere": lambda: vlmdistill.open_store(
+            "nowhere"
+        ),
         "has no sample 'no-key'": lambda: store["no-key"],
         "'hiden.text' is not a feature": lambda: batches(features=["hiden.text"]),
         "this store has no layer1.span": lambda: batches(features=["layer1.span"]),
-        "this store has no layer2.text": lambda: vlmdistill.StoreDataset(store, features=["layer2.text"]),
-        "'nope.text' is not a feature": lambda: vlmdistill.StoreDataset(store, features=["nope.text"]),
+        "this store has no layer2.text": lambda: vlmdistill.StoreDataset(
+            store, features=["layer2.text"]
+        ),
+        "'nope.text' is not a feature": lambda: vlmdistill.StoreDataset(
+            store, features=["nope.text"]
+        ),
         "'hidden' is not a feature": lambda: store.read("scene-0", ["hidden"]),
         "'embed' is not a feature": lambda: store["scene-0"].feature("embed"),
         "'layer.text' is not a feature": lambda: target.capture([], [], ["layer.text"]),
@@ -245,9 +312,13 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
         "rank=3": lambda: vlmdistill.StoreDataset(store, rank=3),
         "late": lambda: batches(view="late"),
         "set num_workers=0": lambda: next(iter(workers)),
-        "name a new folder": lambda: vlmdistill.create_store(demo_folder, target, ["hidden.text"]),
+        "name a new folder": lambda: vlmdistill.create_store(
+            demo_folder, target, ["hidden.text"]
+        ),
         "demi": lambda: vlmdistill.load_target("demi"),
-        "no drafter in runs/x/sparow": lambda: vlmdistill.load_drafter("runs/x/sparow", target),
+        "no drafter in runs/x/sparow": lambda: vlmdistill.load_drafter(
+            "runs/x/sparow", target
+        ),
         "did you mean 'sparrow'": lambda: vlmdistill.load_drafter("sparow", target),
         "the prompt is empty": lambda: generate(" "),
         "belong in its messages": lambda: generate(turn, images=["a.png"]),
@@ -268,14 +339,24 @@ def test_bad_input_is_refused_at_once_in_one_line(demo_folder: Path) -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "vlmdistill", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "vlmdistill", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == f"vlmdistill {vlmdistill.__version__}\n"
 
 
 def test_the_shell_completes_commands() -> None:
-    asked = {"_VLMDISTILL_COMPLETE": "complete_bash", "COMP_WORDS": "vlmdistill tr", "COMP_CWORD": "1"}
+    asked = {
+        "_VLMDISTILL_COMPLETE": "complete_bash",
+        "COMP_WORDS": "vlmdistill tr",
+        "COMP_CWORD": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "vlmdistill"], env={**os.environ, **asked}, capture_output=True, text=True
+        [sys.executable, "-m", "vlmdistill"],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["train"]

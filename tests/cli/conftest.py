@@ -8,7 +8,10 @@ import pytest
 
 def dialogues(count: int, name: str = "talks.json") -> str:
     """Write a file of so many questions here; its name."""
-    rows = [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(count)]
+    rows = [
+        {"conversations": [{"from": "human", "value": f"Question {i}"}]}
+        for i in range(count)
+    ]
     Path(name).write_text(json.dumps(rows))
     return name
 

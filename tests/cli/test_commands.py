@@ -46,26 +46,40 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_an_option_is_one_thing_in_all_commands() -> None:
     """A flag, a whole number, a number, a path or a text; its short form is its own."""
     kinds: dict[str, set[str]] = {}
-    verbs: list[Any] = [one.callback for group in GROUPS.values() for one in group.registered_commands]
+    verbs: list[Any] = [
+        one.callback for group in GROUPS.values() for one in group.registered_commands
+    ]
     for verb in [*VERBS.values(), *verbs]:
         hints = get_type_hints(verb, include_extras=True)
         for name in inspect.signature(verb).parameters:
             for option in getattr(hints[name], "__metadata__", ()):
                 if not isinstance(option, OptionInfo):
                     continue
-                kind = re.search(r"Literal|bool|int|float|Path", str(hints[name].__origin__))
+                kind = re.search(
+                    r"Literal|bool|int|float|Path", str(hints[name].__origin__)
+                )
                 # Inside Annotated, Typer takes the first name for a default, and mends that later.
-                named = [one for one in (option.default, *(option.param_decls or ())) if isinstance(one, str)]
+                named = [
+                    one
+                    for one in (option.default, *(option.param_decls or ()))
+                    if isinstance(one, str)
+                ]
                 for flag in named or [f"--{name.replace('_', '-')}"]:
-                    kinds.setdefault(flag, set()).add(kind[0].replace("Literal", "text") if kind else "text")
+                    kinds.setdefault(flag, set()).add(
+                        kind[0].replace("Literal", "text") if kind else "text"
+                    )
     assert {"--model", "-m", "--runs", "--json", "--limit"} <= kinds.keys()
     assert {flag: kind for flag, kind in kinds.items() if len(kind) > 1} == {}
 
 
 def test_heavy_packages_wait_for_the_command_that_needs_them() -> None:
     heavy = "{'torch', 'transformers', 'ray', 'deepspeed', 'polars', 'pyarrow', 'zarr', 'numpy', 'datasets'}"
-    code = f"import sys, vlmdistill.cli.main; print(sorted({heavy} & sys.modules.keys()))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    code = (
+        f"import sys, vlmdistill.cli.main; print(sorted({heavy} & sys.modules.keys()))"
+    )
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    )
 
 
 def test_an_interrupt_while_the_command_loads_is_one_line() -> None:
@@ -79,7 +93,9 @@ def test_an_interrupt_while_the_command_loads_is_one_line() -> None:
         sys.meta_path.insert(0, Impatient)
         sys.exit(main())
     """
-    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
     assert (run.returncode, run.stdout) == (130, "")
     (line,) = run.stderr.splitlines()
     assert line.startswith("interrupted: ")
@@ -105,7 +121,9 @@ def test_an_interrupt_while_the_command_loads_is_one_line() -> None:
         ["run", "--seed", "4294967296"],
     ],
 )
-def test_wrong_usage_is_status_two(arguments: list[str], workplace: Path, capsys: Any) -> None:
+def test_wrong_usage_is_status_two(
+    arguments: list[str], workplace: Path, capsys: Any
+) -> None:
     assert main(arguments) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -155,11 +173,15 @@ def test_a_corrupted_checkpoint_is_named(
     broken.mkdir()
     for file in whole.iterdir():
         data = file.read_bytes()
-        (broken / file.name).write_bytes(data[:-100] if file.suffix == ".safetensors" else data)
+        (broken / file.name).write_bytes(
+            data[:-100] if file.suffix == ".safetensors" else data
+        )
     assert "model.safetensors" in failing("responses", "--model", str(broken))
 
 
-def test_debug_shows_the_traceback(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["prompts", "absent.json", "--debug"]) == 1
     shown = capsys.readouterr().err
     assert "Traceback (most recent call last)" in shown
@@ -167,7 +189,10 @@ def test_debug_shows_the_traceback(workplace: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_error_of_the_system_that_no_path_of_the_user_explains_leaves_its_traceback(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def bug(*_: object) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
@@ -191,7 +216,10 @@ def test_prompts_go_to_the_workspace_of_the_model(
     assert main(["prompts", "talks.json"]) == 0
     assert len(read(Path("runs/demo/prompts.parquet"))) == 3
     (workplace / "ckpt" / "my-model").mkdir(parents=True)
-    assert main(["prompts", "talks.json", "-m", "ckpt/my-model/", "--runs", "elsewhere"]) == 0
+    assert (
+        main(["prompts", "talks.json", "-m", "ckpt/my-model/", "--runs", "elsewhere"])
+        == 0
+    )
     assert len(read(Path("elsewhere/my-model/prompts.parquet"))) == 3
     monkeypatch.setenv("VLMDISTILL_RUNS", "moved")
     assert main(["prompts", "talks.json", "-m", "org/name"]) == 0
@@ -220,15 +248,27 @@ def test_an_imported_checkpoint_is_a_drafter(
     shapes |= {f"layers.0.self_attn.{name}_proj": (width, width) for name in "qkvo"}
     tensors = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(width)
-    config = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": info.num_heads}
+    config = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": info.num_heads,
+    }
     Path("theirs").mkdir()
     Path("theirs/config.json").write_text(json.dumps(config))
     torch.save(tensors, "theirs/pytorch_model.bin")
-    assert main(["import", "theirs", "--as", "eagle2", "--name", "imported", "--json"]) == 0
+    assert (
+        main(["import", "theirs", "--as", "eagle2", "--name", "imported", "--json"])
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
     assert facts["not the target's"]["attention_bias"] is False
-    assert main(["generate", "--drafter", "imported", "--max-new-tokens", "4", "Hello"]) == 0
-    assert "exists" in failing("import", "theirs", "--as", "eagle2", "--name", "imported")
+    assert (
+        main(["generate", "--drafter", "imported", "--max-new-tokens", "4", "Hello"])
+        == 0
+    )
+    assert "exists" in failing(
+        "import", "theirs", "--as", "eagle2", "--name", "imported"
+    )
     assert "visual_norm" in failing("import", "theirs", "--as", "sparrow")
     assert "config.json" in failing("import", ".", "--as", "eagle2")
 
@@ -237,7 +277,8 @@ def test_a_full_disk_loses_nothing(workplace: Path) -> None:
     assert main(["prompts", "talks.json"]) == 0
     before = read(Path("runs/demo/prompts.parquet"))
     rows = [
-        {"conversations": [{"from": "human", "value": f"Another {i} {hash(str(i))}"}]} for i in range(500)
+        {"conversations": [{"from": "human", "value": f"Another {i} {hash(str(i))}"}]}
+        for i in range(500)
     ]
     (workplace / "more.json").write_text(json.dumps(rows))
     run = subprocess.run(
@@ -256,7 +297,9 @@ def test_a_full_disk_loses_nothing(workplace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_can_be_continued(workplace: Path, checkpoint: Callable[..., Path]) -> None:
+def test_an_interrupted_run_can_be_continued(
+    workplace: Path, checkpoint: Callable[..., Path]
+) -> None:
     dialogues(640, "many.json")
     model = str(checkpoint("qwen2_5_vl", layers=1))
     assert main(["prompts", "many.json", "-m", model, "--eval-share", "0"]) == 0
@@ -264,7 +307,11 @@ def test_an_interrupted_run_can_be_continued(workplace: Path, checkpoint: Callab
     command = [*COMMAND, "responses", "-m", model, "--out", str(out), "--workers", "0"]
     command += ["--max-new-tokens", "40"]
     run = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     while run.poll() is None and not list(out.glob("part-*")):
         time.sleep(0.01)
@@ -319,11 +366,17 @@ warmup = 0.2
 """
 
 
-def test_a_recipe_file_has_settings_for_all_drafters_and_for_each(workplace: Path) -> None:
+def test_a_recipe_file_has_settings_for_all_drafters_and_for_each(
+    workplace: Path,
+) -> None:
     Path("mine.toml").write_text(RECIPE)
-    sparrow, msd = (flat(resolve(name, "mine.toml", ["steps=300"])) for name in ("sparrow", "msd"))
+    sparrow, msd = (
+        flat(resolve(name, "mine.toml", ["steps=300"])) for name in ("sparrow", "msd")
+    )
     fair = flat(resolve("sparrow", "fair", []))
-    changed = {name: value for name, value in sparrow.items() if value != fair.get(name)}
+    changed = {
+        name: value for name, value in sparrow.items() if value != fair.get(name)
+    }
     assert changed == {
         "steps": 300,
         "tree": "chain-4",
@@ -358,9 +411,15 @@ def test_a_recipe_file_has_settings_for_all_drafters_and_for_each(workplace: Pat
         (None, "No such file"),
     ],
 )
-@pytest.mark.parametrize("command", [["train", "sparrow"], ["run", "--drafters", "msd,sparrow"]])
+@pytest.mark.parametrize(
+    "command", [["train", "sparrow"], ["run", "--drafters", "msd,sparrow"]]
+)
 def test_a_recipe_file_that_does_not_fit_is_one_line(
-    command: list[str], text: str | None, named: str, workplace: Path, failing: Callable[..., str]
+    command: list[str],
+    text: str | None,
+    named: str,
+    workplace: Path,
+    failing: Callable[..., str],
 ) -> None:
     if text is not None:
         Path("mine.toml").write_text(text)

@@ -38,19 +38,26 @@ def test_the_command_names_what_was_written(
     facts = json.loads(shown.out)
     assert facts["draft_vocabulary"] == facts["target_vocabulary"]
     (command,) = [text for text in shown.err.splitlines() if text.startswith("vLLM: ")]
-    words = [word for word in shlex.split(command.removeprefix("vLLM: ")) if "=" not in word]
+    words = [
+        word for word in shlex.split(command.removeprefix("vLLM: ")) if "=" not in word
+    ]
     assert words[:3] == [str(Path("vllm").absolute()), "serve", str(EMBEDDED["demo"])]
     assert "--no-enable-prefix-caching" in words
     # The checkpoint's own sampling is not that of training and evaluation.
     assert words[words.index("--generation-config") + 1] == "vllm"
     drafting = json.loads(words[words.index("--speculative-config") + 1])
     assert drafting["model"] == str(Path("served").absolute())
-    assert sorted(file.name for file in Path("served").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in Path("served").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     assert main(line) == 0  # again, into the same folder
     assert "served" in failing(*line[:4], "--dtype", "float16")
 
 
-def test_another_target_than_the_drafters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_target_than_the_drafters_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shutil.copytree("runs/demo/drafters/sparrow", "copy")
     assert main(["export", "./copy", "--out", "served", "--model", "demo-video"]) == 2
     assert "was trained for synthetic" in " ".join(capsys.readouterr().err.split())
@@ -70,6 +77,10 @@ def test_the_command_serves_the_target_of_the_drafter(
 ) -> None:
     shutil.copytree("runs/demo/drafters/sparrow", "copy")
     assert main(["export", drafter, "--out", "served"]) == 0
-    (command,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("vLLM: ")]
+    (command,) = [
+        text
+        for text in capsys.readouterr().err.splitlines()
+        if text.startswith("vLLM: ")
+    ]
     words = shlex.split(command)
     assert words[words.index("serve") + 1] == target

@@ -37,9 +37,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_beside_other_programs_is_no_rate_where_there_is_another(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    alone: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (100.0 * (os.cpu_count() or 1), 0.0, 0.0))
+    monkeypatch.setattr(
+        os, "getloadavg", lambda: (100.0 * (os.cpu_count() or 1), 0.0, 0.0)
+    )
     rates.record(tmp_path, "features", 200, 100.0)
     only = rates.known(tmp_path, "features")
     assert only is not None
@@ -47,7 +52,9 @@ def test_a_run_beside_other_programs_is_no_rate_where_there_is_another(
     assert len(caplog.records) == 1
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     rates.record(tmp_path, "features", 200, 4.0)
-    monkeypatch.setattr(os, "getloadavg", lambda: (100.0 * (os.cpu_count() or 1), 0.0, 0.0))
+    monkeypatch.setattr(
+        os, "getloadavg", lambda: (100.0 * (os.cpu_count() or 1), 0.0, 0.0)
+    )
     rates.record(tmp_path, "features", 200, 100.0)
     found = rates.known(tmp_path, "features")
     assert found is not None
@@ -61,15 +68,22 @@ def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> N
     found = printed(capsys, *FEATURES)
     assert (found["response_seconds"], found["feature_seconds"]) == (None, None)
     tokens = found["text_tokens"]
-    stated = printed(capsys, *FEATURES, "--rate", "features=50", "--rate", "responses=2.5")
+    stated = printed(
+        capsys, *FEATURES, "--rate", "features=50", "--rate", "responses=2.5"
+    )
     assert stated["feature_seconds"] == pytest.approx(tokens / 50)
     assert stated["response_seconds"] == pytest.approx(found["likely_tokens"] / 2.5)
     root = Path("runs/demo")
     for seconds in (4.0, 10.0, 1.0):  # the last one is too short to say anything
         rates.record(root, "features", 200, seconds)
     there = json.loads((root / rates.FILE).read_text().splitlines()[-1])
-    with (root / rates.FILE).open("a") as file:  # another machine, and a line that was cut off
-        file.write(json.dumps({**there, "where": "elsewhere", "seconds": 1}) + '\n{"stage": "fea')
+    with (root / rates.FILE).open(
+        "a"
+    ) as file:  # another machine, and a line that was cut off
+        file.write(
+            json.dumps({**there, "where": "elsewhere", "seconds": 1})
+            + '\n{"stage": "fea'
+        )
     assert printed(capsys, *FEATURES)["feature_seconds"] == pytest.approx(tokens / 20)
     assert printed(capsys, *FEATURES, "--engine", "vllm")["feature_seconds"] is None
     for text in ("features", "features=0", "feature=3", "features=-1"):
@@ -81,15 +95,27 @@ def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> N
 def test_memory_is_that_of_weights_and_batches_in_a_dtype(capsys: Output) -> None:
     responded(4, tokens=11)
     options = ("responses", "--dry-run", "--max-new-tokens", "100")
-    whole = printed(capsys, *options, "--target-dtype", "float32", "--batch-size", "8")["response_memory"]
-    half = printed(capsys, *options, "--target-dtype", "bfloat16", "--batch-size", "8")["response_memory"]
-    assert whole["total"] == 2 * half["total"] == whole["weights"] + whole["kv_cache"] + whole["logits"]
+    whole = printed(capsys, *options, "--target-dtype", "float32", "--batch-size", "8")[
+        "response_memory"
+    ]
+    half = printed(capsys, *options, "--target-dtype", "bfloat16", "--batch-size", "8")[
+        "response_memory"
+    ]
+    assert (
+        whole["total"]
+        == 2 * half["total"]
+        == whole["weights"] + whole["kv_cache"] + whole["logits"]
+    )
     info = printed(capsys, "target", "show", "demo")
     assert whole["weights"] == 4 * info["parameters"]["all"]
     sizes = info["target"]
     token = 2 * 4 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"]
-    assert whole["kv_cache"] == 8 * (9 + 100) * token  # the prompts that are known have nine tokens
-    more = printed(capsys, *options, "--target-dtype", "bfloat16", "--batch-size", "16")["response_memory"]
+    assert (
+        whole["kv_cache"] == 8 * (9 + 100) * token
+    )  # the prompts that are known have nine tokens
+    more = printed(
+        capsys, *options, "--target-dtype", "bfloat16", "--batch-size", "16"
+    )["response_memory"]
     assert more["kv_cache"] == 2 * half["kv_cache"]
 
 
@@ -102,7 +128,9 @@ def test_a_dry_run_of_the_flow_has_all_stages_and_does_nothing(capsys: Output) -
     (name, training), *_ = found["training"].items()
     assert (name, training["steps"], training["finished"]) == ("wren", 60, False)
     assert training["memory"]["optimizer"] == 16 * training["parameters"]
-    assert found["evaluation"]["decodings"] == 2 * 3  # plain and two drafters at two temperatures
+    assert (
+        found["evaluation"]["decodings"] == 2 * 3
+    )  # plain and two drafters at two temperatures
     assert found["capture"]["to_generate"] > 0
     assert found["seconds"] is None
     assert main([*command, "--rate", "train=1000"]) == 0
@@ -114,7 +142,9 @@ def test_a_dry_run_of_the_flow_has_all_stages_and_does_nothing(capsys: Output) -
 
 
 @pytest.mark.usefixtures("prompts")
-def test_a_stage_that_cannot_end_is_not_started(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_cannot_end_is_not_started(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
     responded(4, tokens=11)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 1000))
     for command in (["features", "--for", "wren"], ["run", "--drafters", "wren"]):
@@ -128,19 +158,31 @@ def test_a_stage_that_cannot_end_is_not_started(capsys: Output, monkeypatch: pyt
     synthetic.save("eagle3", Path("runs/demo/drafters/mine"))
     synthetic.store(Path("store"), 9)
     train = ["train", "wren", "--store", "store", "--set", "steps=1"]
-    for command in (["responses"], ["features", "--for", "wren"], ["eval", "mine"], train):
+    for command in (
+        ["responses"],
+        ["features", "--for", "wren"],
+        ["eval", "mine"],
+        train,
+    ):
         assert main(command) == 1
         (line,) = capsys.readouterr().err.splitlines()[-1:]
         assert "of memory are needed in float32, and this machine has 1 kB free" in line
         assert "--anyway" in line
     synthetic.store(Path("runs/demo/features"), 9)
-    stages = vlmdistill.responses, vlmdistill.features, partial(vlmdistill.train, "wren")
+    stages = (
+        vlmdistill.responses,
+        vlmdistill.features,
+        partial(vlmdistill.train, "wren"),
+    )
     for stage in (*stages, partial(vlmdistill.evaluate, "mine")):
         with pytest.raises(DataError, match=r"of memory are needed .*anyway=True"):
             stage()
     assert not Path("runs/demo/drafters/wren.training").exists()
     assert main([*train, "--anyway"]) == 0
-    assert vlmdistill.train("wren", settings={"steps": 1}, anyway=True, force=True).steps == 1
+    assert (
+        vlmdistill.train("wren", settings={"steps": 1}, anyway=True, force=True).steps
+        == 1
+    )
 
 
 def test_what_fits_on_gpus_is_told_for_one_or_for_all() -> None:
@@ -157,10 +199,21 @@ def test_what_fits_on_gpus_is_told_for_one_or_for_all() -> None:
         assert memory.lacking.startswith(lacking) if lacking else not memory.lacking
 
 
-def test_a_training_leaves_its_rate(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_leaves_its_rate(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synthetic.store(Path("store"), 9)
     monkeypatch.setattr(rates, "LEAST", 0.0)
-    command = ["train", "wren", "--store", "store", "--set", "steps=2", "--set", "batch_tokens=64"]
+    command = [
+        "train",
+        "wren",
+        "--store",
+        "store",
+        "--set",
+        "steps=2",
+        "--set",
+        "batch_tokens=64",
+    ]
     assert main(command) == 0
     rate = rates.known(Path("runs/demo"), "train wren")
     assert rate is not None
@@ -171,19 +224,33 @@ def test_a_training_leaves_its_rate(capsys: Output, monkeypatch: pytest.MonkeyPa
 
 def test_what_fits_on_gpus_is_told_without_weights(capsys: Output) -> None:
     small, large = (
-        printed(capsys, "target", "show", "qwen2.5-vl-32b", "--gpus", "2", "--gpu-memory", free)["fits"]
+        printed(
+            capsys,
+            "target",
+            "show",
+            "qwen2.5-vl-32b",
+            "--gpus",
+            "2",
+            "--gpu-memory",
+            free,
+        )["fits"]
         for free in ("40", "70")
     )
     weights = small["features"]["weights"]
     assert weights == large["eval, serve"]["weights"] > 60e9
-    assert [small[stage]["fits"] for stage in ("features", "eval, serve", "train wren")] == [
+    assert [
+        small[stage]["fits"] for stage in ("features", "eval, serve", "train wren")
+    ] == [
         True,
         False,
         True,
     ]
     assert large["eval, serve"]["fits"]
-    assert not printed(capsys, "target", "show", "qwen2.5-vl-32b", "--gpus", "1", "--gpu-memory", "40")[
-        "fits"
-    ]["features"]["fits"]
-    assert main(["target", "show", "qwen2.5-vl-32b", "--gpus", "2", "--gpu-memory", "40"]) == 0
+    assert not printed(
+        capsys, "target", "show", "qwen2.5-vl-32b", "--gpus", "1", "--gpu-memory", "40"
+    )["fits"]["features"]["fits"]
+    assert (
+        main(["target", "show", "qwen2.5-vl-32b", "--gpus", "2", "--gpu-memory", "40"])
+        == 0
+    )
     assert "2 GPUs have 42.9 GB free each" in capsys.readouterr().out

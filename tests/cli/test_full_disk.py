@@ -39,7 +39,9 @@ def test_a_command_names_the_file_and_is_done_again(
 ) -> None:
     lines = [exchange(number) for number in range(40)]
     rows = [line["request"] for line in lines] if verb == "prompts" else lines
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     command = [verb, str(tmp_path / "rows.jsonl"), "--runs", str(tmp_path / "runs")]
     with full(size):
         assert main(command) == 1
@@ -59,9 +61,15 @@ def test_a_store_names_the_file(tmp_path: Path) -> None:
 
 def test_what_is_replaced_or_grows_is_named(tmp_path: Path) -> None:
     with full(0):
-        with pytest.raises(OSError, match="file"), atomic_write(tmp_path / "file.json") as new:
+        with (
+            pytest.raises(OSError, match="file"),
+            atomic_write(tmp_path / "file.json") as new,
+        ):
             new.write_text("{}")
-        with pytest.raises(OSError, match="folder"), atomic_folder(tmp_path / "folder") as inside:
+        with (
+            pytest.raises(OSError, match="folder"),
+            atomic_folder(tmp_path / "folder") as inside,
+        ):
             (inside / "a").write_text("{}")
         with pytest.raises(OSError, match=rates.FILE):
             rates.record(tmp_path, "train", 1e6, 1e3)

@@ -32,7 +32,9 @@ pytestmark = pytest.mark.usefixtures("workplace")
         ("", ["eagle2"], ""),
     ],
 )
-def test_names_are_suggested_by_their_spelling(name: str, known: Sequence[str], near: str) -> None:
+def test_names_are_suggested_by_their_spelling(
+    name: str, known: Sequence[str], near: str
+) -> None:
     assert did_you_mean(name, known) == near
 
 
@@ -57,7 +59,9 @@ def test_a_mistyped_name_is_refused_with_a_suggestion(
     assert not Path("runs").exists()
 
 
-def test_a_trained_drafter_is_suggested_before_one_to_train(failing: Callable[..., str]) -> None:
+def test_a_trained_drafter_is_suggested_before_one_to_train(
+    failing: Callable[..., str],
+) -> None:
     for name in ("eagle3", "my-eagle"):
         synthetic.save("eagle3", Path("runs/demo/drafters") / name)
     assert failing("export", "my-eagel", "--out", "served").count("'my-eagle'") == 1
@@ -65,7 +69,9 @@ def test_a_trained_drafter_is_suggested_before_one_to_train(failing: Callable[..
     assert "vlmdistill train hivis" in line
 
 
-@pytest.mark.parametrize("name", ["demo", "qwen2-vl-7b", "someone/model", "ckpt/mine", "ckpt"])
+@pytest.mark.parametrize(
+    "name", ["demo", "qwen2-vl-7b", "someone/model", "ckpt/mine", "ckpt"]
+)
 def test_a_target_is_a_known_name_a_hub_id_or_a_folder(name: str) -> None:
     Path("ckpt/mine").mkdir(parents=True)
     Path("ckpt/config.json").touch()
@@ -99,10 +105,14 @@ def test_a_drafters_name_is_not_a_folder_here(failing: Callable[..., str]) -> No
     assert workspace.trained("sparrow") == workspace.drafter("sparrow")
     assert workspace.trained("./sparrow") == Path("sparrow")
     assert workspace.trained("exported") == Path("exported")
-    assert "no folder served/sparow" in failing("generate", "--drafter", "served/sparow", "What?")
+    assert "no folder served/sparow" in failing(
+        "generate", "--drafter", "served/sparow", "What?"
+    )
 
 
-def test_a_small_eval_split_is_warned_about_at_import(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_eval_split_is_warned_about_at_import(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def warned(*options: str) -> bool:
         shutil.rmtree("runs", ignore_errors=True)
         capsys.readouterr()
@@ -117,7 +127,9 @@ def test_a_small_eval_split_is_warned_about_at_import(capsys: pytest.CaptureFixt
     assert not warned("--split", "train")
 
 
-def test_eval_and_run_refuse_an_empty_split_before_anything_loads(failing: Callable[..., str]) -> None:
+def test_eval_and_run_refuse_an_empty_split_before_anything_loads(
+    failing: Callable[..., str],
+) -> None:
     assert main(["prompts", dialogues(3), "--eval-share", "0"]) == 0
     assert "--split eval" in failing("run", "--drafters", "lookahead")
     code = """if True:
@@ -126,7 +138,9 @@ def test_eval_and_run_refuse_an_empty_split_before_anything_loads(failing: Calla
         assert main(["eval", "lookahead"]) == 1
         assert not {"torch", "transformers"} & sys.modules.keys()
     """
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
     assert "--split eval" in run.stderr
     assert "-m demo-video" in failing("eval", "lookahead", "-m", "demo-video")
 
@@ -145,9 +159,16 @@ def test_an_empty_question_is_refused(text: str, failing: Callable[..., str]) ->
         (["prompts", "photos.json"], "--ask"),
     ],
 )
-def test_an_error_names_what_helps(arguments: list[str], cure: str, failing: Callable[..., str]) -> None:
-    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
-    Path("llava.json").write_text(json.dumps([{"image": "1.jpg", "conversations": turns}]))
+def test_an_error_names_what_helps(
+    arguments: list[str], cure: str, failing: Callable[..., str]
+) -> None:
+    turns = [
+        {"from": "human", "value": "<image>\nWhat?"},
+        {"from": "gpt", "value": "A cat."},
+    ]
+    Path("llava.json").write_text(
+        json.dumps([{"image": "1.jpg", "conversations": turns}])
+    )
     Path("photos.json").write_text(json.dumps([{"image": "1.jpg"}]))
     assert cure in failing(*arguments)
 
@@ -197,7 +218,9 @@ WRONG = {
 }
 
 
-def test_cheap_mistakes_and_lists_need_no_torch(capfd: pytest.CaptureFixture[str]) -> None:
+def test_cheap_mistakes_and_lists_need_no_torch(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     program = f"""
 import shlex, sys
 sys.modules["torch"] = None  # to import it is an error
@@ -210,7 +233,9 @@ for command in {list(WRONG)}:
     subprocess.run([sys.executable, "-c", program], check=True)
     printed = capfd.readouterr()
     for command, line in WRONG.items():
-        said = [text.partition(f"$ {command}\n")[2].partition("\n$")[0] for text in printed]
+        said = [
+            text.partition(f"$ {command}\n")[2].partition("\n$")[0] for text in printed
+        ]
         assert any(line in text for text in said), (command, said)
 
 
@@ -218,8 +243,16 @@ def test_videos_are_refused_at_import_for_a_target_without_video(
     checkpoint: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     llava = str(checkpoint("llava"))
-    rows = [{"video": "clip.gif", "conversations": [{"from": "human", "value": "<video>What happens?"}]}]
-    rows += [{"conversations": [{"from": "human", "value": f"Question {i}"}]} for i in range(3)]
+    rows = [
+        {
+            "video": "clip.gif",
+            "conversations": [{"from": "human", "value": "<video>What happens?"}],
+        }
+    ]
+    rows += [
+        {"conversations": [{"from": "human", "value": f"Question {i}"}]}
+        for i in range(3)
+    ]
     Path("rows.json").write_text(json.dumps(rows))
     still = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
     still[0].save("clip.gif", save_all=True, append_images=still[1:])
@@ -228,14 +261,22 @@ def test_videos_are_refused_at_import_for_a_target_without_video(
     assert (facts["added"], facts["skipped"]) == (3, {"video": 1})
     Path("rows.json").write_text(json.dumps(rows[:1]))
     assert main(["prompts", "rows.json", "--model", llava]) == 1
-    assert "targets of the family llava-1.5 support images alone" in capfd.readouterr().err
+    assert (
+        "targets of the family llava-1.5 support images alone" in capfd.readouterr().err
+    )
     assert main(["generate", "What?", "--video", "clip.gif", "--model", llava]) == 1
-    assert "targets of the family llava-1.5 support images, not videos" in capfd.readouterr().err
+    assert (
+        "targets of the family llava-1.5 support images, not videos"
+        in capfd.readouterr().err
+    )
 
 
 def suggested(text: str) -> list[str]:
     """The commands within backquotes, and that of `status`."""
-    return [*re.findall(r"`(vlmdistill [^`]*)`", text), *re.findall(r"^next: (.*)$", text, re.M)]
+    return [
+        *re.findall(r"`(vlmdistill [^`]*)`", text),
+        *re.findall(r"^next: (.*)$", text, re.M),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +291,9 @@ def suggested(text: str) -> list[str]:
         ["features", "--for", "wren"],
     ],
 )
-@pytest.mark.parametrize("spelling", ["--model={} --runs={}", "-m {} --runs {}", "--runs {1} --model {0}"])
+@pytest.mark.parametrize(
+    "spelling", ["--model={} --runs={}", "-m {} --runs {}", "--runs {1} --model {0}"]
+)
 def test_a_suggested_command_is_for_the_workspace_that_was_asked(
     arguments: list[str], spelling: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,13 +307,17 @@ def test_a_suggested_command_is_for_the_workspace_that_was_asked(
         assert words[words.index("--runs") + 1] == "other"
 
 
-def test_a_suggested_command_has_no_option_that_was_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suggested_command_has_no_option_that_was_not_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     main(["train", "eagle3"])
     (command,) = suggested(capsys.readouterr().err)
     assert "--runs" not in command
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["report"], ["export", "sparrow", "--out", "out"]])
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["report"], ["export", "sparrow", "--out", "out"]]
+)
 def test_an_empty_workspace_names_the_one_beside_it(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,7 +332,9 @@ def test_a_workspace_in_place_of_its_store_names_the_store(
     tmp_path: Path, failing: Callable[..., str]
 ) -> None:
     make(tmp_path / "demo/features")
-    assert f"{tmp_path}/demo/features" in failing("store", "info", str(tmp_path / "demo"))
+    assert f"{tmp_path}/demo/features" in failing(
+        "store", "info", str(tmp_path / "demo")
+    )
 
 
 @pytest.mark.parametrize(
@@ -312,5 +361,9 @@ def test_a_value_that_is_refused_is_told_in_our_words(
 
 
 @pytest.mark.parametrize("option", ["--image", "--video"])
-def test_an_image_of_the_web_is_refused_by_its_whole_name(option: str, failing: Callable[..., str]) -> None:
-    assert "https://example.com/a.png" in failing("generate", "hi", option, "https://example.com/a.png")
+def test_an_image_of_the_web_is_refused_by_its_whole_name(
+    option: str, failing: Callable[..., str]
+) -> None:
+    assert "https://example.com/a.png" in failing(
+        "generate", "hi", option, "https://example.com/a.png"
+    )

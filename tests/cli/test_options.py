@@ -19,7 +19,9 @@ def options(command: Any, context: typer.Context) -> Iterator[str]:
         if hasattr(child, "list_commands"):
             yield from options(child, inner)
         else:
-            taken = sorted(spelling for given in child.params for spelling in given.opts)
+            taken = sorted(
+                spelling for given in child.params for spelling in given.opts
+            )
             yield " ".join([inner.command_path, *taken])
 
 

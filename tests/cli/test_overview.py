@@ -43,24 +43,37 @@ def test_list_names_what_commands_take(capsys: Output) -> None:
 
 
 def test_the_printed_settings_are_a_recipe(capsys: Output) -> None:
-    assert main(["train", "wren", "--show-config", "--set", "steps=7", "--recipe", "fair"]) == 0
+    assert (
+        main(["train", "wren", "--show-config", "--set", "steps=7", "--recipe", "fair"])
+        == 0
+    )
     Path("mine.toml").write_text(capsys.readouterr().out)
     assert resolve("wren", "mine.toml") == resolve("wren", "fair", ["steps=7"])
     assert printed(capsys, "train", "wren", "--show-config")["steps"] == 600
     assert not Path("runs").exists()
 
 
-def test_status_names_what_is_there_and_the_command_that_comes_next(capsys: Output) -> None:
+def test_status_names_what_is_there_and_the_command_that_comes_next(
+    capsys: Output,
+) -> None:
     def state() -> tuple[Any, str]:
         found = printed(capsys, "status")
         return found, found["next"]
 
     found, following = state()
-    assert (found["prompts"], found["samples"], following) == (0, 0, "vlmdistill prompts demo")
+    assert (found["prompts"], found["samples"], following) == (
+        0,
+        0,
+        "vlmdistill prompts demo",
+    )
     dialogues(40)
     assert main(["prompts", "talks.json", "--split", "train"]) == 0
     found, following = state()
-    assert (found["prompts"], found["held_out"], following) == (40, 0, "vlmdistill prompts --resplit 0.2")
+    assert (found["prompts"], found["held_out"], following) == (
+        40,
+        0,
+        "vlmdistill prompts --resplit 0.2",
+    )
     assert main(["prompts", "--resplit", "0.2"]) == 0
     found, following = state()
     assert found["prompts"] + found["held_out"] == 40
@@ -70,7 +83,9 @@ def test_status_names_what_is_there_and_the_command_that_comes_next(capsys: Outp
     assert (found["responses"], found["uncaptured"]) == (2, 2)
     folder = Path("runs/demo/drafters/mine.training")
     folder.mkdir(parents=True)
-    assert state()[0]["drafters"][0]["remarks"] == ["not finished: `vlmdistill train mine` continues"]
+    assert state()[0]["drafters"][0]["remarks"] == [
+        "not finished: `vlmdistill train mine` continues"
+    ]
     damaged = folder.with_name("mine")
     damaged.mkdir()
     (damaged / "config.json").write_text("{")
@@ -84,7 +99,11 @@ def test_status_names_what_is_there_and_the_command_that_comes_next(capsys: Outp
 
 def responded(count: int, tokens: int = 0) -> list[str]:
     """Responses of so many tokens to some prompts to train on; their keys."""
-    prompts = [prompt for prompt in read(Path("runs/demo/prompts.parquet")) if prompt.split == "train"]
+    prompts = [
+        prompt
+        for prompt in read(Path("runs/demo/prompts.parquet"))
+        if prompt.split == "train"
+    ]
     keys = [prompt.key for prompt in prompts[:count]]
     rows = [
         ResponseRow(
@@ -116,41 +135,60 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
     }
     synthetic.save("eagle3", folder, **training)
     (drafter,) = printed(capsys, "status")["drafters"]
-    assert (drafter["method"], drafter["steps"], drafter["measured"]) == ("eagle3", 500, "")
+    assert (drafter["method"], drafter["steps"], drafter["measured"]) == (
+        "eagle3",
+        500,
+        "",
+    )
     measured = made_up.evaluation("mine", training=Training(signature="s"))
     records.write(measured, records.new_file(reports, "mine"))
     (drafter,) = printed(capsys, "status")["drafters"]
     assert (drafter["measured"], drafter["remarks"]) == (measured.measured, [])
     assert drafter["tau"] > 1
-    replaced = dataclasses.replace(measured, weights="other", measured="2027-01-01 00:00:00")
+    replaced = dataclasses.replace(
+        measured, weights="other", measured="2027-01-01 00:00:00"
+    )
     file = records.new_file(reports, "mine")
     records.write(replaced, file)
     (drafter_replaced,) = printed(capsys, "status")["drafters"]
     assert drafter_replaced["remarks"] == ["measured with other weights"]
     file.unlink()
-    earlier = made_up.evaluation("mine", measured="2001-01-01 00:00:00", training=Training(signature="t"))
+    earlier = made_up.evaluation(
+        "mine", measured="2001-01-01 00:00:00", training=Training(signature="t")
+    )
     other = made_up.evaluation("mine@chain-4", measured="2001-01-01 00:00:00")
     for one in (earlier, other):
         records.write(one, records.new_file(reports, one.name))
     found = printed(capsys, "status")
-    assert (found["evaluations"], found["drafters"]) == (3, [drafter])  # what is shown is the last one
+    assert (found["evaluations"], found["drafters"]) == (
+        3,
+        [drafter],
+    )  # what is shown is the last one
     synthetic.save("eagle3", folder, **training | {"signature": "other"})
     assert main(["status"]) == 0
     assert "measured before it was trained again" in capsys.readouterr().out
 
 
-def test_a_new_split_leaves_prompts_with_responses_where_they_are(capsys: Output) -> None:
+def test_a_new_split_leaves_prompts_with_responses_where_they_are(
+    capsys: Output,
+) -> None:
     dialogues(60)
     assert main(["prompts", "talks.json", "--split", "train"]) == 0
     keys = responded(20)
     summary = printed(capsys, "prompts", "--resplit", "0.5")
     assert summary["kept"] == 20
     assert summary["eval"] == summary["moved"] > 5
-    split = {prompt.key: prompt.split for prompt in read(Path("runs/demo/prompts.parquet"))}
+    split = {
+        prompt.key: prompt.split for prompt in read(Path("runs/demo/prompts.parquet"))
+    }
     assert {split[key] for key in keys} == {"train"}
-    assert printed(capsys, "prompts", "--resplit", "0.5")["moved"] == 0  # the split is a hash
+    assert (
+        printed(capsys, "prompts", "--resplit", "0.5")["moved"] == 0
+    )  # the split is a hash
     assert main(["prompts", "--resplit", "0"]) == 0
-    assert {prompt.split for prompt in read(Path("runs/demo/prompts.parquet"))} == {"train"}
+    assert {prompt.split for prompt in read(Path("runs/demo/prompts.parquet"))} == {
+        "train"
+    }
     assert main(["prompts", "talks.json", "--resplit", "0.5"]) == 2
     assert main(["prompts", "--resplit", "1.5"]) == 1
     assert main(["prompts"]) == 2
@@ -169,16 +207,28 @@ def test_quiet_prints_results_errors_and_warnings_alone(capsys: Output) -> None:
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_dry_run_says_what_features_would_cost_and_does_nothing(capsys: Output) -> None:
+def test_a_dry_run_says_what_features_would_cost_and_does_nothing(
+    capsys: Output,
+) -> None:
     dialogues(20)
     assert main(["prompts", "talks.json", "--split", "train"]) == 0
     before = sorted(Path("runs").rglob("*"))
-    unknown = printed(capsys, "features", "--dry-run", "--for", "wren", "--max-new-tokens", "64")
-    assert (unknown["to_generate"], unknown["most_tokens"], unknown["bytes"]) == (20, 1280, None)
+    unknown = printed(
+        capsys, "features", "--dry-run", "--for", "wren", "--max-new-tokens", "64"
+    )
+    assert (unknown["to_generate"], unknown["most_tokens"], unknown["bytes"]) == (
+        20,
+        1280,
+        None,
+    )
     assert sorted(Path("runs").rglob("*")) == before
     responded(5, tokens=11)
     found = printed(capsys, "features", "--dry-run", "--for", "wren")
-    assert (found["responses"], found["to_generate"], found["likely_tokens"]) == (5, 15, 15 * 11)
+    assert (found["responses"], found["to_generate"], found["likely_tokens"]) == (
+        5,
+        15,
+        15 * 11,
+    )
     assert (found["samples"], found["to_capture"]) == (0, 20)
     text = 20 * (9 + 11)
     assert (found["text_tokens"], found["visual_tokens"]) == (text, 0)
@@ -191,11 +241,23 @@ def test_a_dry_run_says_what_features_would_cost_and_does_nothing(capsys: Output
     assert main(["features", "--dry-run", "--import", "demo"]) == 2
 
 
-def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machine(capsys: Output) -> None:
+def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machine(
+    capsys: Output,
+) -> None:
     dialogues(40)
     assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
     synthetic.save("eagle3", Path("runs/demo/drafters/mine"))
-    command = ["eval", "mine", "--dry-run", "--limit", "5", "--max-new-tokens", "10", "--tree", "chain-3"]
+    command = [
+        "eval",
+        "mine",
+        "--dry-run",
+        "--limit",
+        "5",
+        "--max-new-tokens",
+        "10",
+        "--tree",
+        "chain-3",
+    ]
     found = printed(capsys, *command, "--tree", "chain-5")
     assert found.pop("memory")["total"] > 0
     assert found == {"prompts": 5, "decodings": 3, "most_tokens": 150, "seconds": None}
@@ -204,15 +266,21 @@ def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machi
         measured = made_up.evaluation("mine", hardware=machine)
         records.write(measured, records.new_file(reports, "mine"))
     rows = measured.temperatures[0].prompts
-    plain, drafted = (sum(getattr(row, side).seconds for row in rows) for side in ("plain", "drafted"))
+    plain, drafted = (
+        sum(getattr(row, side).seconds for row in rows) for side in ("plain", "drafted")
+    )
     seconds = printed(capsys, *command, "--tree", "chain-5")["seconds"]
     assert seconds == pytest.approx(5 * (plain + 2 * drafted) / len(rows))
     assert main(["eval", "absent", "--dry-run"]) == 1
     assert len([*reports.glob("*.json")]) == 2
 
 
-@pytest.mark.parametrize("command", ["status", "report", "eval sparrow", "export sparrow --out x"])
-def test_an_empty_workspace_names_the_one_that_has_drafters(command: str, capsys: Output) -> None:
+@pytest.mark.parametrize(
+    "command", ["status", "report", "eval sparrow", "export sparrow --out x"]
+)
+def test_an_empty_workspace_names_the_one_that_has_drafters(
+    command: str, capsys: Output
+) -> None:
     """`make demo` fills that of another target than the default one."""
     named = "runs/demo-large has sparrow: --model demo-large"
     synthetic.save("sparrow", Path("runs/demo-large/drafters/sparrow"))
@@ -228,7 +296,9 @@ def test_an_empty_workspace_names_the_one_that_has_drafters(command: str, capsys
     assert "runs/demo-video has sparrow" in said
 
 
-def test_an_embedded_target_is_said_not_to_know_prompts_of_ones_own(capsys: Output) -> None:
+def test_an_embedded_target_is_said_not_to_know_prompts_of_ones_own(
+    capsys: Output,
+) -> None:
     assert main(["prompts", "demo", "--limit", "4"]) == 0
     assert "--model" not in capsys.readouterr().err
     assert main(["prompts", dialogues(3)]) == 0

@@ -35,7 +35,9 @@ def _no_key(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "no-such-model"], "'no-such-model'"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], words: str, failing: Callable[..., str]) -> None:
+def test_a_mistake_is_one_line(
+    arguments: list[str], words: str, failing: Callable[..., str]
+) -> None:
     assert words in failing("serve", "--port", "0", *arguments)
 
 
@@ -61,16 +63,25 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     "arguments",
     [
         ["--port", "1"],
-        *(["--serve", *more] for more in (["--json"], ["--out", "x"], ["--format", "md"], ["a", "b"])),
+        *(
+            ["--serve", *more]
+            for more in (["--json"], ["--out", "x"], ["--format", "md"], ["a", "b"])
+        ),
     ],
 )
-def test_a_live_report_has_no_other_output(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_report_has_no_other_output(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", *arguments]) == 2
     assert "--serve" in capsys.readouterr().err
 
 
-def test_a_live_report_of_nothing_that_is_selected_is_one_line(failing: Callable[..., str]) -> None:
-    assert "no evaluations" in failing("report", "--serve", "--port", "0", "--where", "drafter = 'wren'")
+def test_a_live_report_of_nothing_that_is_selected_is_one_line(
+    failing: Callable[..., str],
+) -> None:
+    assert "no evaluations" in failing(
+        "report", "--serve", "--port", "0", "--where", "drafter = 'wren'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,18 +96,29 @@ def test_a_live_report_of_nothing_that_is_selected_is_one_line(failing: Callable
         (["report", "--serve"], "the report on demo is at", "/", b"no evaluations in"),
     ],
 )
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
 def test_a_signal_ends_the_server(
-    arguments: list[str], said: str, path: str, body: bytes, number: signal.Signals, status: int
+    arguments: list[str],
+    said: str,
+    path: str,
+    body: bytes,
+    number: signal.Signals,
+    status: int,
 ) -> None:
     command = [sys.executable, "-m", "vlmdistill", *arguments, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
         try:
             assert run.stdout is not None
             line = run.stdout.readline()
             assert line.startswith(f"{said} http://127.0.0.1:")
             port = int(line.partition(";")[0].rpartition(":")[2])
-            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=400)) as connection:
+            with closing(
+                http.client.HTTPConnection("127.0.0.1", port, timeout=400)
+            ) as connection:
                 connection.request("GET", path)
                 assert body in connection.getresponse().read()
             run.send_signal(number)
@@ -122,15 +144,32 @@ sys.exit(main())
 
 
 def test_sigterm_ends_the_server_once_its_log_is_written(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LATE, "serve", "--record", str(tmp_path), "--port", "0"]
-    body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    command = [
+        sys.executable,
+        "-c",
+        LATE,
+        "serve",
+        "--record",
+        str(tmp_path),
+        "--port",
+        "0",
+    ]
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 2,
+    }
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         try:
             assert run.stdout is not None
             port = int(run.stdout.readline().partition(";")[0].rpartition(":")[2])
-            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=400)) as connection:
+            with closing(
+                http.client.HTTPConnection("127.0.0.1", port, timeout=400)
+            ) as connection:
                 kind = {"Content-Type": "application/json"}
-                connection.request("POST", "/v1/chat/completions", json.dumps(body), kind)
+                connection.request(
+                    "POST", "/v1/chat/completions", json.dumps(body), kind
+                )
                 assert connection.getresponse().status == 200
             run.terminate()
             with pytest.raises(subprocess.TimeoutExpired):

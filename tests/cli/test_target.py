@@ -22,7 +22,9 @@ Checkpoint = Callable[..., Path]
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], Path]:
+def cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, Path], Path]:
     """An empty hub cache, into which a checkpoint is put under a hub id."""
     root = tmp_path / "hub"
     root.mkdir()
@@ -75,9 +77,16 @@ def test_a_template_for_text_is_named_by_show_and_check_alike(
 def test_a_language_model_is_told_from_an_incomplete_download(
     tmp_path: Path, command: str, failing: Callable[..., str]
 ) -> None:
-    settings = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 40}
+    settings = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": 40,
+    }
     transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**settings, intermediate_size=16, num_attention_heads=2)
+        transformers.LlamaConfig(
+            **settings, intermediate_size=16, num_attention_heads=2
+        )
     ).save_pretrained(tmp_path / "text")
     line = failing("target", command, str(tmp_path / "text"))
     assert "download" not in line
@@ -96,24 +105,37 @@ def test_gguf_files_are_named_with_what_to_use_instead(
     else:
         folder.mkdir()
         (folder / "model.gguf").write_bytes(b"GGUF")
-    shown = lines_of(capsys, command, str(folder / "model.gguf" if given == "file" else folder))
+    shown = lines_of(
+        capsys, command, str(folder / "model.gguf" if given == "file" else folder)
+    )
     assert "GGUF" in shown
     assert "safetensors" in shown
     assert "incomplete" not in shown
 
 
-def test_a_known_name_is_shown_without_weights(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_known_name_is_shown_without_weights(
+    cache: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     facts = facts_of(capsys, "show", "qwen2.5-vl-7b")
     assert facts["origin"] == "Qwen/Qwen2.5-VL-7B-Instruct"
     assert (facts["found"], facts["folder"]) == (False, None)
     assert facts["class"] == "Qwen2_5_VLForConditionalGeneration"
     assert facts["parameters"]["all"] == 8_292_166_656
     assert facts["target"]["num_layers"] == 28
-    assert facts["captured"] == ["embed", "layer2", "layer14", "layer21", "layer25", "hidden"]
+    assert facts["captured"] == [
+        "embed",
+        "layer2",
+        "layer14",
+        "layer21",
+        "layer25",
+        "hidden",
+    ]
     assert facts["head_bytes"] == 2 * 2 * 152064 * 3584
 
 
-def test_each_drafter_has_the_size_of_a_sample(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_drafter_has_the_size_of_a_sample(
+    cache: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     costs = facts_of(capsys, "show", "qwen2.5-vl-7b")["drafters"]
     assert set(costs) == {*catalogue.NAMES, "all"}
     row = 2 * 3584
@@ -124,7 +146,9 @@ def test_each_drafter_has_the_size_of_a_sample(cache: Any, capsys: pytest.Captur
     assert (hivis["visual_bytes"], costs["lookahead"]["bytes"]) == (0, 0)
     whole = costs.pop("all")["bytes"]
     assert all(cost["bytes"] <= whole for cost in costs.values())
-    assert whole < sum(cost["bytes"] for cost in costs.values()), "what several need is stored once"
+    assert whole < sum(cost["bytes"] for cost in costs.values()), (
+        "what several need is stored once"
+    )
     options = ["--text-tokens", "10", "--visual-tokens", "20", "--image-count", "3"]
     other = facts_of(capsys, "show", "qwen2.5-vl-7b", *options)["drafters"]["sparrow"]
     assert (other["text_bytes"], other["visual_bytes"]) == (10 * row, 23 * row)
@@ -150,7 +174,9 @@ def test_a_local_folder_is_shown_as_it_loads(
     facts, target = facts_of(capsys, "show", str(folder)), load(str(folder))
     assert (facts["found"], facts["folder"]) == (True, str(folder))
     assert facts["target"] == json.loads(json.dumps(target.info.to_dict()))
-    assert facts["parameters"]["all"] == sum(weight.numel() for weight in target.model.parameters())
+    assert facts["parameters"]["all"] == sum(
+        weight.numel() for weight in target.model.parameters()
+    )
     assert facts["hashes"]["weights"] == target.fingerprint.weights
 
 
@@ -162,19 +188,28 @@ def test_the_hub_cache_is_searched(
     for name in ("qwen2-vl-7b", hub):
         facts = facts_of(capsys, "show", name)
         assert (facts["found"], facts["folder"]) == (True, str(snapshot))
-        assert facts["target"]["hidden_size"] == 32, "the checkpoint counts, not the packaged configuration"
+        assert facts["target"]["hidden_size"] == 32, (
+            "the checkpoint counts, not the packaged configuration"
+        )
     cache("someone/finetune", checkpoint("llava"))
-    assert facts_of(capsys, "show", "someone/finetune")["target"]["family"] == "llava-1.5"
+    assert (
+        facts_of(capsys, "show", "someone/finetune")["target"]["family"] == "llava-1.5"
+    )
     (snapshot / "model.safetensors").unlink()
     half = facts_of(capsys, "show", "qwen2-vl-7b")
     assert (half["found"], half["folder"]) == (False, str(snapshot))
     assert "model.safetensors" in half["lacking"]
     listed = facts_of(capsys, "list")["targets"]
-    assert {name for name, one in listed.items() if one["found"] is not None} == {*EMBEDDED, "qwen2-vl-7b"}
+    assert {name for name, one in listed.items() if one["found"] is not None} == {
+        *EMBEDDED,
+        "qwen2-vl-7b",
+    }
     assert listed["qwen2-vl-7b"]["found"] is False
 
 
-def test_the_list_has_a_line_for_each(cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_a_line_for_each(
+    cache: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["target", "list"]) == 0
     shown = capsys.readouterr()
     header, *lines = shown.out.splitlines()
@@ -195,7 +230,9 @@ def test_an_unusable_target_is_one_line(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
     assert "'gpt2'" in failing("target", "show", str(folder))
-    (folder / "config.json").write_text(json.dumps({**config, "text_config": {"model_type": "nonsense"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "text_config": {"model_type": "nonsense"}})
+    )
     assert str(folder) in failing("target", "show", str(folder))
     (folder / "config.json").unlink()
     assert "config.json" in failing("target", "show", str(folder))
@@ -204,8 +241,13 @@ def test_an_unusable_target_is_one_line(
 def test_an_attention_implementation_that_does_not_work_here_is_refused(
     workplace: Path, failing: Callable[..., str]
 ) -> None:
-    assert "'flash_attention_2'" in failing("generate", "--attention", "flash_attention_2", "what?")
-    assert main(["generate", "--attention", "eager", "--max-new-tokens", "3", "what?"]) == 0
+    assert "'flash_attention_2'" in failing(
+        "generate", "--attention", "flash_attention_2", "what?"
+    )
+    assert (
+        main(["generate", "--attention", "eager", "--max-new-tokens", "3", "what?"])
+        == 0
+    )
     assert main(["features", "--attention", "xformers"]) == 2
 
 

@@ -48,7 +48,16 @@ def test_a_run_stopped_on_several_ranks_continues_on_one(
     ]
     state = tmp_path / "demo" / "drafters" / "sparrow.training" / "checkpoint.json"
     typed = subprocess.Popen(
-        [sys.executable, "-c", WITHOUT_TRANSFORMERS, *words, "--ranks", "2", "--save-every", "5"],
+        [
+            sys.executable,
+            "-c",
+            WITHOUT_TRANSFORMERS,
+            *words,
+            "--ranks",
+            "2",
+            "--save-every",
+            "5",
+        ],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -60,7 +69,9 @@ def test_a_run_stopped_on_several_ranks_continues_on_one(
     os.killpg(typed.pid, signal.SIGINT)  # as a terminal does
     shown, err = typed.communicate(timeout=400)
     assert (typed.returncode, shown) == (130, ""), err
-    stopped = re.fullmatch(r"interrupted: (\d+) of 5000 steps .*", err.strip().splitlines()[-1])
+    stopped = re.fullmatch(
+        r"interrupted: (\d+) of 5000 steps .*", err.strip().splitlines()[-1]
+    )
     assert stopped, err
     record = json.loads(state.read_bytes())
     assert (record["position"]["total"], record["ranks"]) == (int(stopped[1]), 2)
@@ -84,10 +95,22 @@ def test_a_run_stopped_on_several_ranks_continues_on_one(
     assert f"interrupted: {again} of 5000 steps " in capsys.readouterr().err
 
 
-def test_a_store_behind_a_url(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_behind_a_url(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = f"memory://{tmp_path.name}/store"
     send(store, url)
-    words = ["train", "sparrow", "--runs", str(tmp_path), "--set", "steps=2", *SHORT, "--json", "--store"]
+    words = [
+        "train",
+        "sparrow",
+        "--runs",
+        str(tmp_path),
+        "--set",
+        "steps=2",
+        *SHORT,
+        "--json",
+        "--store",
+    ]
     assert main([*words, url]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 2
     assert main([*words, f"{url}s", "--name", "other"]) == 1
@@ -98,13 +121,36 @@ def test_a_recipe_file_that_validates(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "mine.toml"
-    recipe.write_text('steps = 9\nvalidate_every = 2\nbatch_tokens = 60\n[sparrow]\ntree = "chain-2"\n')
-    words = ["train", "sparrow", "--store", str(store), "--runs", str(tmp_path), "--recipe", str(recipe)]
+    recipe.write_text(
+        'steps = 9\nvalidate_every = 2\nbatch_tokens = 60\n[sparrow]\ntree = "chain-2"\n'
+    )
+    words = [
+        "train",
+        "sparrow",
+        "--store",
+        str(store),
+        "--runs",
+        str(tmp_path),
+        "--recipe",
+        str(recipe),
+    ]
     assert main([*words, "--set", "steps=5", "--json"]) == 1
     assert "--held-out" in capsys.readouterr().err
     assert main([*words, "--set", "steps=5", "--held-out", "0.3", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    record = json.loads((tmp_path / "demo" / "drafters" / "sparrow" / "config.json").read_bytes())
-    assert (shown["steps"], record["config"]["tree"], record["config"]["validate_every"]) == (5, "chain-2", 2)
-    measured = {one["step"]: one["predicted_tau"] for one in record["training"]["history"]}
-    assert shown["predicted_tau"] == measured[shown["saved_step"]] == max(measured.values())
+    record = json.loads(
+        (tmp_path / "demo" / "drafters" / "sparrow" / "config.json").read_bytes()
+    )
+    assert (
+        shown["steps"],
+        record["config"]["tree"],
+        record["config"]["validate_every"],
+    ) == (5, "chain-2", 2)
+    measured = {
+        one["step"]: one["predicted_tau"] for one in record["training"]["history"]
+    }
+    assert (
+        shown["predicted_tau"]
+        == measured[shown["saved_step"]]
+        == max(measured.values())
+    )

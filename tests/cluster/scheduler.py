@@ -63,19 +63,30 @@ class Slurm:
     def __call__(self, *command: str) -> str:
         """The output of a Slurm command."""
         environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True
+        ).stdout
 
     def submit(self, script: Path, *options: str, **variables: str) -> str:
         """The id of a job whose output goes to ID.log."""
-        exported = "ALL," + ",".join(f"{name}={value}" for name, value in variables.items())
+        exported = "ALL," + ",".join(
+            f"{name}={value}" for name, value in variables.items()
+        )
         out = self.folder / "%j.log"
-        given = (f"--export={exported}", f"--output={out}", f"--chdir={self.folder}", *options)
+        given = (
+            f"--export={exported}",
+            f"--output={out}",
+            f"--chdir={self.folder}",
+            *options,
+        )
         return self("sbatch", "--parsable", *given, str(script)).strip()
 
     def state(self, job: str) -> str:
         """Such as RUNNING or COMPLETED."""
         facts = self("scontrol", "--oneliner", "show", "job", job).split()
-        return next(fact.partition("=")[2] for fact in facts if fact.startswith("JobState="))
+        return next(
+            fact.partition("=")[2] for fact in facts if fact.startswith("JobState=")
+        )
 
     def log(self, job: str) -> str:
         """What the job has printed."""
@@ -84,7 +95,10 @@ class Slurm:
 
     def wait_for(self, job: str, *states: str) -> str:
         """Wait until the job is in one of these states; RuntimeError if it ends in another."""
-        end, ended = time.monotonic() + SECONDS, {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"}
+        end, ended = (
+            time.monotonic() + SECONDS,
+            {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"},
+        )
         while (state := self.state(job)) not in states:
             if state in ended or time.monotonic() > end:
                 raise RuntimeError(f"job {job} is {state}: {self.log(job)}")
@@ -102,13 +116,17 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
     configuration = folder / "slurm.conf"
-    configuration.write_text(CONFIGURATION.format(host=host, ports=_free_ports(3), folder=folder))
+    configuration.write_text(
+        CONFIGURATION.format(host=host, ports=_free_ports(3), folder=folder)
+    )
     environment = {**os.environ, "SLURM_CONF": str(configuration)}
     scheduler = Slurm(folder)
 
     def start(*command: str) -> None:
         with (folder / f"{command[0]}-{len(daemons)}.log").open("wb") as log:
-            daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            daemons.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            )
 
     try:
         files = [f"--{what}-file={folder}/munged.{what}" for what in ("pid", "seed")]
@@ -137,7 +155,11 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
 def _idle(scheduler: Slurm) -> int:
     try:
-        return scheduler("sinfo", "--noheader", "--Node", "--format=%t").split().count("idle")
+        return (
+            scheduler("sinfo", "--noheader", "--Node", "--format=%t")
+            .split()
+            .count("idle")
+        )
     except subprocess.CalledProcessError:  # the controller does not listen yet
         return 0
 
@@ -147,7 +169,9 @@ def _until(true: object) -> None:
     end = time.monotonic() + 60
     while not true():
         if time.monotonic() > end:
-            raise RuntimeError("Slurm did not come up, or did not end its jobs, within 120 s")
+            raise RuntimeError(
+                "Slurm did not come up, or did not end its jobs, within 120 s"
+            )
         time.sleep(0.2)
 
 

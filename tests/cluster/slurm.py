@@ -25,17 +25,26 @@ from vlmdistill.stores.store import Store
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "examples" / "cluster"
 PROMPTS, STEPS, SAVED = 12, 300, 20
-AWS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+AWS = {
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "x",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 SMALL = ("--nodes=2", "--cpus-per-task=1", "--gpus-per-node=0", "--time=60")
 
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(3 * SECONDS)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.timeout(3 * SECONDS),
+]
 
 
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[Slurm]:
     with (
-        tempfile.TemporaryDirectory(prefix="slurm", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(
+            prefix="slurm", dir="/tmp", ignore_cleanup_errors=True
+        ) as folder,
         slurm(Path(folder)) as running,
     ):
         yield running
@@ -49,7 +58,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return workspace
 
 
-def submit(scheduler: Slurm, workspace: Workspace, template: str, **variables: str) -> str:
+def submit(
+    scheduler: Slurm, workspace: Workspace, template: str, **variables: str
+) -> str:
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
@@ -97,9 +108,16 @@ def ranks(name: str) -> list[int]:
 
 
 def test_features_on_two_nodes(scheduler: Slurm, workspace: Workspace) -> None:
-    job = submit(scheduler, workspace, "slurm-features.sbatch", OPTIONS="--for sparrow --workers 2")
+    job = submit(
+        scheduler,
+        workspace,
+        "slurm-features.sbatch",
+        OPTIONS="--for sparrow --workers 2",
+    )
     scheduler.wait_for(job, "COMPLETED")
-    wanted = sorted(prompt.key for prompt in read(workspace.prompts) if prompt.split == "train")
+    wanted = sorted(
+        prompt.key for prompt in read(workspace.prompts) if prompt.split == "train"
+    )
     dropped = len(wanted) - len(Store.open(str(workspace.features)).index)
     assert "n1" in scheduler.log(job)
     assert "n2" in scheduler.log(job)
@@ -108,15 +126,28 @@ def test_features_on_two_nodes(scheduler: Slurm, workspace: Workspace) -> None:
 
 def test_features_of_a_workspace_at_a_url(scheduler: Slurm, tmp_path: Path) -> None:
     with s3_server() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**AWS, "AWS_ENDPOINT_URL": server, "VLMDISTILL_CACHE": str(tmp_path)}.items():
+        for name, value in {
+            **AWS,
+            "AWS_ENDPOINT_URL": server,
+            "VLMDISTILL_CACHE": str(tmp_path),
+        }.items():
             patch.setenv(name, value)
         S3FileSystem(key="x", secret="x", endpoint_url=server).mkdir("bucket")
         shared = Workspace.of("demo", "s3://bucket/runs")
-        import_demo(shared.root / "demo-data", shared.prompts, DemoSize(4, 1, held_out=(1, 1, 0)))
+        import_demo(
+            shared.root / "demo-data",
+            shared.prompts,
+            DemoSize(4, 1, held_out=(1, 1, 0)),
+        )
         shared.close()
         options = "--for sparrow --workers 2 --limit 4"
         job = submit(
-            scheduler, shared, "slurm-features.sbatch", OPTIONS=options, RUNS="s3://bucket/runs", **AWS
+            scheduler,
+            shared,
+            "slurm-features.sbatch",
+            OPTIONS=options,
+            RUNS="s3://bucket/runs",
+            **AWS,
         )
         scheduler.wait_for(job, "COMPLETED")
         assert 0 < len(Store.open(shared.features).index) <= 4
@@ -127,10 +158,20 @@ def options(name: str) -> str:
     return f"--name {name} --save-every {SAVED} --recipe demo {small}"
 
 
-def test_training_goes_on_after_the_time_limit(scheduler: Slurm, workspace: Workspace) -> None:
-    job = submit(scheduler, workspace, "slurm-train.sbatch", OPTIONS=options("limited"), RANKS="1")
+def test_training_goes_on_after_the_time_limit(
+    scheduler: Slurm, workspace: Workspace
+) -> None:
+    job = submit(
+        scheduler,
+        workspace,
+        "slurm-train.sbatch",
+        OPTIONS=options("limited"),
+        RANKS="1",
+    )
     until(scheduler, job, lambda: len(steps(workspace, "limited")) > 5)
-    scheduler("scancel", "--signal=USR1", "--batch", job)  # as Slurm does before the limit
+    scheduler(
+        "scancel", "--signal=USR1", "--batch", job
+    )  # as Slurm does before the limit
     until(scheduler, job, lambda: scheduler.state(job) == "PENDING")
     saved = steps(workspace, "limited")[-1]
     assert not (workspace.drafter("limited") / "config.json").exists()
@@ -143,7 +184,9 @@ def test_training_goes_on_after_the_time_limit(scheduler: Slurm, workspace: Work
 
 
 def test_a_killed_rank_is_started_again(scheduler: Slurm, workspace: Workspace) -> None:
-    job = submit(scheduler, workspace, "slurm-train.sbatch", OPTIONS=options("killed"), RANKS="1")
+    job = submit(
+        scheduler, workspace, "slurm-train.sbatch", OPTIONS=options("killed"), RANKS="1"
+    )
     until(scheduler, job, lambda: len(steps(workspace, "killed")) > SAVED + 1)
     os.kill(max(ranks("killed")), signal.SIGKILL)
     scheduler.wait_for(job, "COMPLETED")

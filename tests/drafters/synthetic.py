@@ -33,7 +33,11 @@ ALL = (
     "hidden.visual",
     "hidden.span",
     "embed.visual",
-    *(f"layer{layer}.{where}" for layer in (1, 2, 3) for where in ("text", "visual", "span")),
+    *(
+        f"layer{layer}.{where}"
+        for layer in (1, 2, 3)
+        for where in ("text", "visual", "span")
+    ),
 )
 
 INFO = TargetInfo(
@@ -69,7 +73,17 @@ TRAINED = tuple(name for name in catalogue.NAMES if catalogue.is_trained(name))
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in TRAINED),
     ("dflash", {"context": "all", "positions": "expanded", "taps": (1, 3)}),
-    ("dflash", {"layers": 2, "block": 5, "markov": 3, "kv_heads": "all", "mask": 2, "draft_vocab": 9}),
+    (
+        "dflash",
+        {
+            "layers": 2,
+            "block": 5,
+            "markov": 3,
+            "kv_heads": "all",
+            "mask": 2,
+            "draft_vocab": 9,
+        },
+    ),
     ("dream", {"middle": 0.25, "kv_heads": "target"}),
     ("eagle2", {"kv_heads": "target"}),
     ("eagle3", {"visual": "none", "draft_vocab": 9}),
@@ -129,7 +143,9 @@ def save(
     """
     made: Any = drafter or (untrained(name, target) if target else build(name))
     trained_for = target.provenance((), "float32") if target else provenance()
-    origin = checkpoint.Origin(trained_for, catalogue.config(name).training, training, keys)
+    origin = checkpoint.Origin(
+        trained_for, catalogue.config(name).training, training, keys
+    )
     checkpoint.save(made, catalogue.base(name), folder, origin)
     return folder
 
@@ -137,16 +153,24 @@ def save(
 def head(seed: int = 0) -> Head:
     generator = torch.Generator().manual_seed(seed)
     shape = (INFO.vocab_size, INFO.hidden_size)
-    return Head(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    return Head(
+        torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    )
 
 
-def batch(layouts: Collection[str], features: Collection[Feature], seed: int = 0) -> Batch:
+def batch(
+    layouts: Collection[str], features: Collection[Feature], seed: int = 0
+) -> Batch:
     """Samples of those layouts, packed, with random tokens and states.
 
     A state is the same whatever other features are asked for.
     """
     generator = torch.Generator().manual_seed(seed)
-    kinds = [(s, i, kind) for s, layout in enumerate(layouts) for i, kind in enumerate(layout)]
+    kinds = [
+        (s, i, kind)
+        for s, layout in enumerate(layouts)
+        for i, kind in enumerate(layout)
+    ]
     text = [(s, i, kind == "r") for s, i, kind in kinds if kind != "v"]
     spans: list[tuple[int, int, int]] = []
     for s, layout in enumerate(layouts):
@@ -158,10 +182,16 @@ def batch(layouts: Collection[str], features: Collection[Feature], seed: int = 0
     last_row = torch.cumsum(torch.tensor([n for *_, n in spans] or [0]), 0) - 1
     states: dict[Feature, torch.Tensor] = {}
     for source in {feature.source for feature in features}:
-        own = torch.Generator().manual_seed(1 + seed * len(SOURCES) + SOURCES.index(source))
+        own = torch.Generator().manual_seed(
+            1 + seed * len(SOURCES) + SOURCES.index(source)
+        )
         for where in ("text", "visual"):
-            states[Feature(source, where)] = torch.randn(rows[where], INFO.hidden_size, generator=own)
-        states[Feature(source, "span")] = states[Feature(source, "visual")][last_row[: rows["span"]]]
+            states[Feature(source, where)] = torch.randn(
+                rows[where], INFO.hidden_size, generator=own
+            )
+        states[Feature(source, "span")] = states[Feature(source, "visual")][
+            last_row[: rows["span"]]
+        ]
     return Batch(
         ids_T=torch.randint(3, INFO.vocab_size, (rows["text"],), generator=generator),
         response_T=torch.tensor([response for *_, response in text]),
@@ -190,15 +220,22 @@ def written(
     return seen
 
 
-def in_order(one: Batch, text_TX: torch.Tensor, visual_UX: torch.Tensor) -> torch.Tensor:
+def in_order(
+    one: Batch, text_TX: torch.Tensor, visual_UX: torch.Tensor
+) -> torch.Tensor:
     """The rows of a single sample by their positions."""
-    order = torch.cat([one.text_tokens.position_N, one.visual_tokens.position_N]).argsort()
+    order = torch.cat(
+        [one.text_tokens.position_N, one.visual_tokens.position_N]
+    ).argsort()
     return torch.cat([text_TX, visual_UX])[order]
 
 
 def states(one: Batch, *sources: str) -> torch.Tensor:
     """The states of a single sample by their positions, those of all sources side by side."""
-    every = [in_order(one, one.feature(source, "text"), one.feature(source, "visual")) for source in sources]
+    every = [
+        in_order(one, one.feature(source, "text"), one.feature(source, "visual"))
+        for source in sources
+    ]
     return torch.cat(every, -1)
 
 
@@ -217,7 +254,10 @@ def cut(sample: Batch, tokens: int) -> Batch:
         sample.start_M[spans],
         sample.length_M[spans],
         sample.segment_M[spans],
-        {feature: state[: kept[feature.where]] for feature, state in sample.features.items()},
+        {
+            feature: state[: kept[feature.where]]
+            for feature, state in sample.features.items()
+        },
     )
 
 
@@ -237,7 +277,9 @@ def plain_layer(layer: DecoderLayer, x_SD: Tensor, position_S: Tensor) -> Tensor
     factors = layer.rotary(position_S, x_SD.dtype)
     query, key = apply_rotary(qkv[:, 0], factors), apply_rotary(qkv[:, 1], factors)
     score_HSS = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(width)
-    score_HSS = score_HSS.masked_fill(torch.ones(len(x_SD), len(x_SD)).triu(1).bool(), -math.inf)
+    score_HSS = score_HSS.masked_fill(
+        torch.ones(len(x_SD), len(x_SD)).triu(1).bool(), -math.inf
+    )
     mixed = torch.einsum("hqk,khd->qhd", score_HSS.softmax(-1), qkv[:, 2])
     x_SD = x_SD + layer.o_proj(mixed.flatten(1))
     gate, up = layer.gate_up_proj(layer.post_attention_norm(x_SD)).chunk(2, dim=-1)
@@ -272,12 +314,16 @@ def store(
         path,
         provenance(features),
         INFO,
-        schema.FrozenTables(tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"),
+        schema.FrozenTables(
+            tables.embed_VD.numpy(), tables.lm_head_VD.numpy(), "float32"
+        ),
     )
     layouts = list(LAYOUTS.values())
     with made.writer("unit") as writer:
         for number in range(first, samples):
-            one = batch([layouts[number % len(layouts)]], wanted, seed=seed * 1000 + number)
+            one = batch(
+                [layouts[number % len(layouts)]], wanted, seed=seed * 1000 + number
+            )
             writer.add(
                 Sample(
                     key=f"sample{number}",
@@ -287,25 +333,46 @@ def store(
                     rope_T=one.rope_T.int().numpy(),
                     spans=tuple(
                         Span(start, length)
-                        for start, length in zip(one.start_M.tolist(), one.length_M.tolist(), strict=True)
+                        for start, length in zip(
+                            one.start_M.tolist(), one.length_M.tolist(), strict=True
+                        )
                     ),
-                    features={feature: state.numpy() for feature, state in one.features.items()},
+                    features={
+                        feature: state.numpy()
+                        for feature, state in one.features.items()
+                    },
                     meta={"dataset": "synthetic"},
                 )
             )
     return made
 
 
-SETTINGS = ("stages.*.epochs=2", "stages.*.learning_rate=0.01", "batch_tokens=120", "noise=0.2")
+SETTINGS = (
+    "stages.*.epochs=2",
+    "stages.*.learning_rate=0.01",
+    "batch_tokens=120",
+    "noise=0.2",
+)
 
 
 def plan(
-    store: Path, out: Path, *, drafter: str = "sparrow", settings: Sequence[str] = (), **more: Any
+    store: Path,
+    out: Path,
+    *,
+    drafter: str = "sparrow",
+    settings: Sequence[str] = (),
+    **more: Any,
 ) -> Run:
     """A short run on such a store, in optimizer steps of two micro-batches."""
     config = override(catalogue.config(drafter), [*SETTINGS, *settings])
     values = {"held_out": 0.0, "save_every": 3, "micro_tokens": 60, **more}
-    return Run(drafter=catalogue.base(drafter), config=config, store=str(store), out=out, **values)
+    return Run(
+        drafter=catalogue.base(drafter),
+        config=config,
+        store=str(store),
+        out=out,
+        **values,
+    )
 
 
 class StopError(Exception):
@@ -313,7 +380,9 @@ class StopError(Exception):
 
 
 def stopped(
-    run: Run, step: int, report: Callable[[TrainingProgress], object] = lambda progress: None
+    run: Run,
+    step: int,
+    report: Callable[[TrainingProgress], object] = lambda progress: None,
 ) -> None:
     """Train up to a step and break off."""
 

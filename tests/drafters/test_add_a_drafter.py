@@ -33,13 +33,21 @@ def method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("settings", SWITCHES)
-def test_its_steps_masks_and_needs_conform(settings: dict[str, bool], tmp_path: Path) -> None:
+def test_its_steps_masks_and_needs_conform(
+    settings: dict[str, bool], tmp_path: Path
+) -> None:
     for layout in synthetic.LAYOUTS:
-        test_steps.test_the_train_step_is_the_decode_step_at_every_hop("gated", settings, layout)
+        test_steps.test_the_train_step_is_the_decode_step_at_every_hop(
+            "gated", settings, layout
+        )
     test_steps.test_packing_samples_side_by_side_changes_nothing("gated", settings)
-    test_masks.test_a_draft_sees_all_that_precedes_it_and_nothing_else("gated", settings)
+    test_masks.test_a_draft_sees_all_that_precedes_it_and_nothing_else(
+        "gated", settings
+    )
     for decoding in (False, True):
-        test_needs.test_each_declared_feature_counts_and_no_other_does("gated", settings, decoding)
+        test_needs.test_each_declared_feature_counts_and_no_other_does(
+            "gated", settings, decoding
+        )
     test_training.test_a_checkpoint_gives_back_the_drafter("gated", settings, tmp_path)
 
 
@@ -47,10 +55,17 @@ def test_it_is_trained_with_any_recipe_and_setting(tmp_path: Path) -> None:
     synthetic.store(tmp_path / "store", 8)
     assert resolve("gated", "demo", ["gate=false"]).training.steps == 600
     settings = ("steps=4", "gate=false", "stages.multimodal.hops=3", "tree=chain-5")
-    out = train(synthetic.plan(tmp_path / "store", tmp_path / "out", drafter="gated", settings=settings))
+    out = train(
+        synthetic.plan(
+            tmp_path / "store", tmp_path / "out", drafter="gated", settings=settings
+        )
+    )
     again = checkpoint.load(out, synthetic.head(), synthetic.INFO)
     assert isinstance(again, Drafter)
-    assert (again.config, str(again.tree)) == (catalogue.load("gated").Config(gate=False), "chain-5")  # type: ignore[call-arg]
+    assert (again.config, str(again.tree)) == (
+        catalogue.load("gated").Config(gate=False),  # type: ignore[call-arg]
+        "chain-5",
+    )
     assert export(out, tmp_path / "served").drops_visual
 
 
@@ -59,4 +74,6 @@ def test_it_is_trained_with_any_recipe_and_setting(tmp_path: Path) -> None:
 def test_what_vllm_feeds_it_are_the_entries_of_our_decoder(
     settings: dict[str, object], layout: str, tmp_path: Path
 ) -> None:
-    test_entry_map.test_an_exported_drafter_drafts_what_it_drafts_here("gated", settings, layout, tmp_path)
+    test_entry_map.test_an_exported_drafter_drafts_what_it_drafts_here(
+        "gated", settings, layout, tmp_path
+    )

@@ -29,7 +29,9 @@ def build(**settings: object) -> DFlash:
     return drafter.eval()
 
 
-def drafted(drafter: DFlash, sample: Batch, tree: str = "chain-3") -> tuple[Tensor, DraftTree]:
+def drafted(
+    drafter: DFlash, sample: Batch, tree: str = "chain-3"
+) -> tuple[Tensor, DraftTree]:
     """The states of the block after all tokens, and a tree; the root is the last token."""
     draft = begun(drafter, sample, len(sample.ids_T) - 1)
     assert draft.state_1D is not None
@@ -44,25 +46,39 @@ def written_out(drafter: DFlash, sample: Batch) -> Tensor:
     for column, source in enumerate(drafter.sources):
         rows = slice(column * width, (column + 1) * width)
         before = sample.position_T < last
-        state_PS[sample.position_T[before], rows] = sample.feature(source, "text")[before]
+        state_PS[sample.position_T[before], rows] = sample.feature(source, "text")[
+            before
+        ]
         if drafter.config.context == "all":
-            state_PS[sample.visual_tokens.position_N, rows] = sample.feature(source, "visual")
+            state_PS[sample.visual_tokens.position_N, rows] = sample.feature(
+                source, "visual"
+            )
     context_PD = drafter.hidden_norm(drafter.fc(state_PS))
     slots = drafter.config.block
-    x_JD = torch.cat([drafter.embed_VD[sample.ids_T[-1:]], drafter.mask_D.expand(slots - 1, -1)])
+    x_JD = torch.cat(
+        [drafter.embed_VD[sample.ids_T[-1:]], drafter.mask_D.expand(slots - 1, -1)]
+    )
     place_P, place_J = torch.arange(last), last + torch.arange(slots)
     for layer, norm in zip(drafter.layers, drafter.input_norms, strict=True):
         assert isinstance(layer, DecoderLayer)
-        heads = [count * layer.head_dim for count in (layer.heads, layer.kv_heads, layer.kv_heads)]
+        heads = [
+            count * layer.head_dim
+            for count in (layer.heads, layer.kv_heads, layer.kv_heads)
+        ]
         query, key, value = torch.split(layer.qkv_proj.weight, heads)
         normed_JD = norm(x_JD)
         both_SD = torch.cat([context_PD, normed_JD])
         q_JHd = (normed_JD @ query.T).view(slots, layer.heads, -1)
-        k_SKd, v_SKd = ((both_SD @ part.T).view(len(both_SD), layer.kv_heads, -1) for part in (key, value))
+        k_SKd, v_SKd = (
+            (both_SD @ part.T).view(len(both_SD), layer.kv_heads, -1)
+            for part in (key, value)
+        )
         assert layer.q_norm is not None
         assert layer.k_norm is not None
         q_JHd = apply_rotary(layer.q_norm(q_JHd), layer.rotary(place_J, x_JD.dtype))
-        k_SKd = apply_rotary(layer.k_norm(k_SKd), layer.rotary(torch.cat([place_P, place_J]), x_JD.dtype))
+        k_SKd = apply_rotary(
+            layer.k_norm(k_SKd), layer.rotary(torch.cat([place_P, place_J]), x_JD.dtype)
+        )
         group = layer.heads // layer.kv_heads
         k_SHd, v_SHd = (part.repeat_interleave(group, 1) for part in (k_SKd, v_SKd))
         score_HJS = torch.einsum("jhd,shd->hjs", q_JHd, k_SHd) * layer.head_dim**-0.5
@@ -80,23 +96,39 @@ def written_out(drafter: DFlash, sample: Batch) -> Tensor:
         ("no image", {}),
         ("no image", {"from_anchor": True, "layers": 1, "kv_heads": "all"}),
         ("one image", {"context": "all", "positions": "expanded", "taps": (1, 2, 3)}),
-        ("several images", {"context": "all", "positions": "expanded", "taps": (2,), "block": 4}),
+        (
+            "several images",
+            {"context": "all", "positions": "expanded", "taps": (2,), "block": 4},
+        ),
     ],
 )
-def test_a_block_is_what_its_definition_says(layout: str, settings: dict[str, object]) -> None:
+def test_a_block_is_what_its_definition_says(
+    layout: str, settings: dict[str, object]
+) -> None:
     drafter = build(**settings)
     sample = batch([LAYOUTS[layout]], drafter.config.needs(INFO))
     state_1X, _ = drafted(drafter, sample)
-    expected_JD = written_out(drafter, sample)[drafter.config.block - drafter.config.max_hops :]
-    torch.testing.assert_close(state_1X.view(-1, INFO.hidden_size), expected_JD, rtol=1e-4, atol=1e-5)
+    expected_JD = written_out(drafter, sample)[
+        drafter.config.block - drafter.config.max_hops :
+    ]
+    torch.testing.assert_close(
+        state_1X.view(-1, INFO.hidden_size), expected_JD, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_without_visual_context_a_longer_image_changes_nothing() -> None:
     drafter = build()
-    short, long = (batch([f"tt{'v' * count}ttrrrr"], drafter.config.needs(INFO), seed=3) for count in (4, 40))
+    short, long = (
+        batch([f"tt{'v' * count}ttrrrr"], drafter.config.needs(INFO), seed=3)
+        for count in (4, 40)
+    )
     states = []
     for sample in (short, long):
-        same = {name: short.features[name] for name in short.features if name.where == "text"}
+        same = {
+            name: short.features[name]
+            for name in short.features
+            if name.where == "text"
+        }
         one = replace(sample, ids_T=short.ids_T).having(same)
         states.append(drafted(drafter, one)[0])
     torch.testing.assert_close(*states)
@@ -141,12 +173,20 @@ def test_the_confidence_head_learns_the_chance_of_acceptance_and_ends_a_chain() 
             assert len(drafted(drafter, one, "chain-6-0.5")[1].ids_N) == 1 + length
 
 
-def test_the_chance_of_acceptance_counts_tokens_that_the_draft_vocabulary_lacks() -> None:
+def test_the_chance_of_acceptance_counts_tokens_that_the_draft_vocabulary_lacks() -> (
+    None
+):
     """A guess is accepted with the chance min(p, q), summed over the columns; the best may have none."""
     torch.manual_seed(0)
-    hidden_TD, estimate_RD, last = torch.randn(8, 16), torch.randn(6, 16), head().lm_head_VD
+    hidden_TD, estimate_RD, last = (
+        torch.randn(8, 16),
+        torch.randn(6, 16),
+        head().lm_head_VD,
+    )
     columns_K, told_R = torch.tensor([4, 5, 9, 20]), torch.linspace(-2, 2, 6)
-    rows = TargetRows(hidden_TD, torch.arange(8), torch.arange(6), torch.ones(1, 6, dtype=torch.bool))
+    rows = TargetRows(
+        hidden_TD, torch.arange(8), torch.arange(6), torch.ones(1, 6, dtype=torch.bool)
+    )
     scores = score(
         [estimate_RD],
         rows,
@@ -157,7 +197,9 @@ def test_the_chance_of_acceptance_counts_tokens_that_the_draft_vocabulary_lacks(
         vocabulary_K=columns_K,
     )
     target_RK = (hidden_TD[:6] @ last.T).softmax(-1)[:, columns_K]
-    chance_R = torch.minimum((estimate_RD @ last[columns_K].T).softmax(-1), target_RK).sum(-1)
+    chance_R = torch.minimum(
+        (estimate_RD @ last[columns_K].T).softmax(-1), target_RK
+    ).sum(-1)
     expected_R = F.binary_cross_entropy_with_logits(told_R, chance_R, reduction="none")
     torch.testing.assert_close(scores.hops[0].loss_R, expected_R)
     assert scores.hops[0].count_R.all()
@@ -198,7 +240,12 @@ def test_enough_anchors_are_all_rows_and_few_are_an_unbiased_part() -> None:
     torch.testing.assert_close(enough, whole)
     means = []
     for seed in range(60):
-        some = unroll(drafter, sample, replace(stage, anchors=RUN), torch.Generator().manual_seed(seed))
+        some = unroll(
+            drafter,
+            sample,
+            replace(stage, anchors=RUN),
+            torch.Generator().manual_seed(seed),
+        )
         means.append(float(some.scores[0].loss_R.mean()))
     assert len({round(mean, 6) for mean in means}) == 6  # every run is drawn
     spread = float(torch.tensor(means).std()) / 60**0.5

@@ -38,22 +38,34 @@ def test_a_guess_looks_at_the_guesses_above_it_alone() -> None:
         state_1D, position = draft.state_1D, draft.position
         for hop, parent in enumerate(above[1:], start=1):
             place_1, seen_1A = torch.tensor([position + hop]), torch.ones(1, hop).bool()
-            tokens = TokenIndex(torch.zeros(1).long(), place_1, draft.span, None, seen_1A)
+            tokens = TokenIndex(
+                torch.zeros(1).long(), place_1, draft.span, None, seen_1A
+            )
             rotary_1 = torch.tensor([draft.rotary + hop - 1])
-            entries = Entries(tree.ids_N[parent : parent + 1], state_1D, rotary_1, tokens, hop)
+            entries = Entries(
+                tree.ids_N[parent : parent + 1], state_1D, rotary_1, tokens, hop
+            )
             state_1D = drafter.step(entries, draft.cache)
         softmax_1V = drafter.logits(state_1D, tree.ids_N[above[-1:]]).softmax(-1)
-        torch.testing.assert_close(softmax_1V[0, tree.ids_N[last]], tree.chance_N[node], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            softmax_1V[0, tree.ids_N[last]], tree.chance_N[node], rtol=1e-4, atol=1e-6
+        )
 
 
-@pytest.mark.parametrize(("middle", "layer"), [(0.0, 0), (0.25, 1), (0.75, 3), (1.0, 3)])
-def test_the_second_layer_learns_the_state_of_its_own_token_at_every_hop(middle: float, layer: int) -> None:
+@pytest.mark.parametrize(
+    ("middle", "layer"), [(0.0, 0), (0.25, 1), (0.75, 3), (1.0, 3)]
+)
+def test_the_second_layer_learns_the_state_of_its_own_token_at_every_hop(
+    middle: float, layer: int
+) -> None:
     drafter = build("dream", middle=middle)
     assert isinstance(drafter, Dream)
     assert drafter.middle_source == f"layer{layer}"
     one = sample(drafter)
     looked = []
-    drafter.cross.register_forward_hook(lambda module, inputs, output: looked.append(output))
+    drafter.cross.register_forward_hook(
+        lambda module, inputs, output: looked.append(output)
+    )
     stage = Stage(name="test", hops=2, losses={"middle": 0.5})
     found = unroll(drafter, one, stage)
     token_R = supervised(one).nonzero()[:, 0]
@@ -63,7 +75,9 @@ def test_the_second_layer_learns_the_state_of_its_own_token_at_every_hop(middle:
         looked[1],
     ]  # the text is last, without its first
     expected = [
-        F.smooth_l1_loss(of_rows[hop][: count - hop], target_TD[token_R[hop:]], reduction="none").mean(-1)
+        F.smooth_l1_loss(
+            of_rows[hop][: count - hop], target_TD[token_R[hop:]], reduction="none"
+        ).mean(-1)
         for hop in range(2)
     ]
     for hop, loss_R in enumerate(expected):
@@ -80,7 +94,9 @@ def test_the_second_layer_learns_the_state_of_its_own_token_at_every_hop(middle:
 def test_only_a_drafter_with_a_middle_state_learns_from_a_middle_layer() -> None:
     paper = catalogue.config("eagle2")
     stages = (replace(paper.training.stages[0], losses={"middle": 1.0}),)
-    with pytest.raises(DataError, match=r"stages\.text\.losses: this drafter has no middle state"):
+    with pytest.raises(
+        DataError, match=r"stages\.text\.losses: this drafter has no middle state"
+    ):
         DrafterConfig(paper.model, replace(paper.training, stages=stages), paper.tree)
 
 
@@ -96,7 +112,10 @@ def test_at_first_the_states_change_nothing() -> None:
     drafter = Dream(Dream.Config(), INFO, head()).eval()
     one = sample(drafter)
     other = one.having(
-        {key: state.flip(-1) if key.source == "hidden" else state for key, state in one.features.items()}
+        {
+            key: state.flip(-1) if key.source == "hidden" else state
+            for key, state in one.features.items()
+        }
     )
     expected, got = (begun(drafter, each, 10).state_1D for each in (one, other))
     assert expected is not None

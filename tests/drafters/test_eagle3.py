@@ -42,9 +42,18 @@ def sample(drafter: Eagle3, *layouts: str) -> Batch:
 
 @pytest.mark.parametrize(
     ("layers", "expected"),
-    [(28, (2, 14, 25)), (32, (2, 16, 29)), (10, (2, 5, 7)), (7, (2, 3, 4)), (6, (2, 3, 4)), (4, (1, 2, 3))],
+    [
+        (28, (2, 14, 25)),
+        (32, (2, 16, 29)),
+        (10, (2, 5, 7)),
+        (7, (2, 3, 4)),
+        (6, (2, 3, 4)),
+        (4, (1, 2, 3)),
+    ],
 )
-def test_the_depths_are_those_of_the_code_and_stay_apart(layers: int, expected: tuple[int, ...]) -> None:
+def test_the_depths_are_those_of_the_code_and_stay_apart(
+    layers: int, expected: tuple[int, ...]
+) -> None:
     assert depths(layers) == tuple(f"layer{layer}" for layer in expected)
 
 
@@ -53,7 +62,9 @@ def test_every_depth_exists_on_the_shallowest_target(layers: int) -> None:
     assert all(int(name.removeprefix("layer")) < layers for name in depths(layers))
 
 
-def test_without_visual_entries_no_visual_row_is_needed_but_the_last_of_a_span() -> None:
+def test_without_visual_entries_no_visual_row_is_needed_but_the_last_of_a_span() -> (
+    None
+):
     taps = ("layer1", "layer2", "layer3")
     everywhere = {Feature(tap, where) for tap in taps for where in ("text", "visual")}
     on_text = {Feature(tap, where) for tap in taps for where in ("text", "span")}
@@ -71,7 +82,10 @@ def test_three_states_are_fused_at_hop_0_and_never_again() -> None:
     drafter.fc.register_forward_hook(lambda fc, given, made: fused.append(len(made)))
     one = sample(drafter, LAYOUTS["no image"])
     unroll(drafter, one, Stage(name="test", hops=4, losses={"cross_entropy": 1.0}))
-    assert fused == [0, len(one.ids_T) - 1]  # of visual tokens, there being none, and of the entries
+    assert fused == [
+        0,
+        len(one.ids_T) - 1,
+    ]  # of visual tokens, there being none, and of the entries
 
 
 def test_the_state_is_carried_unnormed_and_the_norm_is_of_the_logits_alone() -> None:
@@ -80,12 +94,18 @@ def test_the_state_is_carried_unnormed_and_the_norm_is_of_the_logits_alone() -> 
         drafter.layer.o_proj.weight.zero_()
         drafter.layer.down_proj.weight.zero_()
     hidden_1D = torch.full((1, INFO.hidden_size), 3.0)
-    place = TokenIndex(torch.zeros(1).long(), torch.ones(1).long(), torch.zeros(1).long())
+    place = TokenIndex(
+        torch.zeros(1).long(), torch.ones(1).long(), torch.zeros(1).long()
+    )
     entry = Entries(torch.tensor([5]), hidden_1D, torch.zeros(1).long(), place, hop=1)
     state_1D = drafter.step(entry, GrowingKVCache())
     assert torch.equal(state_1D, hidden_1D)  # the residual is what came in
-    torch.testing.assert_close(drafter.logits(state_1D, LAST), drafter.lm_head(drafter.norm(state_1D)))
-    torch.testing.assert_close(drafter.logits(state_1D, LAST), drafter.logits(state_1D * 2, LAST))
+    torch.testing.assert_close(
+        drafter.logits(state_1D, LAST), drafter.lm_head(drafter.norm(state_1D))
+    )
+    torch.testing.assert_close(
+        drafter.logits(state_1D, LAST), drafter.logits(state_1D * 2, LAST)
+    )
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_then_the_first_ids() -> None:
@@ -126,8 +146,14 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
     drafter = build(draft_vocab=5)
     generator = torch.Generator().manual_seed(1)
     state, target = torch.randn(2, 40, INFO.hidden_size, generator=generator)
-    rows = TargetRows(target, torch.arange(40), torch.arange(40), torch.ones(1, 40).bool())
-    scores = drafter.loss([state.requires_grad_()], rows, Stage(name="test", losses={"cross_entropy": 1.0}))
+    rows = TargetRows(
+        target, torch.arange(40), torch.arange(40), torch.ones(1, 40).bool()
+    )
+    scores = drafter.loss(
+        [state.requires_grad_()],
+        rows,
+        Stage(name="test", losses={"cross_entropy": 1.0}),
+    )
     made = scores.hops[0]
 
     logits_RV = target @ drafter.lm_head_VD.T
@@ -135,10 +161,14 @@ def test_the_loss_is_over_the_draft_vocabulary_and_spares_what_it_cannot_say() -
     said_R = torch.isin(best_R, torch.tensor(SPOKEN))
     assert 0 < said_R.sum() < 40
     target_RK = logits_RV[:, SPOKEN].softmax(-1)
-    each_R = torch.nn.functional.cross_entropy(drafter.logits(state, LAST), target_RK, reduction="none")
+    each_R = torch.nn.functional.cross_entropy(
+        drafter.logits(state, LAST), target_RK, reduction="none"
+    )
     torch.testing.assert_close(made.loss_R, each_R.detach() * said_R)
     torch.testing.assert_close(scores.total, (each_R * said_R).sum())
-    assert made.count_R.all()  # the mean is over all rows, and those it cannot say are misses
+    assert (
+        made.count_R.all()
+    )  # the mean is over all rows, and those it cannot say are misses
     guess_R = torch.tensor(SPOKEN)[drafter.logits(state, LAST).argmax(-1)]
     assert torch.equal(made.agree_R, guess_R == best_R)
     (grad,) = torch.autograd.grad(scores.total, state)
@@ -172,10 +202,20 @@ def plan(store: Path, out: Path, **more: object) -> Run:
         "batch_tokens=200",
     ]
     config = override(catalogue.config("eagle3"), settings)
-    return Run(drafter="eagle3", config=config, store=store, out=out, save_every=2, held_out=0.0, **more)  # type: ignore[arg-type]
+    return Run(
+        drafter="eagle3",
+        config=config,
+        store=store,  # type: ignore[arg-type]
+        out=out,
+        save_every=2,
+        held_out=0.0,
+        **more,  # type: ignore[arg-type]
+    )
 
 
-def test_training_counts_its_responses_and_a_checkpoint_keeps_what_it_chose(tmp_path: Path) -> None:
+def test_training_counts_its_responses_and_a_checkpoint_keeps_what_it_chose(
+    tmp_path: Path,
+) -> None:
     synthetic.store(tmp_path / "store", 12)
     train(plan(tmp_path / "store", tmp_path / "out"))
     count_V = torch.zeros(INFO.vocab_size)
@@ -183,9 +223,12 @@ def test_training_counts_its_responses_and_a_checkpoint_keeps_what_it_chose(tmp_
     for key in opened.index["key"].to_list():
         one = opened.read(key, ())
         count_V += torch.bincount(
-            torch.from_numpy(one.ids_T[one.response_T]).long(), minlength=INFO.vocab_size
+            torch.from_numpy(one.ids_T[one.response_T]).long(),
+            minlength=INFO.vocab_size,
         )
-    chosen = sorted(sorted(range(INFO.vocab_size), key=lambda token: (-count_V[token], token))[:9])
+    chosen = sorted(
+        sorted(range(INFO.vocab_size), key=lambda token: (-count_V[token], token))[:9]
+    )
     drafter = checkpoint.load(tmp_path / "out", head(), INFO)
     assert isinstance(drafter, Eagle3)
     assert drafter.vocabulary_K is not None
@@ -205,5 +248,8 @@ def test_a_resumed_run_keeps_its_vocabulary_bit_for_bit(
 
     monkeypatch.setattr(Eagle3, "choose_vocabulary", never)
     train(plan(tmp_path / "store", tmp_path / "again"))
-    files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "again")]
+    files = [
+        (tmp_path / run / "model.safetensors").read_bytes()
+        for run in ("whole", "again")
+    ]
     assert files[0] == files[1]

@@ -43,7 +43,10 @@ def choose(one: EagleVLM, branch: str) -> None:
 
 def test_groups_of_neighbours_become_their_middle_their_mean_or_a_convolution() -> None:
     length_M = torch.tensor([5, 1, 6])
-    read_UD, span_U = torch.randn(12, WIDTH), torch.arange(3).repeat_interleave(length_M)
+    read_UD, span_U = (
+        torch.randn(12, WIDTH),
+        torch.arange(3).repeat_interleave(length_M),
+    )
     groups = [[0, 1, 2], [3, 4], [5], [6, 7, 8], [9, 10, 11]]
     places = [[11, 14], [30, -1], [51, 54]]
     zeros = torch.zeros(3, WIDTH)
@@ -51,17 +54,27 @@ def test_groups_of_neighbours_become_their_middle_their_mean_or_a_convolution() 
         one = GroupCompressor(WIDTH, 3, kind)
         assert one.places(torch.tensor([10, 30, 50]), length_M).tolist() == places
         out_MCD = one(read_UD, span_U, 3)
-        got = [out_MCD[0, 0], out_MCD[0, 1], out_MCD[1, 0], out_MCD[2, 0], out_MCD[2, 1]]
+        got = [
+            out_MCD[0, 0],
+            out_MCD[0, 1],
+            out_MCD[1, 0],
+            out_MCD[2, 0],
+            out_MCD[2, 1],
+        ]
         for rows, value_D in zip(groups, got, strict=True):
             if one.linear is not None:
                 conv = torch.nn.Conv1d(WIDTH, WIDTH, 3, stride=3)
-                conv.weight.data = one.linear.weight.data.view(WIDTH, 3, WIDTH).transpose(1, 2)
+                conv.weight.data = one.linear.weight.data.view(
+                    WIDTH, 3, WIDTH
+                ).transpose(1, 2)
                 conv.bias = one.linear.bias
                 padded_KD = torch.cat([read_UD[rows], zeros[len(rows) :]])
                 expected_D = conv(padded_KD.T[None])[0, :, 0]
             else:
                 middle = rows[min(1, len(rows) - 1)]
-                expected_D = read_UD[middle] if kind == "prune" else read_UD[rows].mean(0)
+                expected_D = (
+                    read_UD[middle] if kind == "prune" else read_UD[rows].mean(0)
+                )
             torch.testing.assert_close(value_D, expected_D)
 
 
@@ -87,7 +100,9 @@ def test_the_gate_leaves_the_entries_of_one_compressor(
         alone = drafter(compressor=branch, **settings)
         alone.load_state_dict(
             {
-                name.replace(f"compressors.{BRANCHES.index(branch)}", "compressors.0"): value
+                name.replace(
+                    f"compressors.{BRANCHES.index(branch)}", "compressors.0"
+                ): value
                 for name, value in one.state_dict().items()
                 if not name.startswith(("gate", "compressors"))
                 or name.startswith(f"compressors.{BRANCHES.index(branch)}")
@@ -100,7 +115,10 @@ def test_the_gate_reads_the_last_token_of_the_question_alone() -> None:
     one, packed = drafter(compressor="weigh"), sample(*LAYOUTS.values())
     ((before_XD, _, tokens),) = written(one, packed)
     response_T, segment_T = packed.response_T, packed.segment_T
-    asked = [int((response_T & (segment_T == one)).nonzero()[0]) - 1 for one in range(len(LAYOUTS))]
+    asked = [
+        int((response_T & (segment_T == one)).nonzero()[0]) - 1
+        for one in range(len(LAYOUTS))
+    ]
     (feature,) = [name for name in packed.features if name.where == "text"]
     for row in range(len(packed.ids_T)):
         states = dict(packed.features)
@@ -108,7 +126,11 @@ def test_the_gate_reads_the_last_token_of_the_question_alone() -> None:
         states[feature][row] += 1.0
         ((after_XD, _, _),) = written(one, packed.having(states))
         moved = (after_XD != before_XD).any(1)
-        expected = tokens.segment_N == packed.segment_T[row] if row in asked else torch.zeros_like(moved)
+        expected = (
+            tokens.segment_N == packed.segment_T[row]
+            if row in asked
+            else torch.zeros_like(moved)
+        )
         assert moved.tolist() == expected.tolist()
 
 
@@ -116,7 +138,13 @@ def test_training_draws_a_branch_for_each_sample_and_decoding_takes_the_best() -
     one = drafter(ratio=5, kernel=4)
     packed = sample(*["tt" + 9 * "v" + "t" + 4 * "v" + "trrr"] * 40)
     # By branch: the entries of both images.
-    entries = {"prune": 2 + 1, "pool": 2 + 1, "convolve": 3 + 1, "resample": 2 + 2, "text alone": 0}
+    entries = {
+        "prune": 2 + 1,
+        "pool": 2 + 1,
+        "convolve": 3 + 1,
+        "resample": 2 + 2,
+        "text alone": 0,
+    }
     ((x_XD, _, tokens),) = written(one, packed, torch.Generator().manual_seed(0))
     counts = torch.bincount(tokens.segment_N, minlength=40).tolist()
     assert set(counts) == set(entries.values())
@@ -129,7 +157,9 @@ def test_training_draws_a_branch_for_each_sample_and_decoding_takes_the_best() -
 @pytest.mark.parametrize("compressor", ["select", "weigh"])
 def test_the_gate_learns(compressor: str) -> None:
     one, packed = drafter(compressor=compressor), sample(*LAYOUTS.values())
-    total = unroll(one, packed, Stage(name="one"), torch.Generator().manual_seed(0)).total
+    total = unroll(
+        one, packed, Stage(name="one"), torch.Generator().manual_seed(0)
+    ).total
     assert one.gate is not None
     (grad,) = torch.autograd.grad(total, [one.gate.weight])
     assert grad.abs().sum() > 0
@@ -140,7 +170,9 @@ def test_without_an_image_every_parameter_is_still_part_of_the_gradient() -> Non
     one = drafter()
     assert one.gate is not None
     total = unroll(one, sample("ttrrr"), Stage(name="one"), torch.Generator()).total
-    for grad in torch.autograd.grad(total, [*one.compressors.parameters(), *one.gate.parameters()]):
+    for grad in torch.autograd.grad(
+        total, [*one.compressors.parameters(), *one.gate.parameters()]
+    ):
         assert grad.eq(0).all()
 
 
@@ -158,5 +190,7 @@ def test_settings_are_those_of_the_paper_and_wrong_ones_are_named() -> None:
 
 @pytest.mark.parametrize("compressor", ["select", "weigh"])
 def test_a_gate_is_not_served(compressor: str) -> None:
-    with pytest.raises(TrainingError, match=f"compressor={compressor}.*compressor=pool"):
+    with pytest.raises(
+        TrainingError, match=f"compressor={compressor}.*compressor=pool"
+    ):
         drafter(compressor=compressor).published()

@@ -28,7 +28,9 @@ def sample() -> Batch:
     return synthetic.batch([SAMPLE], Hass.Config().needs(INFO))
 
 
-def streams(drafter: Hass, one: Batch, *, published: bool = False) -> list[tuple[Tensor, Tensor]]:
+def streams(
+    drafter: Hass, one: Batch, *, published: bool = False
+) -> list[tuple[Tensor, Tensor]]:
     """Every hop's outputs [L - 1, D] and attention weights [H, query, stream, key], position by position.
 
     Stream 0 holds the target's states, stream k what step k made, one place on. The query at position i of
@@ -38,23 +40,36 @@ def streams(drafter: Hass, one: Batch, *, published: bool = False) -> list[tuple
     text, visual = one.position_T, one.visual_tokens.position_N
     length = len(SAMPLE)
     state_LD, embed_LD = torch.zeros(2, length, INFO.hidden_size).unbind()
-    state_LD[text], state_LD[visual] = (one.feature("hidden", where) for where in ("text", "visual"))
-    embed_LD[text], embed_LD[visual] = drafter.embed_VD[one.ids_T], one.feature("embed", "visual")
+    state_LD[text], state_LD[visual] = (
+        one.feature("hidden", where) for where in ("text", "visual")
+    )
+    embed_LD[text], embed_LD[visual] = (
+        drafter.embed_VD[one.ids_T],
+        one.feature("embed", "visual"),
+    )
     layer = drafter.block.layer
     next_LD, past = embed_LD[1:], torch.arange(length - 1)
     i_11, j_1L = past[:, None], past[None]
     made: list[tuple[Tensor, Tensor]] = []
     stream = [state_LD[:-1]]
     for n in range(STAGE.hops):
-        x = [drafter.block.fc(torch.cat([next_LD, one_LD], dim=-1)) for one_LD in stream]
+        x = [
+            drafter.block.fc(torch.cat([next_LD, one_LD], dim=-1)) for one_LD in stream
+        ]
         qkv = [layer.qkv_proj(x_LD).unflatten(-1, (-1, INFO.head_dim)) for x_LD in x]
         factors = layer.rotary(past, state_LD.dtype)
         group = layer.heads // layer.kv_heads
-        split = [part.split([layer.heads] + 2 * [layer.kv_heads], dim=1) for part in qkv]
+        split = [
+            part.split([layer.heads] + 2 * [layer.kv_heads], dim=1) for part in qkv
+        ]
         query_LHd = apply_rotary(split[n][0], factors)
-        key_SLHd = torch.stack([apply_rotary(k, factors).repeat_interleave(group, 1) for _, k, _ in split])
+        key_SLHd = torch.stack(
+            [apply_rotary(k, factors).repeat_interleave(group, 1) for _, k, _ in split]
+        )
         value_SLHd = torch.stack([v.repeat_interleave(group, 1) for _, _, v in split])
-        score_HLSL = torch.einsum("ihd,sjhd->hisj", query_LHd, key_SLHd) / INFO.head_dim**0.5
+        score_HLSL = (
+            torch.einsum("ihd,sjhd->hisj", query_LHd, key_SLHd) / INFO.head_dim**0.5
+        )
         seen = [j_1L <= i_11 - n] + [j_1L == i_11 - (n - k) for k in range(1, n + 1)]
         seen_LSL = torch.stack(seen, dim=1)
         if published:
@@ -82,10 +97,14 @@ class Recorder(PackedKVCache):
         self.shadow = PackedKVCache()
         Recorder.weights = []
 
-    def update(self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int) -> None:
+    def update(
+        self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int
+    ) -> None:
         super().update(key_NKd, value_NKd, tokens, hop)
         slot_N = (
-            tokens.position_N - 1 if hop == 0 else torch.full_like(tokens.position_N, len(SAMPLE) - 2 + hop)
+            tokens.position_N - 1
+            if hop == 0
+            else torch.full_like(tokens.position_N, len(SAMPLE) - 2 + hop)
         )
         where_NKd = F.one_hot(slot_N, INFO.head_dim).float()[:, None].expand_as(key_NKd)
         self.shadow.update(key_NKd, where_NKd, tokens, hop)
@@ -96,20 +115,28 @@ class Recorder(PackedKVCache):
 
 
 @pytest.mark.parametrize("kv_heads", ["all", "target"])
-def test_every_hop_attends_by_the_mask_of_the_paper(kv_heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_hop_attends_by_the_mask_of_the_paper(
+    kv_heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vlmdistill.drafters.training.unroll.PackedKVCache", Recorder)
     drafter, one = build(kv_heads), sample()
     states: list[Tensor] = []
-    drafter.block.layer.register_forward_hook(lambda module, inputs, output: states.append(output))
+    drafter.block.layer.register_forward_hook(
+        lambda module, inputs, output: states.append(output)
+    )
     unroll(drafter, one, STAGE)
     anchor_R = one.position_T[supervised(one)] - 1
     before = len(SAMPLE) - 1
     expected, wrong = streams(drafter, one), streams(drafter, one, published=True)
     assert len(states) == len(Recorder.weights) == 3
-    for hop, (state_RD, weight_RHd) in enumerate(zip(states, Recorder.weights, strict=True)):
+    for hop, (state_RD, weight_RHd) in enumerate(
+        zip(states, Recorder.weights, strict=True)
+    ):
         kept_R = anchor_R + hop < before
         at_R = (anchor_R + hop)[kept_R]
-        torch.testing.assert_close(state_RD[kept_R], expected[hop][0][at_R], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            state_RD[kept_R], expected[hop][0][at_R], rtol=1e-4, atol=1e-5
+        )
         for (_, weight_HLSL), same in ((expected[hop], True), (wrong[hop], False)):
             naive_RHS = torch.zeros(len(at_R), drafter.block.layer.heads, INFO.head_dim)
             naive_RHS[..., :before] = weight_HLSL[:, at_R, 0].transpose(0, 1)
@@ -118,7 +145,10 @@ def test_every_hop_attends_by_the_mask_of_the_paper(kv_heads: str, monkeypatch: 
                     :, at_R, guess, at_R - (hop - guess)
                 ].transpose(0, 1)
             total_R = naive_RHS.sum(-1)
-            assert torch.allclose(weight_RHd[kept_R], naive_RHS, rtol=1e-4, atol=1e-5) == same
+            assert (
+                torch.allclose(weight_RHd[kept_R], naive_RHS, rtol=1e-4, atol=1e-5)
+                == same
+            )
             assert torch.allclose(total_R, torch.ones_like(total_R), atol=1e-5) == same
 
 
@@ -133,13 +163,18 @@ def test_the_gradient_is_cut_between_hops_and_nowhere_else() -> None:
         draft_RV = F.linear(state_RD, drafter.lm_head_VD).log_softmax(-1)
         plogp_RV = F.linear(target_RD, drafter.lm_head_VD).softmax(-1) * draft_RV
         best_RK = F.linear(target_RD, drafter.lm_head_VD).topk(10).indices
-        naive = naive + F.smooth_l1_loss(state_RD, target_RD, reduction="none").mean(-1).sum()
+        naive = (
+            naive
+            + F.smooth_l1_loss(state_RD, target_RD, reduction="none").mean(-1).sum()
+        )
         naive = naive - 0.1 * plogp_RV.sum() - plogp_RV.gather(1, best_RK).sum()
     total = unroll(drafter, one, STAGE, detach=Hass.Training().detach).total
     torch.testing.assert_close(total, naive)
     weights = list(drafter.parameters())
     cut = torch.autograd.grad(total, weights)
-    torch.testing.assert_close(cut, torch.autograd.grad(naive, weights), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        cut, torch.autograd.grad(naive, weights), rtol=1e-3, atol=1e-5
+    )
     whole = unroll(drafter, one, STAGE).total
     torch.testing.assert_close(whole, naive)
     assert not torch.allclose(torch.autograd.grad(whole, weights)[0], cut[0], rtol=1e-3)

@@ -44,21 +44,31 @@ def watch(drafter: HiViS) -> SimpleNamespace:
     """What every step adds to the output of `fc` and what it returns, from now on."""
     seen = SimpleNamespace(added=[], states=[])
     projected: list[Tensor] = []
-    drafter.block.fc.register_forward_hook(lambda module, inputs, output: projected.append(output))
+    drafter.block.fc.register_forward_hook(
+        lambda module, inputs, output: projected.append(output)
+    )
     drafter.block.layer.register_forward_pre_hook(
         lambda module, inputs: seen.added.append((inputs[0] - projected[-1]).detach())
     )
-    drafter.block.layer.register_forward_hook(lambda module, inputs, output: seen.states.append(output))
+    drafter.block.layer.register_forward_hook(
+        lambda module, inputs, output: seen.states.append(output)
+    )
     return seen
 
 
 def expect_guess(drafter: HiViS, added_ND: Tensor, number: int) -> None:
     row_D = drafter.sequence.weight[number].detach()
-    torch.testing.assert_close(added_ND, row_D.expand_as(added_ND), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        added_ND, row_D.expand_as(added_ND), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_nothing_of_an_image_is_needed() -> None:
-    assert HiViS.Config().needs(INFO) == HiViS.Config().needs(INFO, decoding=True) == {HIDDEN}
+    assert (
+        HiViS.Config().needs(INFO)
+        == HiViS.Config().needs(INFO, decoding=True)
+        == {HIDDEN}
+    )
 
 
 def test_the_first_token_after_an_image_follows_the_last_text_before_it() -> None:
@@ -87,7 +97,9 @@ def test_an_image_of_any_size_costs_and_changes_nothing() -> None:
     for one in (small, large):
         seen = watch(drafter)
         scores = unroll(drafter, one, SECOND, torch.Generator().manual_seed(0)).scores
-        totals.append((torch.stack([score.total for score in scores]), torch.cat(seen.states)))
+        totals.append(
+            (torch.stack([score.total for score in scores]), torch.cat(seen.states))
+        )
     assert torch.equal(totals[0][0], totals[1][0])
     assert torch.equal(totals[0][1], totals[1][1])
 
@@ -100,7 +112,9 @@ def test_every_guess_has_its_number_in_training_and_in_drafting(threshold: int) 
     prompt = int((~one.response_T).sum())
     drafting = watch(drafter)
     draft = TreeDrafter(drafter, cut(one, prompt))
-    draft.commit(one.ids_T[prompt : prompt + 1], one.features[HIDDEN][prompt - 1 : prompt])
+    draft.commit(
+        one.ids_T[prompt : prompt + 1], one.features[HIDDEN][prompt - 1 : prompt]
+    )
     chain = draft.grow(Tree.parse("chain-6"))
 
     ids_T = one.ids_T.clone()
@@ -111,17 +125,27 @@ def test_every_guess_has_its_number_in_training_and_in_drafting(threshold: int) 
         number = min(hop, threshold)
         expect_guess(drafter, drafting.added[hop], number)
         expect_guess(drafter, training.added[hop], number)
-        torch.testing.assert_close(drafting.states[hop][0], training.states[hop][0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            drafting.states[hop][0], training.states[hop][0], rtol=1e-4, atol=1e-5
+        )
 
     again = watch(drafter)
-    draft.commit(ids_T[prompt + 1 : prompt + 4], one.features[HIDDEN][prompt : prompt + 3])
-    expect_guess(drafter, again.added[0], 0)  # what was guessed is certain now, with the target's states
+    draft.commit(
+        ids_T[prompt + 1 : prompt + 4], one.features[HIDDEN][prompt : prompt + 3]
+    )
+    expect_guess(
+        drafter, again.added[0], 0
+    )  # what was guessed is certain now, with the target's states
 
 
-def test_committed_tokens_keep_the_bias_alone_and_stage_1_moves_no_other_embedding() -> None:
+def test_committed_tokens_keep_the_bias_alone_and_stage_1_moves_no_other_embedding() -> (
+    None
+):
     drafter = build()
     for stage, moves in ((FIRST, []), (SECOND, [1, 2, 3])):
-        total = unroll(drafter, sample(*LAYOUTS.values()), replace(stage, keep_top=0)).total
+        total = unroll(
+            drafter, sample(*LAYOUTS.values()), replace(stage, keep_top=0)
+        ).total
         (grad_ND,) = torch.autograd.grad(total, [drafter.sequence.weight])
         assert grad_ND.abs().sum(-1).nonzero()[:, 0].tolist() == moves
     assert drafter.sequence.weight[0].eq(0).all()
@@ -138,9 +162,15 @@ def test_the_failing_step_and_all_after_it_do_not_count() -> None:
     def record(states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
         for hop, state_RD in enumerate(states):
             token_R = (rows.token_R + hop).clamp(max=len(rows.hidden_TD) - 1)
-            best_R = drafter.logits(rows.hidden_TD[token_R], rows.ids_T[token_R]).argmax(-1)
+            best_R = drafter.logits(
+                rows.hidden_TD[token_R], rows.ids_T[token_R]
+            ).argmax(-1)
             last_R = rows.ids_T[token_R]
-            hits.append((drafter.logits(state_RD, last_R).topk(9).indices == best_R[:, None]).any(-1))
+            hits.append(
+                (
+                    drafter.logits(state_RD, last_R).topk(9).indices == best_R[:, None]
+                ).any(-1)
+            )
         return plain_loss(states, rows, stage)
 
     drafter.loss = record  # type: ignore[method-assign]

@@ -51,9 +51,18 @@ def guesses(nodes: DraftTree, level: int, width: int) -> list[list[int]]:
 def test_a_token_of_the_window_sees_the_first_level_up_to_it_and_its_own_column(
     level: int, columns: int
 ) -> None:
-    made = window(level=level, window=columns, pool_from_prompt=True, prompt=[7, 1, 2, 3, 4, 7, 5, 6, 8, 9])
+    made = window(
+        level=level,
+        window=columns,
+        pool_from_prompt=True,
+        prompt=[7, 1, 2, 3, 4, 7, 5, 6, 8, 9],
+    )
     nodes = made.grow(Tree())
-    place = {(row, column): row * columns + column for row in range(level - 1) for column in range(columns)}
+    place = {
+        (row, column): row * columns + column
+        for row in range(level - 1)
+        for column in range(columns)
+    }
     for (row, column), node in place.items():
         # The last certain token is (0, 0), at depth 1; (l, w) stands w + l places after it.
         assert int(nodes.depth_N[node]) == 1 + row + column
@@ -69,11 +78,17 @@ def test_a_token_of_the_window_sees_the_first_level_up_to_it_and_its_own_column(
             node = len(place) + number * (level - 1) + deep
             assert int(nodes.depth_N[node]) == 2 + deep
             first = len(place) + number * (level - 1)
-            assert nodes.visible_NN[node].nonzero()[:, 0].tolist() == [0, *range(first, node + 1)]
+            assert nodes.visible_NN[node].nonzero()[:, 0].tolist() == [
+                0,
+                *range(first, node + 1),
+            ]
 
 
 def test_the_tree_asked_for_changes_nothing() -> None:
-    one, other = window().grow(Tree.parse("chain-2")), window().grow(Tree.parse("60-5-10"))
+    one, other = (
+        window().grow(Tree.parse("chain-2")),
+        window().grow(Tree.parse("60-5-10")),
+    )
     assert torch.equal(one.ids_N, other.ids_N)
     assert torch.equal(one.visible_NN, other.visible_NN)
 
@@ -97,33 +112,53 @@ def test_n_grams_are_what_the_target_says_once_it_has_made_the_whole_window() ->
     for _ in range(6):
         observe(made)  # the first column is left as it is, too: nothing is committed
     assert len(made.pool) > width
-    for first, rest in ((first, rest) for first, known in made.pool.items() for rest in known):
+    for first, rest in (
+        (first, rest) for first, known in made.pool.items() for rest in known
+    ):
         assert torch.equal(torch.tensor(rest), NEXT[torch.tensor([first, *rest[:-1]])])
 
 
-def test_of_each_first_token_the_latest_n_grams_are_kept_and_guessed_latest_first() -> None:
+def test_of_each_first_token_the_latest_n_grams_are_kept_and_guessed_latest_first() -> (
+    None
+):
     prompt = [7, 1, 7, 2, 7, 3, 7, 1, 7, 4]
     made = window(prompt, level=2, window=1, guesses=3, pool_from_prompt=True)
-    assert guesses(made.grow(Tree()), 2, 1) == [[4], [1], [3]]  # 2 fell out, 1 was said again
+    assert guesses(made.grow(Tree()), 2, 1) == [
+        [4],
+        [1],
+        [3],
+    ]  # 2 fell out, 1 was said again
     say(made, 2)
     assert guesses(made.grow(Tree()), 2, 1) == [[7]]
-    assert guesses(window(prompt, level=2, window=1, guesses=3).grow(Tree()), 2, 1) == []
+    assert (
+        guesses(window(prompt, level=2, window=1, guesses=3).grow(Tree()), 2, 1) == []
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
-def test_a_target_that_repeats_a_phrase_is_foreseen(family: str, checkpoint: Callable[..., Path]) -> None:
+def test_a_target_that_repeats_a_phrase_is_foreseen(
+    family: str, checkpoint: Callable[..., Path]
+) -> None:
     target = load(str(checkpoint(family)))
-    with torch.no_grad():  # each token follows from the last one alone: sooner or later it goes in circles
+    with (
+        torch.no_grad()
+    ):  # each token follows from the last one alone: sooner or later it goes in circles
         for layer in target.model.model.language_model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     prompt = target.encode(tiny.message("tell", tiny.picture(56, 84)))
-    expected = [token for cycle in plain(target, prompt, max_new_tokens=60) for token in cycle.ids]
+    expected = [
+        token
+        for cycle in plain(target, prompt, max_new_tokens=60)
+        for token in cycle.ids
+    ]
     drafter = Lookahead(Lookahead.Config(), target.info, target.head)
     cycles = list(speculate(target, drafter, prompt, tree=Tree(), max_new_tokens=60))
     assert [token for cycle in cycles for token in cycle.ids] == expected
     assert len(expected) / len(cycles) > 1.5
-    assert [len(cycle.ids) for cycle in cycles[-6:-1]] == [5] * 5  # an n-gram and the bonus, every time
+    assert [len(cycle.ids) for cycle in cycles[-6:-1]] == [
+        5
+    ] * 5  # an n-gram and the bonus, every time
 
 
 def test_sizes_that_leave_nothing_to_do_are_refused() -> None:

@@ -44,7 +44,9 @@ def test_an_untrained_head_is_the_targets_own() -> None:
     drafter = build()
     state_ND, last_N = torch.randn(6, INFO.hidden_size), torch.zeros(6).long()
     for hop in range(drafter.config.heads):
-        assert torch.equal(drafter.logits(state_ND, last_N, hop), state_ND @ drafter.lm_head_VD.T)
+        assert torch.equal(
+            drafter.logits(state_ND, last_N, hop), state_ND @ drafter.lm_head_VD.T
+        )
 
 
 def test_each_level_is_one_heads_guess_from_the_state_before_the_root() -> None:
@@ -52,7 +54,10 @@ def test_each_level_is_one_heads_guess_from_the_state_before_the_root() -> None:
     one = batch([LAYOUTS["one image"]], [HIDDEN])
     chain = grown(drafter, one, 10, "chain-5").ids_N.tolist()
     root_1D = one.features[HIDDEN][9:10]
-    assert chain == [int(one.ids_T[10]), *(best(drafter, root_1D, hop) for hop in range(5))]
+    assert chain == [
+        int(one.ids_T[10]),
+        *(best(drafter, root_1D, hop) for hop in range(5)),
+    ]
 
 
 def test_guesses_do_not_depend_on_what_was_drafted_or_on_the_root() -> None:
@@ -73,7 +78,9 @@ def test_guesses_do_not_depend_on_what_was_drafted_or_on_the_root() -> None:
     assert torch.equal(again.ids_N[1:], nodes.ids_N[1:])
 
 
-@pytest.mark.parametrize(("tree", "levels"), [("chain-9", 3), ("30-7-2", 3), ("8-1-2", 2)])
+@pytest.mark.parametrize(
+    ("tree", "levels"), [("chain-9", 3), ("30-7-2", 3), ("8-1-2", 2)]
+)
 def test_a_tree_is_no_deeper_than_there_are_heads(tree: str, levels: int) -> None:
     nodes = grown(trained(heads=3), batch([LAYOUTS["one image"]], [HIDDEN]), 10, tree)
     assert int(nodes.depth_N.max()) == 1 + levels
@@ -82,7 +89,10 @@ def test_a_tree_is_no_deeper_than_there_are_heads(tree: str, levels: int) -> Non
 
 def test_every_stage_trains_every_head() -> None:
     assert [stage.hops for stage in catalogue.config("medusa").schedule] == [5, 5]
-    assert [stage.hops for stage in override(catalogue.config("medusa"), ["heads=3"]).schedule] == [3, 3]
+    assert [
+        stage.hops
+        for stage in override(catalogue.config("medusa"), ["heads=3"]).schedule
+    ] == [3, 3]
 
 
 def test_head_n_is_compared_with_the_state_n_places_further_on() -> None:
@@ -94,7 +104,9 @@ def test_head_n_is_compared_with_the_state_n_places_further_on() -> None:
         # Token 2 + r is the root of row r, whose state stands at 1 + r; an untrained head hands it on.
         rows = 5 - hop
         expected = torch.nn.functional.smooth_l1_loss(
-            states_TD[1 : 1 + rows], states_TD[2 + hop : 2 + hop + rows], reduction="none"
+            states_TD[1 : 1 + rows],
+            states_TD[2 + hop : 2 + hop + rows],
+            reduction="none",
         ).mean(-1)
         torch.testing.assert_close(made.loss_R[:rows], expected)
         assert made.count_R.tolist() == [True] * rows + [False] * hop
@@ -114,4 +126,6 @@ def test_every_head_learns_its_own_place() -> None:
         optimizer.zero_grad()
         out.total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    assert all(torch.equal(made.agree_R & made.count_R, made.count_R) for made in out.scores)
+    assert all(
+        torch.equal(made.agree_R & made.count_R, made.count_R) for made in out.scores
+    )

@@ -10,7 +10,11 @@ from vlmdistill.drafters.msd import MSD
 from vlmdistill.drafters.training.batches import DataSplit
 from vlmdistill.stores.schema import Feature
 
-TEXT, SPAN, VISUAL = Feature("hidden", "text"), Feature("hidden", "span"), Feature("embed", "visual")
+TEXT, SPAN, VISUAL = (
+    Feature("hidden", "text"),
+    Feature("hidden", "span"),
+    Feature("embed", "visual"),
+)
 
 
 def sample(*layouts: str) -> Batch:
@@ -18,7 +22,9 @@ def sample(*layouts: str) -> Batch:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(layout: str) -> None:
+def test_a_visual_entry_is_the_raw_embedding_at_the_place_before_its_own(
+    layout: str,
+) -> None:
     one = sample(LAYOUTS[layout])
     ((x_UD, position_U, tokens),) = written(built(MSD), one)
     assert torch.equal(x_UD, one.features[VISUAL])
@@ -44,7 +50,9 @@ def test_the_input_norm_is_an_option() -> None:
 def test_images_come_in_gradually_after_a_text_stage() -> None:
     config = MSD.Training()
     text, multimodal = config.schedule
-    split = DataSplit([f"v{i}" for i in range(4000)], [f"t{i}" for i in range(4000)], [])
+    split = DataSplit(
+        [f"v{i}" for i in range(4000)], [f"t{i}" for i in range(4000)], []
+    )
     assert all(key.startswith("t") for key in split.draw(text, 0.5, seed=0))
     epochs = int(multimodal.epochs)
     for epoch in range(epochs):

@@ -7,7 +7,11 @@ from vlmdistill.drafters.sparrow import Sparrow
 from vlmdistill.stores.schema import Feature
 
 SOURCE = f"layer{INFO.num_layers // 2}"
-FEATURES = [Feature("hidden", "text"), Feature("hidden", "span"), Feature(SOURCE, "visual")]
+FEATURES = [
+    Feature("hidden", "text"),
+    Feature("hidden", "span"),
+    Feature(SOURCE, "visual"),
+]
 
 
 def test_the_middle_state_enters_as_it_is_without_our_norm() -> None:

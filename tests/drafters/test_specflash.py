@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drafters.synthetic import INFO, LAYOUTS, batch, built, cut, head, plain_layer, written
+from tests.drafters.synthetic import (
+    INFO,
+    LAYOUTS,
+    batch,
+    built,
+    cut,
+    head,
+    plain_layer,
+    written,
+)
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.config import Stage
@@ -35,23 +44,36 @@ def hops(drafter: SpecFlash | Eagle2, one: Batch, count: int) -> list[Tensor]:
     loss = drafter.loss
 
     def record(states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
-        made.extend(drafter.logits(state_RD, rows.token_R, hop) for hop, state_RD in enumerate(states))
+        made.extend(
+            drafter.logits(state_RD, rows.token_R, hop)
+            for hop, state_RD in enumerate(states)
+        )
         return loss(states, rows, stage)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(drafter, "loss", record)
-        unroll(drafter, one, Stage(name="test", hops=count, losses={"cross_entropy": 1.0}))
+        unroll(
+            drafter, one, Stage(name="test", hops=count, losses={"cross_entropy": 1.0})
+        )
     return made
 
 
-@pytest.mark.parametrize(("length", "count"), [(576, 64), (324, 36), (1, 1), (9, 1), (10, 2), (5000, 64)])
-def test_an_image_is_compressed_to_a_ninth_and_64_at_most(length: int, count: int) -> None:
-    ((_, _, tokens),) = written(built(SpecFlash), batch(["t" + length * "v" + "trr"], STATES))
+@pytest.mark.parametrize(
+    ("length", "count"), [(576, 64), (324, 36), (1, 1), (9, 1), (10, 2), (5000, 64)]
+)
+def test_an_image_is_compressed_to_a_ninth_and_64_at_most(
+    length: int, count: int
+) -> None:
+    ((_, _, tokens),) = written(
+        built(SpecFlash), batch(["t" + length * "v" + "trr"], STATES)
+    )
     order = tokens.position_N.tolist()
     assert len(order) == count
     # Each stands in the middle of its share of the span, which the text around it leaves as it is.
     middle = [1 + (place + 0.5) * length / count for place in range(count)]
-    assert all(0 <= wanted - there < 1 for there, wanted in zip(order, middle, strict=True))
+    assert all(
+        0 <= wanted - there < 1 for there, wanted in zip(order, middle, strict=True)
+    )
 
 
 def test_without_queries_no_image_enters() -> None:
@@ -84,7 +106,9 @@ def test_a_compressed_token_is_a_querys_mean_of_the_states_of_its_image() -> Non
     for first, last in ((0, 4), (4, 10), (10, 11)):
         own_UD = hidden_UD[first:last]
         query_CD = drafter.query_CD[: math.ceil((last - first) / 2)]
-        expected.append((query_CD @ own_UD.T / INFO.hidden_size**0.5).softmax(-1) @ own_UD)
+        expected.append(
+            (query_CD @ own_UD.T / INFO.hidden_size**0.5).softmax(-1) @ own_UD
+        )
     torch.testing.assert_close(x_XD, torch.cat(expected))
 
 
@@ -92,7 +116,11 @@ def test_a_compressed_token_is_a_querys_mean_of_the_states_of_its_image() -> Non
 def test_one_token_a_pass_without_compression_is_eagle(kv_heads: str) -> None:
     drafter = built(SpecFlash, group=1, compress=False, kv_heads=kv_heads)
     eagle = Eagle2(Eagle2.Config(kv_heads=kv_heads), INFO, head()).eval()  # type: ignore[arg-type]
-    shared = {key: value for key, value in drafter.state_dict().items() if key in eagle.state_dict()}
+    shared = {
+        key: value
+        for key, value in drafter.state_dict().items()
+        if key in eagle.state_dict()
+    }
     eagle.load_state_dict(shared)
     one = batch(LAYOUTS.values(), EVERYTHING)
     for mine, theirs in zip(hops(drafter, one, 4), hops(eagle, one, 4), strict=True):
@@ -101,7 +129,9 @@ def test_one_token_a_pass_without_compression_is_eagle(kv_heads: str) -> None:
 
 
 @pytest.mark.parametrize(("group", "passes"), [(4, 1), (2, 2), (3, 2)])
-def test_a_group_is_a_sequence_that_goes_on_with_placeholders(group: int, passes: int) -> None:
+def test_a_group_is_a_sequence_that_goes_on_with_placeholders(
+    group: int, passes: int
+) -> None:
     """Against a plain causal layer over [entries ; guesses of the groups before ; placeholders]."""
     drafter = built(SpecFlash, group=group, passes=passes)
     one = batch(["ttrrrrrrrrrr"], STATES)
@@ -118,12 +148,20 @@ def test_a_group_is_a_sequence_that_goes_on_with_placeholders(group: int, passes
         rows = [entry(place, hidden_TD[place - 1]) for place in range(1, token + 1)]
         for number in range(passes):
             x_SD = torch.stack(rows + [drafter.placeholder_D] * (group - 1))
-            state_GD = plain_layer(drafter.block.layer, x_SD, torch.arange(len(x_SD)))[-group:]
+            state_GD = plain_layer(drafter.block.layer, x_SD, torch.arange(len(x_SD)))[
+                -group:
+            ]
             for place, state_D in enumerate(state_GD):
                 logits_V = made[number * group + place][row]
-                torch.testing.assert_close(logits_V, drafter.lm_head_VD @ state_D, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    logits_V, drafter.lm_head_VD @ state_D, rtol=1e-4, atol=1e-4
+                )
             first = token + number * group + 1
-            rows += [entry(first + n, state_GD[n]) for n in range(group) if first + n < len(one.ids_T)]
+            rows += [
+                entry(first + n, state_GD[n])
+                for n in range(group)
+                if first + n < len(one.ids_T)
+            ]
 
 
 class Counting(GrowingKVCache):
@@ -163,7 +201,9 @@ def test_a_group_is_drafted_in_one_pass(
 def test_every_stage_trains_every_token_that_is_drafted() -> None:
     paper = catalogue.config("specflash")
     assert [stage.hops for stage in paper.schedule] == [4]
-    assert [stage.hops for stage in override(paper, ["group=3", "passes=2"]).schedule] == [6]
+    assert [
+        stage.hops for stage in override(paper, ["group=3", "passes=2"]).schedule
+    ] == [6]
     for settings in (["stages.*.hops=3"], ["group=1", "passes=2"]):
         with pytest.raises(DataError, match=settings[-1].split(".")[-1]):
             override(paper, settings)

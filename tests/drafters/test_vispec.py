@@ -50,14 +50,17 @@ def test_g_is_that_of_the_last_image_and_zero_before_the_first(hop: int) -> None
     drafter.condition(one, cache)
     assert drafter.img_fc is not None
     inputs: list[Tensor] = []
-    drafter.img_fc.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    drafter.img_fc.register_forward_pre_hook(
+        lambda module, args: inputs.append(args[0])
+    )
     entries, token_E = drafter.entries(one)
     for done in range(hop + 1):
         entries = replace(entries, hidden_ND=drafter.step(entries, cache), hop=done + 1)
     expected = {3: 0, 4: 0, 5: 0, 9: 1, 10: 1, 11: 1, 12: 1}
     assert sorted(expected) == one.position_T[token_E].tolist()
     torch.testing.assert_close(
-        inputs[hop][:, INFO.hidden_size :], cache.context["joined"][[*expected.values()]]
+        inputs[hop][:, INFO.hidden_size :],
+        cache.context["joined"][[*expected.values()]],
     )
     prefix, cache = sample("ttrrvvvtrr"), PackedKVCache()
     drafter.condition(prefix, cache)
@@ -75,8 +78,12 @@ def test_each_image_is_compressed_by_itself() -> None:
     out_MQD = adaptor(embed_UD, span_U, spans)
     assert spans == 6
     for span in range(spans):
-        torch.testing.assert_close(out_MQD[span], naive(adaptor, embed_UD[span_U == span]))
-        other_UD = torch.where((span_U == span)[:, None], embed_UD, torch.randn_like(embed_UD))
+        torch.testing.assert_close(
+            out_MQD[span], naive(adaptor, embed_UD[span_U == span])
+        )
+        other_UD = torch.where(
+            (span_U == span)[:, None], embed_UD, torch.randn_like(embed_UD)
+        )
         assert torch.equal(adaptor(other_UD, span_U, spans)[span], out_MQD[span])
         own_UD = torch.where((span_U == span)[:, None], embed_UD + 1, embed_UD)
         changed_M = (adaptor(own_UD, span_U, spans) != out_MQD).flatten(1).any(1)
@@ -91,7 +98,9 @@ def naive(adaptor: QueryCompressor, embed_UD: Tensor) -> Tensor:
     for one in range(heads):
         key_Ud = kv_UX[:, one * width : (one + 1) * width]
         value_Ud = kv_UX[:, (heads + one) * width : (heads + one + 1) * width]
-        weight_QU = (adaptor.query_QHd[:, one] @ key_Ud.T / math.sqrt(width)).softmax(-1)
+        weight_QU = (adaptor.query_QHd[:, one] @ key_Ud.T / math.sqrt(width)).softmax(
+            -1
+        )
         mixed.append(weight_QU @ value_Ud)
     return torch.cat(mixed, dim=-1) @ adaptor.o_proj.weight.T
 
@@ -104,8 +113,12 @@ def test_without_an_image_the_adaptor_is_still_part_of_the_gradient() -> None:
         assert grad.eq(0).all()
 
 
-@pytest.mark.parametrize(("num_q", "order"), [(2, [2, 8]), (3, [1, 2, 7, 8]), (5, [1, 1, 1, 2, 6, 6, 7, 8])])
-def test_compressed_tokens_stand_at_the_last_places_of_their_span(num_q: int, order: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_q", "order"), [(2, [2, 8]), (3, [1, 2, 7, 8]), (5, [1, 1, 1, 2, 6, 6, 7, 8])]
+)
+def test_compressed_tokens_stand_at_the_last_places_of_their_span(
+    num_q: int, order: list[int]
+) -> None:
     drafter, cache = build(num_q=num_q), PackedKVCache()
     seen = []
 
@@ -126,11 +139,15 @@ def test_img_fc_starts_as_the_identity() -> None:
     drafter = ViSpec(ViSpec.Config(), INFO, head())
     assert drafter.img_fc is not None
     hidden, glance = torch.randn(5, INFO.hidden_size), torch.randn(5, INFO.hidden_size)
-    torch.testing.assert_close(drafter.img_fc(torch.cat([hidden, glance], dim=-1)), hidden)
+    torch.testing.assert_close(
+        drafter.img_fc(torch.cat([hidden, glance], dim=-1)), hidden
+    )
 
 
 @pytest.mark.parametrize("layout", ["trvvrrvvvvtrrrr", "vvvtrr", "ttrrr"])
-def test_every_state_is_that_of_a_sequence_with_its_images_replaced(layout: str) -> None:
+def test_every_state_is_that_of_a_sequence_with_its_images_replaced(
+    layout: str,
+) -> None:
     """Against a plain causal layer over [text ; compressed ; text ...], made token by token."""
     drafter, one = build(num_q=3), sample(layout)
     assert drafter.img_fc is not None
@@ -138,7 +155,11 @@ def test_every_state_is_that_of_a_sequence_with_its_images_replaced(layout: str)
     flow: list[Tensor] = []  # hidden states by expanded position
     text, visual = iter(one.features[Feature("hidden", "text")]), one.features[VISUAL]
     ends = dict(
-        zip((one.start_M + one.length_M - 1).tolist(), one.features[Feature("hidden", "span")], strict=True)
+        zip(
+            (one.start_M + one.length_M - 1).tolist(),
+            one.features[Feature("hidden", "span")],
+            strict=True,
+        )
     )
     zero = torch.zeros(INFO.hidden_size)
     for place, kind in enumerate(layout):
@@ -160,14 +181,20 @@ def test_every_state_is_that_of_a_sequence_with_its_images_replaced(layout: str)
             wanted.append(len(rows))
             rows.append(drafter.block.fc(torch.cat([embed, augmented])))
             positions.append(place - 1)
-    expected = plain_layer(drafter.block.layer, torch.stack(rows), torch.tensor(positions))[wanted]
-    assert [place for place, kind in enumerate(layout) if kind != "v" and place] == position_E.tolist()
+    expected = plain_layer(
+        drafter.block.layer, torch.stack(rows), torch.tensor(positions)
+    )[wanted]
+    assert [
+        place for place, kind in enumerate(layout) if kind != "v" and place
+    ] == position_E.tolist()
     torch.testing.assert_close(states_ED, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_settings_reach_the_loss_of_the_paper_and_wrong_ones_are_named() -> None:
     paper = catalogue.config("vispec")
-    config = override(paper, ['stages.multimodal.losses={"cross_entropy":1}', "mtp=false"])
+    config = override(
+        paper, ['stages.multimodal.losses={"cross_entropy":1}', "mtp=false"]
+    )
     assert config.schedule[1].losses == {"cross_entropy": 1}
     assert [stage.hops for stage in config.schedule] == [1, 1]
     assert [stage.hops for stage in catalogue.config("vispec").schedule] == [1, 2]
@@ -195,5 +222,10 @@ def test_sizes_are_those_of_table_4(target: str) -> None:
         with torch.device("meta"):
             table_VD = torch.empty(info.vocab_size, info.hidden_size)
             drafter = kind(kind.Config(), info, Head(table_VD, table_VD))
-        sizes.append(round((sum(one.numel() for one in drafter.parameters()) + table_VD.numel()) / 1e6))
+        sizes.append(
+            round(
+                (sum(one.numel() for one in drafter.parameters()) + table_VD.numel())
+                / 1e6
+            )
+        )
     assert tuple(sizes) == TABLE_4[target]

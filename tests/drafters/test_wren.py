@@ -23,18 +23,28 @@ def sample(drafter: Wren) -> Batch:
 def states(drafter: Wren, one: Batch) -> list[Tensor]:
     """What the drafter returns at every hop."""
     seen: list[Tensor] = []
-    drafter.block.layer.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    drafter.block.layer.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.detach())
+    )
     unroll(drafter, one, STAGE)
     return seen
 
 
-@pytest.mark.parametrize(("threshold", "trained"), [(0, []), (1, [1]), (2, [1, 2]), (5, [1, 2])])
+@pytest.mark.parametrize(
+    ("threshold", "trained"), [(0, []), (1, [1]), (2, [1, 2]), (5, [1, 2])]
+)
 @pytest.mark.parametrize("depths", [True, False])
-def test_only_guesses_train_a_sequential_embedding(depths: bool, threshold: int, trained: list[int]) -> None:
+def test_only_guesses_train_a_sequential_embedding(
+    depths: bool, threshold: int, trained: list[int]
+) -> None:
     drafter = built(Wren, depths=depths, threshold=threshold)
     unroll(drafter, sample(drafter), STAGE).total.backward()  # type: ignore[no-untyped-call]
     gradient_GD = drafter.sequence.weight.grad
-    found = [] if gradient_GD is None else gradient_GD.abs().sum(-1).nonzero()[:, 0].tolist()
+    found = (
+        []
+        if gradient_GD is None
+        else gradient_GD.abs().sum(-1).nonzero()[:, 0].tolist()
+    )
     assert found == trained
 
 
@@ -56,7 +66,9 @@ def test_a_cell_makes_all_guesses_but_the_first_and_no_engine_has_it() -> None:
     ]  # passes of the layer
     unroll(drafter, one, replace(STAGE, hops=1)).total.backward()  # type: ignore[no-untyped-call]
     assert drafter.cell_in.weight.grad is None
-    with pytest.raises(TrainingError, match=r"cell=2, which serving engines do not.*--set cell=0"):
+    with pytest.raises(
+        TrainingError, match=r"cell=2, which serving engines do not.*--set cell=0"
+    ):
         drafter.published()
     assert built(Wren).published().layers == drafter.taps
 
@@ -66,5 +78,7 @@ def test_the_length_of_a_state_does_not_matter_when_normed() -> None:
     drafter = built(Wren, depths=False)
     one = sample(drafter)
     longer = one.having({feature: 7 * state for feature, state in one.features.items()})
-    for mine, theirs in zip(states(drafter, one), states(built(Wren, depths=False), longer), strict=True):
+    for mine, theirs in zip(
+        states(drafter, one), states(built(Wren, depths=False), longer), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)

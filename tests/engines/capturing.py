@@ -42,11 +42,15 @@ def target() -> VisionLanguageTarget:
 @pytest.fixture(scope="module")
 def features(target: VisionLanguageTarget) -> frozenset[Feature]:
     """All that any drafter needs."""
-    return frozenset().union(*(catalogue.config(name).model.needs(target.info) for name in catalogue.NAMES))
+    return frozenset().union(
+        *(catalogue.config(name).model.needs(target.info) for name in catalogue.NAMES)
+    )
 
 
 @pytest.fixture(scope="module")
-def engine(target: VisionLanguageTarget, features: frozenset[Feature]) -> Iterator[EngineTarget]:
+def engine(
+    target: VisionLanguageTarget, features: frozenset[Feature]
+) -> Iterator[EngineTarget]:
     engine = EngineTarget(target, features, CHUNK)
     yield engine
     engine.close()
@@ -75,16 +79,23 @@ def clip(seed: int, frames: int) -> list[Image.Image]:
     return [picture(seed + number) for number in range(frames)]
 
 
-def assert_equal(ours: list[Sample], theirs: list[Sample], features: Collection[Feature]) -> None:
+def assert_equal(
+    ours: list[Sample], theirs: list[Sample], features: Collection[Feature]
+) -> None:
     """The same samples; states within 1e-4 of the largest value of their feature."""
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.spans == other.spans
         assert mine.features.keys() == other.features.keys()
         for name in ("ids_T", "response_T", "position_T", "rope_T"):
-            assert np.array_equal(getattr(mine, name), getattr(other, name)), (mine.key, name)
+            assert np.array_equal(getattr(mine, name), getattr(other, name)), (
+                mine.key,
+                name,
+            )
     for feature in sorted(features):
         pairs = zip(ours, theirs, strict=True)
-        rows = [(mine.features[feature], other.features[feature]) for mine, other in pairs]
+        rows = [
+            (mine.features[feature], other.features[feature]) for mine, other in pairs
+        ]
         largest = max(float(abs(other).max(initial=0)) for _, other in rows)
         worst = max(float(abs(mine - other).max(initial=0)) for mine, other in rows)
         assert largest > 0, feature.name
@@ -97,9 +108,25 @@ def prompts(target: VisionLanguageTarget) -> dict[str, EncodedPrompt]:
         "text": asked(target, "What is this?"),
         "long text": asked(target, "What is this? " * 60),
         "image": asked(target, picture(0), "What is this?"),
-        "images": asked(target, "Compare", picture(1), picture(2, 112, 56), "with", picture(3), "please."),
+        "images": asked(
+            target,
+            "Compare",
+            picture(1),
+            picture(2, 112, 56),
+            "with",
+            picture(3),
+            "please.",
+        ),
         "video": asked(target, clip(10, 8), "What happens?"),
-        "mixed": asked(target, picture(4), clip(20, 4), "and", clip(30, 6), picture(5), "What happens?"),
+        "mixed": asked(
+            target,
+            picture(4),
+            clip(20, 4),
+            "and",
+            clip(30, 6),
+            picture(5),
+            "What happens?",
+        ),
     }
 
 
@@ -111,7 +138,9 @@ def test_states_equal_those_of_transformers(
 ) -> None:
     keys, encoded = list(prompts), list(prompts.values())
     generator = np.random.default_rng(0)
-    responses = [generator.integers(10, 400, size).tolist() for size in (5, 90, 1, 30, 20, 40)]
+    responses = [
+        generator.integers(10, 400, size).tolist() for size in (5, 90, 1, 30, 20, 40)
+    ]
     assert max(prompt.length for prompt in encoded) > 2 * CHUNK
     ours = engine.capture(encoded, responses, "float32", keys)
     theirs = target.capture(encoded, responses, features, "float32", keys)
@@ -132,12 +161,18 @@ def test_states_of_responses_as_they_are_generated_equal_those_of_transformers(
     def keep(key: str, response: EncodedResponse, sample: Sample) -> None:
         kept[key] = response, sample
 
-    engine.respond(encoded, "float32", keys, keep, max_new_tokens=100, temperature=temperature)
+    engine.respond(
+        encoded, "float32", keys, keep, max_new_tokens=100, temperature=temperature
+    )
     responses = [kept[key][0] for key in keys]
     if not temperature:
         assert {response.finish for response in responses} == {"stop", "length"}
-        assert responses == target.generate(encoded, max_new_tokens=100, temperature=0.0)
-    theirs = target.capture(encoded, [one.ids for one in responses], features, "float32", keys)
+        assert responses == target.generate(
+            encoded, max_new_tokens=100, temperature=0.0
+        )
+    theirs = target.capture(
+        encoded, [one.ids for one in responses], features, "float32", keys
+    )
     assert_equal([kept[key][1] for key in keys], theirs, features)
 
 
@@ -152,7 +187,9 @@ def test_tokens_drawn_in_one_pass_follow_the_distribution_of_the_target(
 
     with closing(EngineTarget(target, {HIDDEN}, 512)) as engine:
         keys = [str(number) for number in range(64)]
-        engine.respond([prompts["image"]] * 64, "float32", keys, keep, max_new_tokens=40, top_p=0.9)
+        engine.respond(
+            [prompts["image"]] * 64, "float32", keys, keep, max_new_tokens=40, top_p=0.9
+        )
     assert draws.tokens > 1000
     assert draws.scores.abs().max() < 5, (draws.tokens, draws.sums)
 
@@ -162,8 +199,14 @@ def heads_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
     mrope, text = tiny.mrope, tiny.text_sizes
     for name, size in {"HIDDEN": 64, "HEADS": 2, "KV_HEADS": 1}.items():
         monkeypatch.setattr(tiny, name, size)
-    monkeypatch.setattr(tiny, "mrope", lambda parts, **more: mrope([4 * part for part in parts], **more))
-    monkeypatch.setattr(tiny, "text_sizes", lambda *sizes, **more: text(*sizes, **{**more, "head_dim": 32}))
+    monkeypatch.setattr(
+        tiny, "mrope", lambda parts, **more: mrope([4 * part for part in parts], **more)
+    )
+    monkeypatch.setattr(
+        tiny,
+        "text_sizes",
+        lambda *sizes, **more: text(*sizes, **{**more, "head_dim": 32}),
+    )
     made = {name: _wider(parts) for name, parts in tiny_families.FAMILIES.items()}
     monkeypatch.setattr(tiny_families, "FAMILIES", made)
 
@@ -178,8 +221,20 @@ def _wider(parts: tiny.Parts) -> tiny.Parts:
     if "global_head_dim" in text:
         text["global_head_dim"] *= wider
     for sizes in (text, vision):
-        sizes.update({name: 64 for name in ("out_hidden_size", "block_dim", "conv_dim") if name in sizes})
-    text.update({name: 128 for name in ("linear_key_head_dim", "linear_value_head_dim") if name in text})
+        sizes.update(
+            {
+                name: 64
+                for name in ("out_hidden_size", "block_dim", "conv_dim")
+                if name in sizes
+            }
+        )
+    text.update(
+        {
+            name: 128
+            for name in ("linear_key_head_dim", "linear_value_head_dim")
+            if name in text
+        }
+    )
     return dataclasses.replace(parts, text=text, vision=vision)
 
 
@@ -201,7 +256,9 @@ def as_published(file: Path) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "family", [family for family in tiny.FAMILIES if family != "qwen2_5_vl"]
+)
 def test_states_of_every_family_equal_those_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,12 +267,17 @@ def test_states_of_every_family_equal_those_of_transformers(
     as_published(folder / "model.safetensors")
     target = load(str(folder), device="cpu", dtype="float32")
     needs = frozenset().union(
-        *(catalogue.config(name).model.needs(target.info) for name in ("sparrow", "vispec"))
+        *(
+            catalogue.config(name).model.needs(target.info)
+            for name in ("sparrow", "vispec")
+        )
     )
     encoded = [
         asked(target, "What is this?"),
         asked(target, tiny.picture(70, 40), "What is this?"),
-        asked(target, tiny.picture(40, 70, 1), tiny.picture(56, 56, 2), "Compare these."),
+        asked(
+            target, tiny.picture(40, 70, 1), tiny.picture(56, 56, 2), "Compare these."
+        ),
     ]
     if family in tiny.VIDEO:
         frames = [tiny.picture(56, 56, seed) for seed in range(4)]
@@ -224,7 +286,9 @@ def test_states_of_every_family_equal_those_of_transformers(
     keys = [str(number) for number in range(len(encoded))]
     with closing(EngineTarget(target, needs, 512)) as engine:
         ours = engine.capture(encoded, responses, "float32", keys)
-    assert_equal(ours, target.capture(encoded, responses, needs, "float32", keys), needs)
+    assert_equal(
+        ours, target.capture(encoded, responses, needs, "float32", keys), needs
+    )
 
 
 def test_states_of_a_target_of_four_bits_are_those_of_the_numbers_that_it_stands_for(
@@ -232,7 +296,11 @@ def test_states_of_a_target_of_four_bits_are_those_of_the_numbers_that_it_stands
 ) -> None:
     quantised(target.folder, tmp_path / "awq", "awq")
     four = load(str(tmp_path / "awq"), device="cpu", dtype="bfloat16")
-    encoded, said, keys = [prompts["image"], prompts["long text"]], [[11, 12, 13], [14, 15]], ["a", "b"]
+    encoded, said, keys = (
+        [prompts["image"], prompts["long text"]],
+        [[11, 12, 13], [14, 15]],
+        ["a", "b"],
+    )
     with closing(EngineTarget(four, {HIDDEN}, 512)) as engine:
         samples = engine.capture(encoded, said, "bfloat16", keys)
         engine.check(encoded, said, samples, "bfloat16")
@@ -242,7 +310,9 @@ def test_states_of_a_target_of_four_bits_are_those_of_the_numbers_that_it_stands
 
 
 def test_what_differs_from_transformers_is_refused(
-    target: VisionLanguageTarget, engine: EngineTarget, prompts: dict[str, EncodedPrompt]
+    target: VisionLanguageTarget,
+    engine: EngineTarget,
+    prompts: dict[str, EncodedPrompt],
 ) -> None:
     prompt, response = prompts["images"], [11, 12, 13]
     (sample,) = engine.capture([prompt], [response], "bfloat16", ["k"])
@@ -251,21 +321,37 @@ def test_what_differs_from_transformers_is_refused(
         feature: np.roll(rows, 1, axis=0) if feature.where == "visual" else rows
         for feature, rows in sample.features.items()
     }
-    with pytest.raises(TargetError, match=r"sample k: .*\.visual differs .* --engine transformers"):
-        engine.check([prompt], [response], [dataclasses.replace(sample, features=wrong)], "bfloat16")
+    with pytest.raises(
+        TargetError, match=r"sample k: .*\.visual differs .* --engine transformers"
+    ):
+        engine.check(
+            [prompt],
+            [response],
+            [dataclasses.replace(sample, features=wrong)],
+            "bfloat16",
+        )
     endless = [11] * target.info.max_position
-    with pytest.raises(TargetError, match=r"a sequence has \d+ tokens, and vLLM takes \d+ at most"):
+    with pytest.raises(
+        TargetError, match=r"a sequence has \d+ tokens, and vLLM takes \d+ at most"
+    ):
         engine.capture([prompt, prompt], [response, endless], "bfloat16", ["k", "long"])
     (again,) = engine.capture([prompt], [response], "bfloat16", ["k"])
-    assert all(np.array_equal(again.features[name], rows) for name, rows in sample.features.items())
-    last_1D = as_torch(sample.features[Feature("hidden", "text")], "bfloat16")[-1:].float()
+    assert all(
+        np.array_equal(again.features[name], rows)
+        for name, rows in sample.features.items()
+    )
+    last_1D = as_torch(sample.features[Feature("hidden", "text")], "bfloat16")[
+        -1:
+    ].float()
     unlikely = int(target.logits(last_1D)[0].argmin())
     with pytest.raises(TargetError, match=r"sample k: vLLM continues with token"):
         engine._check_greedy("k", last_1D, unlikely)
 
 
 def test_responses_are_those_of_transformers_where_they_are_greedy(
-    target: VisionLanguageTarget, prompts: dict[str, EncodedPrompt], monkeypatch: pytest.MonkeyPatch
+    target: VisionLanguageTarget,
+    prompts: dict[str, EncodedPrompt],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded = list(prompts.values())
     with closing(EngineTarget(target, (), CHUNK)) as engine:
@@ -275,7 +361,11 @@ def test_responses_are_those_of_transformers_where_they_are_greedy(
         assert drawn != greedy
         assert {response.finish for response in [*greedy, *drawn]} == {"stop", "length"}
         other = asked(target, "Something else")
-        monkeypatch.setattr(target, "capture", lambda _, *rest: type(target).capture(target, [other], *rest))
+        monkeypatch.setattr(
+            target,
+            "capture",
+            lambda _, *rest: type(target).capture(target, [other], *rest),
+        )
         with pytest.raises(TargetError, match="log-probabilities that differ"):
             engine.generate([prompts["image"]], max_new_tokens=24)
 
@@ -285,5 +375,7 @@ def test_an_engine_that_dies_is_an_error_of_one_line(
 ) -> None:
     with closing(EngineTarget(target, {Feature("hidden", "text")}, CHUNK)) as engine:
         engine._engine._process.send_signal(signal.SIGKILL)
-        with pytest.raises(TargetError, match="vLLM has ended: it was killed by SIGKILL"):
+        with pytest.raises(
+            TargetError, match="vLLM has ended: it was killed by SIGKILL"
+        ):
             engine.capture([prompts["text"]], [[11]], "float32", ["k"])

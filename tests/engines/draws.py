@@ -14,9 +14,18 @@ class Draws:
     """Sums over drawn tokens of what has mean zero if they are drawn as they should be, and its variance."""
 
     def __init__(
-        self, target: VisionLanguageTarget, temperature: float, top_p: float = 1.0, top_k: int = 0
+        self,
+        target: VisionLanguageTarget,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> None:
-        self.target, self.temperature, self.top_p, self.top_k = target, temperature, top_p, top_k
+        self.target, self.temperature, self.top_p, self.top_k = (
+            target,
+            temperature,
+            top_p,
+            top_k,
+        )
         self.tokens, self.sums = 0, torch.zeros(2, 2)
 
     def add(self, sample: Sample, ids: list[int]) -> None:

@@ -23,7 +23,10 @@ def test_eval_with_servers_of_its_own_counts_what_eval_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a target without videos, which go over HTTP in no exact form."""
-    where, workspace = captured(tmp_path, MODEL, 100, ["sparrow"]), Workspace.of(MODEL, tmp_path)
+    where, workspace = (
+        captured(tmp_path, MODEL, 100, ["sparrow"]),
+        Workspace.of(MODEL, tmp_path),
+    )
     assert main(["train", "sparrow", *SIZE, *where]) == 0
     common = ["--limit", "8", "--max-new-tokens", "256", "--json", *where]
     capsys.readouterr()
@@ -35,7 +38,10 @@ def test_eval_with_servers_of_its_own_counts_what_eval_counts(
     assert [one["concurrency"] for one in loads] == [1, 4]
     for one in loads:
         found = one["server"]
-        assert (found["drafts"], found["tokens"]) == (offline["calls"], offline["tokens"])
+        assert (found["drafts"], found["tokens"]) == (
+            offline["calls"],
+            offline["tokens"],
+        )
         for name in ("tau", "accepted", "alpha"):
             assert found[name] == pytest.approx(offline[name])
         assert found["accepted"] > 0
@@ -43,7 +49,11 @@ def test_eval_with_servers_of_its_own_counts_what_eval_counts(
     assert main(["report", *where]) == 0
     assert "sparrow" in capsys.readouterr().out
     deadline = time.monotonic() + 60  # what was killed may take a while to end
-    while left := [one for one in Path("/proc").glob("[0-9]*/cmdline") if named(workspace.root, one)]:
+    while left := [
+        one
+        for one in Path("/proc").glob("[0-9]*/cmdline")
+        if named(workspace.root, one)
+    ]:
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
 

@@ -20,9 +20,27 @@ from vlmdistill.pipelines.bench.evaluate import held_out
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
-SIZES = ((60, 40), (40, 90), (84, 84), (120, 60), (56, 56), (70, 50), (64, 64), (33, 80))
+SIZES = (
+    (60, 40),
+    (40, 90),
+    (84, 84),
+    (120, 60),
+    (56, 56),
+    (70, 50),
+    (64, 64),
+    (33, 80),
+)
 SHOWN = ((0,), (1,), (2, 3), (), (4,), (5,), (6, 7), ())
-SOME = ("--max-new-tokens", "32", "--temperature", "0", "--min-words", "0", "--max-repetition", "1")
+SOME = (
+    "--max-new-tokens",
+    "32",
+    "--temperature",
+    "0",
+    "--min-words",
+    "0",
+    "--max-repetition",
+    "1",
+)
 # On a CPU, vLLM lets an image's tokens see what comes before them alone.
 TEXT_ALONE = ("gemma3",)
 # Gemma 4 can do without; and vLLM's windows of Cohere's layers are one token longer than transformers'.
@@ -30,7 +48,14 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "gemma4": {"use_bidirectional_attention": None},
     "cohere2_vision": {"sliding_window": 1024},
 }
-STEPS = ("--set", "steps=400", "--set", "batch_tokens=512", "--set", "stages.*.learning_rate=3e-3")
+STEPS = (
+    "--set",
+    "steps=400",
+    "--set",
+    "batch_tokens=512",
+    "--set",
+    "stages.*.learning_rate=3e-3",
+)
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -40,16 +65,32 @@ def asked(folder: Path, side: str, rounds: range) -> list[str]:
     rows = []
     for at in rounds:
         for number, (width, height) in enumerate(SIZES):
-            tiny.picture(width, height, 8 * at + number).save(folder / f"{8 * at + number}.png")
+            tiny.picture(width, height, 8 * at + number).save(
+                folder / f"{8 * at + number}.png"
+            )
         for number, pictures in enumerate(SHOWN):
-            parts = [{"type": "image", "image": f"{8 * at + one}.png"} for one in pictures]
-            question = {"type": "text", "text": f"Question {at}-{number}: what is there?"}
+            parts = [
+                {"type": "image", "image": f"{8 * at + one}.png"} for one in pictures
+            ]
+            question = {
+                "type": "text",
+                "text": f"Question {at}-{number}: what is there?",
+            }
             rows.append({"messages": [{"role": "user", "content": [*parts, question]}]})
     (folder / f"{side}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return ["prompts", str(folder / f"{side}.jsonl"), "--images", str(folder), "--split", side]
+    return [
+        "prompts",
+        str(folder / f"{side}.jsonl"),
+        "--images",
+        str(folder),
+        "--split",
+        side,
+    ]
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM's processor
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # GLM's processor
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -81,7 +122,9 @@ def test_the_engine_accepts_what_our_decoder_accepts(
         parts = tiny_families.FAMILIES[family]
         made = replace(parts, text={**parts.text, **OTHERWISE[family]})
         monkeypatch.setitem(tiny_families.FAMILIES, family, made)
-    make: Callable[..., Path] = (tiny if family in tiny.FAMILIES else tiny_families).checkpoint
+    make: Callable[..., Path] = (
+        tiny if family in tiny.FAMILIES else tiny_families
+    ).checkpoint
     model = make(family, tmp_path / family)
     as_published(model / "model.safetensors")
     where = ["--model", str(model), "--runs", str(tmp_path / "runs")]
@@ -100,9 +143,14 @@ def test_the_engine_accepts_what_our_decoder_accepts(
     job = EngineJob(target=str(target.folder), questions=questions, max_new_tokens=32)
     plain = engine.run(job)
     encoded = [target.encode(one.messages) for one in prompts]
-    ours = [[*map(int, one.ids)] for one in target.generate(encoded, max_new_tokens=32, temperature=0.0)]
+    ours = [
+        [*map(int, one.ids)]
+        for one in target.generate(encoded, max_new_tokens=32, temperature=0.0)
+    ]
     same = [at for at, response in enumerate(ours) if response == plain.responses[at]]
-    assert len(same) >= len(prompts) - 3  # random weights come to near-ties and placeholders
+    assert (
+        len(same) >= len(prompts) - 3
+    )  # random weights come to near-ties and placeholders
     run("responses", *SOME, "--workers", "0")
     run("features", "--for", name, "--workers", "0")
     run("train", name, *STEPS)
@@ -114,7 +162,9 @@ def test_the_engine_accepts_what_our_decoder_accepts(
         [prompts[at] for at in same],
         changed(job, questions=tuple(questions[at] for at in same)),
         changed(
-            plain, prompts=[plain.prompts[at] for at in same], responses=[plain.responses[at] for at in same]
+            plain,
+            prompts=[plain.prompts[at] for at in same],
+            responses=[plain.responses[at] for at in same],
         ),
     )
     assert found.identical == found.prompts

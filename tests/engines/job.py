@@ -87,7 +87,9 @@ def run(job: EngineJob) -> EngineOutcome:
     from vlmdistill.pipelines.vllm import launch
 
     with tempfile.TemporaryDirectory() as folder:
-        job_file, outcome_file, log = (Path(folder) / name for name in ("job.json", "outcome.json", "log"))
+        job_file, outcome_file, log = (
+            Path(folder) / name for name in ("job.json", "outcome.json", "log")
+        )
         job_file.write_bytes(msgspec.json.encode(job))
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with log.open("wb") as said:
@@ -95,7 +97,10 @@ def run(job: EngineJob) -> EngineOutcome:
                 engine_python(),
                 ["-m", "tests.engines.job", job_file, outcome_file],
                 said,
-                settings={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.pathsep.join(paths)},
+                settings={
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                    "PYTHONPATH": os.pathsep.join(paths),
+                },
                 cwd=Path(folder),  # vLLM writes where it is started
             )
             try:
@@ -103,7 +108,9 @@ def run(job: EngineJob) -> EngineOutcome:
             finally:
                 launch.end(running)
         if status:
-            raise launch.EngineError(launch.reason(log.read_text(errors="replace"), status))
+            raise launch.EngineError(
+                launch.reason(log.read_text(errors="replace"), status)
+            )
         return msgspec.json.decode(outcome_file.read_bytes(), type=EngineOutcome)
 
 
@@ -112,7 +119,10 @@ def generate(job: EngineJob) -> EngineOutcome:
     import transformers
     import vllm
 
-    from vlmdistill.pipelines.vllm.capture.positions import set_positions, take_positions
+    from vlmdistill.pipelines.vllm.capture.positions import (
+        set_positions,
+        take_positions,
+    )
 
     drafter = {
         "method": job.method,
@@ -137,19 +147,30 @@ def generate(job: EngineJob) -> EngineOutcome:
         (refused,) = engine.collective_rpc("load_drafter", args=(job.drafter,))
         assert not refused, refused
     engine.apply_model(take_positions)
-    rope = {str(number): torch.tensor(one.rope) for number, one in enumerate(job.questions)}
+    rope = {
+        str(number): torch.tensor(one.rope) for number, one in enumerate(job.questions)
+    }
     engine.apply_model(partial(set_positions, positions=rope))
     sampling = vllm.SamplingParams(
-        temperature=job.temperature, top_p=job.top_p, top_k=job.top_k, max_tokens=job.max_new_tokens
+        temperature=job.temperature,
+        top_p=job.top_p,
+        top_k=job.top_k,
+        max_tokens=job.max_new_tokens,
     )
-    outputs = engine.generate([_prompt(*one) for one in enumerate(job.questions)], sampling, use_tqdm=False)
+    outputs = engine.generate(
+        [_prompt(*one) for one in enumerate(job.questions)], sampling, use_tqdm=False
+    )
     counted: dict[str, Any] = {one.name: one for one in engine.get_metrics()}
     return EngineOutcome(
         prompts=[list(one.prompt_token_ids) for one in outputs],
         responses=[list(one.outputs[0].token_ids) for one in outputs],
         drafts=counted["vllm:spec_decode_num_drafts"].value if job.drafter else 0,
-        accepted=counted["vllm:spec_decode_num_accepted_tokens"].value if job.drafter else 0,
-        accepted_at=counted["vllm:spec_decode_num_accepted_tokens_per_pos"].values if job.drafter else [],
+        accepted=counted["vllm:spec_decode_num_accepted_tokens"].value
+        if job.drafter
+        else 0,
+        accepted_at=counted["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+        if job.drafter
+        else [],
         versions={
             "vllm": vllm.__version__,
             "torch": str(torch.__version__),
@@ -182,7 +203,11 @@ def _prompt(number: int, question: Question) -> dict[str, Any]:
     for kind, media in shown.items():
         names[kind] = [identifier(str(number), at + one) for one in range(len(media))]
         at += len(media)
-    return {"prompt": question.text, "multi_modal_data": shown, "multi_modal_uuids": names}
+    return {
+        "prompt": question.text,
+        "multi_modal_data": shown,
+        "multi_modal_uuids": names,
+    }
 
 
 def _frames(clip: SampledVideo) -> tuple[Any, dict[str, Any]]:
@@ -200,5 +225,7 @@ def _frames(clip: SampledVideo) -> tuple[Any, dict[str, Any]]:
 if __name__ == "__main__":
     job_file, outcome_file = map(Path, sys.argv[1:])
     outcome_file.write_bytes(
-        msgspec.json.encode(generate(msgspec.json.decode(job_file.read_bytes(), type=EngineJob)))
+        msgspec.json.encode(
+            generate(msgspec.json.decode(job_file.read_bytes(), type=EngineJob))
+        )
     )

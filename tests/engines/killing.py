@@ -33,7 +33,11 @@ KILLS = int(os.environ.get("VLMDISTILL_KILLS", "2"))
 PROMPTS, BATCH = 24, 2  # tasks of 4 prompts
 SHARD_BYTES = 250_000  # two or three samples: a task makes several shards
 PROGRAM = "tests.engines.killing"
-VICTIMS = {"driver": PROGRAM, "worker": "ray::WorkerActor", "engine": "vllm.capture.server"}
+VICTIMS = {
+    "driver": PROGRAM,
+    "worker": "ray::WorkerActor",
+    "engine": "vllm.capture.server",
+}
 PATIENCE = 900.0  # seconds without a new file
 
 pytestmark = pytest.mark.timeout(3600 + 300 * KILLS)
@@ -52,7 +56,9 @@ def capture(folder: Path) -> None:
         prompts=prompts,
         responses=workspace.responses,
         part=StorePart(workspace.features),
-        settings=CaptureSettings(drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES),
+        settings=CaptureSettings(
+            drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES
+        ),
         workers=WorkerOptions(workers=1, engine="vllm"),
         sampling=dataset.sampling(workspace.responses),
         batch=BATCH,
@@ -65,9 +71,9 @@ def processes(root: int) -> Iterator[tuple[int, str]]:
     parents = dict[int, list[int]]()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            parents.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
-                int(stat.parent.name)
-            )
+            parents.setdefault(
+                int(stat.read_text().rpartition(")")[2].split()[1]), []
+            ).append(int(stat.parent.name))
     queue = [root]
     while queue:
         pid = queue.pop()
@@ -113,30 +119,47 @@ def assert_whole(folder: Path) -> None:
     prompts = prompt_table.load(workspace.prompts, "demo", "train", PROMPTS)
     keys = dataset.table(workspace.responses, ["key"])["key"].to_pylist()
     assert sorted(keys) == sorted(prompt.key for prompt in prompts)
-    store, kept = Store.open(workspace.features), list(dataset.read(workspace.responses))
-    assert [row["key"] for row in store.index.iter_rows(named=True)] == sorted(row.key for row in kept)
+    store, kept = (
+        Store.open(workspace.features),
+        list(dataset.read(workspace.responses)),
+    )
+    assert [row["key"] for row in store.index.iter_rows(named=True)] == sorted(
+        row.key for row in kept
+    )
     for row in kept:
         sample = store[row.key]
         assert np.array_equal(sample.ids_T[sample.response_T], row.ids), row.key
     shards = store.index.group_by("unit").agg(pl.len(), pl.sum("text_tokens"))
     row_bytes = 4 * store.info.hidden_size
-    assert all(count == 1 or tokens * row_bytes <= SHARD_BYTES for _, count, tokens in shards.iter_rows())
+    assert all(
+        count == 1 or tokens * row_bytes <= SHARD_BYTES
+        for _, count, tokens in shards.iter_rows()
+    )
     assert len(kept) > len(shards) > PROMPTS // (2 * BATCH)
-    assert not verify(workspace.features).damage  # what killed writers left is no damage
+    assert not verify(
+        workspace.features
+    ).damage  # what killed writers left is no damage
 
 
-def test_a_run_that_is_killed_again_and_again_ends_with_every_sample_once(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_ends_with_every_sample_once(
+    tmp_path: Path,
+) -> None:
     rng, killed, run, stores, struck = random.Random(), list[str](), None, 0, False
     while True:
         folder = tmp_path / str(stores)
         if run is None:
             if not folder.exists():
                 import_sources(workspace_in(folder), ["demo"])
-            run, struck = subprocess.Popen([sys.executable, "-m", PROGRAM, str(folder)]), False
+            run, struck = (
+                subprocess.Popen([sys.executable, "-m", PROGRAM, str(folder)]),
+                False,
+            )
         if len(killed) < KILLS and (name := strike(run, folder, rng)):
             killed.append(name)
             struck = True
-            sys.stderr.write(f"kill {len(killed)}: {name}, {files(folder)} files in {folder.name}\n")
+            sys.stderr.write(
+                f"kill {len(killed)}: {name}, {files(folder)} files in {folder.name}\n"
+            )
             if not name.startswith("driver"):
                 continue
         try:

@@ -15,12 +15,18 @@ from vlmdistill.pipelines.cluster.environment import SUPPORTED, supported
 
 WHEELS = Path(os.environ.get("VLMDISTILL_WHEELS", "build/vllm-wheels"))
 PLUGIN = f"{OURS}pipelines.vllm.plugin"
-CAPTURE = tuple(f"{OURS}pipelines.vllm.capture.{name}" for name in ("server", "connector"))
+CAPTURE = tuple(
+    f"{OURS}pipelines.vllm.capture.{name}" for name in ("server", "connector")
+)
 GPU = "vllm.v1.worker.gpu"
 
 REACHED = {
     f"{GPU}.block_table:BlockTables": ("compute_slot_mappings", "input_block_tables"),
-    f"{GPU}.model_states.default:DefaultModelState": ("prepare_attn", "encoder_cache", "supports_mm_inputs"),
+    f"{GPU}.model_states.default:DefaultModelState": (
+        "prepare_attn",
+        "encoder_cache",
+        "supports_mm_inputs",
+    ),
     f"{GPU}.mm.encoder_cache:EncoderCache": ("encoder_outputs", "mm_features"),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
         "encoder_cache",
@@ -35,29 +41,58 @@ REACHED = {
     "vllm.model_executor.models.interfaces:SupportsMultiModalEmbeddings": (
         *("supports_multimodal_embeddings", "embed_input_ids"),
     ),
-    "vllm.model_executor.models.interfaces:SupportsMultiModal": ("get_language_model", "embed_input_ids"),
+    "vllm.model_executor.models.interfaces:SupportsMultiModal": (
+        "get_language_model",
+        "embed_input_ids",
+    ),
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
         *("_normalize_context_k", "_k_norm_weights", "_rms_norm_eps"),
         *("_build_fused_kv_buffers", "_fused_kv_weight", "_fused_kv_bias"),
     ),
-    "vllm.config:VllmConfig": ("use_v2_model_runner", "speculative_config", "parallel_config"),
+    "vllm.config:VllmConfig": (
+        "use_v2_model_runner",
+        "speculative_config",
+        "parallel_config",
+    ),
     "vllm.config.parallel:ParallelConfig": (
-        *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
+        *(
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+        ),
         *("prefill_context_parallel_size", "data_parallel_size"),
     ),
     "vllm.config.speculative:SpeculativeConfig": (
-        *("enable_adaptive_verification", "num_speculative_tokens", "method", "draft_model_config"),
+        *(
+            "enable_adaptive_verification",
+            "num_speculative_tokens",
+            "method",
+            "draft_model_config",
+        ),
     ),
-    "vllm.v1.worker.gpu_worker:Worker": ("model_runner", "speculative_config", "vllm_config"),
+    "vllm.v1.worker.gpu_worker:Worker": (
+        "model_runner",
+        "speculative_config",
+        "vllm_config",
+    ),
     f"{GPU}.model_runner:GPUModelRunner": ("get_draft_model",),
-    "vllm.config.scheduler:SchedulerConfig": ("disable_chunked_mm_input", "max_num_batched_tokens"),
+    "vllm.config.scheduler:SchedulerConfig": (
+        "disable_chunked_mm_input",
+        "max_num_batched_tokens",
+    ),
     "vllm.config.cache:CacheConfig": ("enable_prefix_caching",),
 }
 """Members that are reached through objects without a type in our code."""
 
 LIKE = {
-    "EagleVlmdistill": ("vllm.model_executor.models.llama_eagle", "EagleLlamaForCausalLM"),
-    "DSparkVlmdistill": ("vllm.model_executor.models.qwen3_dspark", "Qwen3DSparkForCausalLM"),
+    "EagleVlmdistill": (
+        "vllm.model_executor.models.llama_eagle",
+        "EagleLlamaForCausalLM",
+    ),
+    "DSparkVlmdistill": (
+        "vllm.model_executor.models.qwen3_dspark",
+        "Qwen3DSparkForCausalLM",
+    ),
     "MedusaVlmdistill": ("vllm.model_executor.models.medusa", "Medusa"),
 }
 """Models of ours that vLLM calls like one of its own."""
@@ -83,9 +118,16 @@ def problems(wheel: Wheel, *first: str) -> list[str]:
     there = modules(wheel, *first)
     lacking = [line for module in there.values() for line in module.problems()]
     for name, (module, theirs) in LIKE.items():
-        for made in (one.classes[name] for one in there.values() if name in one.classes):
+        for made in (
+            one.classes[name] for one in there.values() if name in one.classes
+        ):
             chain = wheel.chain(module, theirs)
-            for function in ("forward", "compute_logits", "embed_input_ids", "load_weights"):
+            for function in (
+                "forward",
+                "compute_logits",
+                "embed_input_ids",
+                "load_weights",
+            ):
                 mine, base = method([made], function), method(chain, function)
                 if mine and base and not _takes(mine, base):
                     lacking.append(f"{name}.{function} differs from that of {theirs}")
@@ -95,14 +137,20 @@ def problems(wheel: Wheel, *first: str) -> list[str]:
 def _takes(mine: ast.FunctionDef, base: ast.FunctionDef) -> bool:
     """Whether the arguments of `mine` are those of `base`, and then some with defaults."""
     own, theirs = ([one.arg for one in function.args.args] for function in (mine, base))
-    return own[: len(theirs)] == theirs and len(own) - len(theirs) <= len(mine.args.defaults)
+    return own[: len(theirs)] == theirs and len(own) - len(theirs) <= len(
+        mine.args.defaults
+    )
 
 
-@pytest.mark.skipif(not wheels(), reason="no wheels: make test-engine-names downloads them")
+@pytest.mark.skipif(
+    not wheels(), reason="no wheels: make test-engine-names downloads them"
+)
 @pytest.mark.parametrize("file", wheels(), ids=lambda file: file.name.split("-cp")[0])
 def test_a_wheel_has_what_our_code_in_vllm_uses(file: Path) -> None:
     wheel = Wheel(file)
-    release = supported(wheel.version) or SUPPORTED[-1]  # of a version to come: as the last one
+    release = (
+        supported(wheel.version) or SUPPORTED[-1]
+    )  # of a version to come: as the last one
     version = f"{PLUGIN}.v{release.replace('.', '_')}"
     ours = (f"{PLUGIN}.register", f"{PLUGIN}.served_model", f"{PLUGIN}.swap")
     assert problems(wheel, *ours, version, *CAPTURE) == []

@@ -36,18 +36,27 @@ class Parity:
     engine: DraftCounts
 
 
-def questions(target: VisionLanguageTarget, prompts: Sequence[Prompt]) -> tuple[Question, ...]:
+def questions(
+    target: VisionLanguageTarget, prompts: Sequence[Prompt]
+) -> tuple[Question, ...]:
     """The prompts as an engine takes them, with the frames and rotary positions of our own processor."""
     made = []
     for prompt in prompts:
         parts = [part for message in prompt.messages for part in message["content"]]
         paths = {
-            kind: [str(media_file(part).absolute()) for part in parts if part["type"] == kind]
+            kind: [
+                str(media_file(part).absolute())
+                for part in parts
+                if part["type"] == kind
+            ]
             for kind in ("image", "video")
         }
         text = target.processor.apply_chat_template(
             [
-                {"role": message["role"], "content": [_bare(part) for part in message["content"]]}
+                {
+                    "role": message["role"],
+                    "content": [_bare(part) for part in message["content"]],
+                }
                 for message in prompt.messages
             ],
             tokenize=False,
@@ -60,7 +69,12 @@ def questions(target: VisionLanguageTarget, prompts: Sequence[Prompt]) -> tuple[
                 text=text,
                 images=tuple(paths["image"]),
                 videos=tuple(
-                    SampledVideo(path=path, indices=frames.indices, total=frames.total, fps=frames.fps)
+                    SampledVideo(
+                        path=path,
+                        indices=frames.indices,
+                        total=frames.total,
+                        fps=frames.fps,
+                    )
                     for path, frames in videos
                 ),
                 rope=encoded.rope_AL.tolist() if encoded.spans else [],
@@ -75,13 +89,20 @@ def _bare(part: dict[str, str]) -> dict[str, str]:
 
 
 def ours(
-    target: VisionLanguageTarget, drafter: Proposer, prompts: Sequence[Prompt], job: EngineJob
+    target: VisionLanguageTarget,
+    drafter: Proposer,
+    prompts: Sequence[Prompt],
+    job: EngineJob,
 ) -> DraftCounts:
     """What our decoder accepts of a drafter's chains, greedily."""
     drafts, accepted, chain = 0, 0, Tree.parse(f"chain-{job.draft_tokens}")
     for prompt in prompts:
         encoded = target.encode(prompt.messages)
-        cycles = list(speculate(target, drafter, encoded, tree=chain, max_new_tokens=job.max_new_tokens))[1:]
+        cycles = list(
+            speculate(
+                target, drafter, encoded, tree=chain, max_new_tokens=job.max_new_tokens
+            )
+        )[1:]
         drafts += len(cycles)
         accepted += sum(cycle.accepted for cycle in cycles)
     return DraftCounts(drafts, accepted)

@@ -70,9 +70,25 @@ pytestmark = pytest.mark.timeout(1800)
 
 def captured(folder: Path, model: str, samples: int, names: Sequence[str]) -> list[str]:
     """Make a workspace with features for drafters; the options that name it."""
-    where, limit = ["--runs", str(folder), "--model", model], ["--limit", str(samples), "--workers", "1"]
+    where, limit = (
+        ["--runs", str(folder), "--model", model],
+        ["--limit", str(samples), "--workers", "1"],
+    )
     assert main(["prompts", "demo", *where]) == 0
-    assert main(["responses", *limit, "--max-new-tokens", "128", "--batch-size", "64", *where]) == 0
+    assert (
+        main(
+            [
+                "responses",
+                *limit,
+                "--max-new-tokens",
+                "128",
+                "--batch-size",
+                "64",
+                *where,
+            ]
+        )
+        == 0
+    )
     assert main(["features", *limit, "--for", ",".join(names), *where]) == 0
     return where
 
@@ -89,21 +105,37 @@ class Served:
     ) -> None:
         """Features for drafters of these names; `more` has options of `train` by name or `method:label`."""
         self.workspace, self._more = Workspace.of(MODEL, folder), more
-        self._where, self._exported = captured(folder, MODEL, SAMPLES, names), dict[str, Exported]()
+        self._where, self._exported = (
+            captured(folder, MODEL, SAMPLES, names),
+            dict[str, Exported](),
+        )
         self.target = load(MODEL, dtype="float32")
         held = held_out(self.workspace.prompts, 100, MODEL)
         self.prompts = [*held[:8], *several_images(held), *held[8:prompts]]
         questions = parity.questions(self.target, self.prompts)
-        self.job = EngineJob(target=str(self.target.folder), questions=questions, max_new_tokens=256)
+        self.job = EngineJob(
+            target=str(self.target.folder), questions=questions, max_new_tokens=256
+        )
         self.plain = engine.run(self.job)
 
     def exported(self, name: str) -> Exported:
         """A drafter for the engine, trained when it is first asked for."""
         if name not in self._exported:
-            method, folder = name.partition(":")[0], self.workspace.drafter(name.replace(":", "-"))
-            options = ["--name", folder.name, *SIZE, *self._more.get(name, []), *self._where]
+            method, folder = (
+                name.partition(":")[0],
+                self.workspace.drafter(name.replace(":", "-")),
+            )
+            options = [
+                "--name",
+                folder.name,
+                *SIZE,
+                *self._more.get(name, []),
+                *self._where,
+            ]
             assert main(["train", method, *options]) == 0
-            self._exported[name] = export(folder, self.workspace.root / "served" / folder.name, "float32")
+            self._exported[name] = export(
+                folder, self.workspace.root / "served" / folder.name, "float32"
+            )
         return self._exported[name]
 
     def check(self, name: str, job: EngineJob, prompts: int | None = None) -> Parity:
@@ -111,7 +143,9 @@ class Served:
         plain = self.plain
         if job.max_new_tokens < self.job.max_new_tokens:
             longest = slice(job.max_new_tokens)
-            plain = changed(plain, responses=[response[longest] for response in plain.responses])
+            plain = changed(
+                plain, responses=[response[longest] for response in plain.responses]
+            )
         exported = self.exported(name)
         return parity.check(
             self.target,
@@ -119,21 +153,38 @@ class Served:
             exported,
             self.prompts[:prompts],
             changed(job, questions=job.questions[:prompts]),
-            changed(plain, prompts=plain.prompts[:prompts], responses=plain.responses[:prompts]),
+            changed(
+                plain,
+                prompts=plain.prompts[:prompts],
+                responses=plain.responses[:prompts],
+            ),
         )
 
 
 def several_images(prompts: list[Prompt]) -> list[Prompt]:
     """Prompts that show three images, text between them."""
-    shown = [prompt for prompt in prompts if prompt.files and prompt.files[0].endswith(".png")]
+    shown = [
+        prompt
+        for prompt in prompts
+        if prompt.files and prompt.files[0].endswith(".png")
+    ]
     files = [prompt.files[0] for prompt in shown]
     made = []
     for number, prompt in enumerate(shown[:4]):
-        first, second, third = ({"type": "image", "path": file} for file in files[number : number + 3])
-        words = [{"type": "text", "text": text} for text in ("Describe them.", "And this one.")]
+        first, second, third = (
+            {"type": "image", "path": file} for file in files[number : number + 3]
+        )
+        words = [
+            {"type": "text", "text": text}
+            for text in ("Describe them.", "And this one.")
+        ]
         parts = [first, second, words[0], third, words[1]]
         made.append(
-            replace(prompt, key=f"{prompt.key}-several", messages=[{"role": "user", "content": parts}])
+            replace(
+                prompt,
+                key=f"{prompt.key}-several",
+                messages=[{"role": "user", "content": parts}],
+            )
         )
     return made
 
@@ -145,7 +196,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_engine_accepts_exactly_what_our_decoder_accepts(name: str, served: Served) -> None:
+def test_the_engine_accepts_exactly_what_our_decoder_accepts(
+    name: str, served: Served
+) -> None:
     found = served.check(name, served.job)
     assert found.identical == found.prompts
     assert found.engine == found.ours
@@ -163,12 +216,16 @@ def noise(drafter: Exported, out: Path) -> Path:
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     if (mask := out / MASK).exists():
         described = torch.load(mask)
-        torch.save({**described, "embedding": torch.randn_like(described["embedding"])}, mask)
+        torch.save(
+            {**described, "embedding": torch.randn_like(described["embedding"])}, mask
+        )
     return out
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_a_running_engine_takes_over_another_version(name: str, served: Served, tmp_path: Path) -> None:
+def test_a_running_engine_takes_over_another_version(
+    name: str, served: Served, tmp_path: Path
+) -> None:
     """It then drafts as one that was started with it."""
     first = noise(served.exported(name), tmp_path / "first")
     found = served.check(name, changed(served.job, first=str(first)), prompts=FEW)
@@ -178,14 +235,25 @@ def test_a_running_engine_takes_over_another_version(name: str, served: Served, 
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("hivis", 16), ("eaglevlm", 16), ("vispec", 16), ("medusa", 16), ("specflash", 80), ("wren", 16)],
+    [
+        ("hivis", 16),
+        ("eaglevlm", 16),
+        ("vispec", 16),
+        ("medusa", 16),
+        ("specflash", 80),
+        ("wren", 16),
+    ],
 )
-def test_a_prompt_read_in_several_steps_drafts_the_same(name: str, tokens: int, served: Served) -> None:
+def test_a_prompt_read_in_several_steps_drafts_the_same(
+    name: str, tokens: int, served: Served
+) -> None:
     """Steps of 16 tokens: some have only visual tokens or end within an image.
 
     A video has 72 tokens, which `specflash` must have in one step.
     """
-    found = served.check(name, changed(served.job, step_tokens=tokens, batch=3), prompts=FEW)
+    found = served.check(
+        name, changed(served.job, step_tokens=tokens, batch=3), prompts=FEW
+    )
     assert found.identical == found.prompts
     assert found.engine == found.ours
 
@@ -200,9 +268,13 @@ def v2_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("v2_runner")
-@pytest.mark.parametrize(("name", "tokens"), [("hivis", 16), ("vispec", 0), ("wren", 16)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("hivis", 16), ("vispec", 0), ("wren", 16)]
+)
 def test_the_v2_runner_accepts_the_same(name: str, tokens: int, served: Served) -> None:
-    found = served.check(name, changed(served.job, max_new_tokens=24, step_tokens=tokens), prompts=4)
+    found = served.check(
+        name, changed(served.job, max_new_tokens=24, step_tokens=tokens), prompts=4
+    )
     assert found.identical == found.prompts
     # vLLM counts what it accepts beyond the limit of a response.
     assert found.engine.drafts == found.ours.drafts
@@ -210,9 +282,13 @@ def test_the_v2_runner_accepts_the_same(name: str, tokens: int, served: Served) 
 
 
 @pytest.mark.usefixtures("v2_runner")
-def test_the_v2_runner_takes_over_another_version(served: Served, tmp_path: Path) -> None:
+def test_the_v2_runner_takes_over_another_version(
+    served: Served, tmp_path: Path
+) -> None:
     first = str(noise(served.exported("wren"), tmp_path / "first"))
-    found = served.check("wren", changed(served.job, max_new_tokens=24, first=first), prompts=4)
+    found = served.check(
+        "wren", changed(served.job, max_new_tokens=24, first=first), prompts=4
+    )
     assert found.identical == found.prompts
     assert found.engine.drafts == found.ours.drafts
 
@@ -223,24 +299,37 @@ def test_a_drafter_of_another_target_is_refused_in_the_last_line_of_the_log(
     drafter, log = served.exported("sparrow"), tmp_path / "log"
     with (
         pytest.raises(EngineError) as failed,
-        vllm_server(EMBEDDED["demo"], "demo", "float32", log, drafter, whole_images=False),
+        vllm_server(
+            EMBEDDED["demo"], "demo", "float32", log, drafter, whole_images=False
+        ),
     ):
         pass
-    assert "sparrow was trained for another target (demo-video)" in failed.value.log.splitlines()[-1]
+    assert (
+        "sparrow was trained for another target (demo-video)"
+        in failed.value.log.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", "float32"), ("awq", "bfloat16")])
 def test_a_quantised_target_is_served_as_it_is(
-    kind: str, dtype: str, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    dtype: str,
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its configuration and weights are others, so it has to be asked for."""
     monkeypatch.setenv(OTHER_TARGET, "1")
     quantised(Path(served.job.target), tmp_path / kind, kind)
-    some = changed(served.job, questions=served.job.questions[:8], max_new_tokens=64, dtype=dtype)
+    some = changed(
+        served.job, questions=served.job.questions[:8], max_new_tokens=64, dtype=dtype
+    )
     job = changed(some, target=str(tmp_path / kind))
     drafter, plain = served.exported("sparrow"), engine.run(job)
     assert plain.responses != [ids[:64] for ids in served.plain.responses[:8]]
-    found = engine.run(changed(job, drafter=drafter.out, draft_tokens=drafter.draft_tokens))
+    found = engine.run(
+        changed(job, drafter=drafter.out, draft_tokens=drafter.draft_tokens)
+    )
     assert found.responses == plain.responses
     assert found.accepted > 0
 
@@ -268,7 +357,9 @@ def test_sampled_responses_follow_the_distribution_of_the_target(
     found, draws = engine.run(job), Draws(served.target, 0.8, top_p, top_k)
     prompt = served.target.encode(served.prompts[0].messages)
     for number, ids in enumerate(found.responses):
-        (sample,) = served.target.capture([prompt], [ids], {HIDDEN}, "float32", [str(number)])
+        (sample,) = served.target.capture(
+            [prompt], [ids], {HIDDEN}, "float32", [str(number)]
+        )
         draws.add(sample, ids)
     assert found.accepted > 100
     assert draws.tokens > 1000

@@ -29,7 +29,11 @@ class Wheel:
         """The syntax of a module; None if there is none."""
         if name not in self._read:
             path = name.replace(".", "/")
-            found = [one for one in (f"{path}.py", f"{path}/__init__.py") if one in self._names]
+            found = [
+                one
+                for one in (f"{path}.py", f"{path}/__init__.py")
+                if one in self._names
+            ]
             self._read[name] = ast.parse(self._zip.read(found[0])) if found else None
         return self._read[name]
 
@@ -41,11 +45,15 @@ class Wheel:
         for node in ast.walk(tree) if tree else ():
             if isinstance(node, Definition) and node.name == name:
                 return module, node
-            if isinstance(node, ast.ImportFrom) and (source := self._source(module, node)):
+            if isinstance(node, ast.ImportFrom) and (
+                source := self._source(module, node)
+            ):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
                         return self.find(source, alias.name)
-            if isinstance(node, Assigned) and name in {one.id for one in _targets(node)}:
+            if isinstance(node, Assigned) and name in {
+                one.id for one in _targets(node)
+            }:
                 return module, node
         return None
 
@@ -62,7 +70,10 @@ class Wheel:
         module, made = self.find(module, name) or (module, None)
         if not isinstance(made, ast.ClassDef):
             return []
-        bases = [base.value if isinstance(base, ast.Subscript) else base for base in made.bases]
+        bases = [
+            base.value if isinstance(base, ast.Subscript) else base
+            for base in made.bases
+        ]
         named = [base.id for base in bases if isinstance(base, ast.Name)]
         return [made, *(one for base in named for one in self.chain(module, base))]
 
@@ -81,7 +92,11 @@ def members(chain: list[ast.ClassDef]) -> set[str]:
                 found.add(node.name)
             elif isinstance(node, Assigned):
                 found |= {one.id for one in _targets(node)}
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and _is_self(node.value)
+            ):
                 found.add(node.attr)
     return found
 
@@ -129,17 +144,23 @@ class Module:
     @cached_property
     def tree(self) -> ast.Module:
         """Its syntax."""
-        return ast.parse((ROOT / f"{self.name.removeprefix(OURS).replace('.', '/')}.py").read_text())
+        return ast.parse(
+            (ROOT / f"{self.name.removeprefix(OURS).replace('.', '/')}.py").read_text()
+        )
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
         """Its classes by name."""
-        return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
+        return {
+            node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)
+        }
 
     def needs(self) -> Iterator[str]:
         """The modules beside it that it imports."""
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{OURS}pipelines.vllm."):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                f"{OURS}pipelines.vllm."
+            ):
                 yield str(node.module)
 
     def problems(self) -> Iterator[str]:
@@ -158,9 +179,15 @@ class Module:
 
     def _imports(self) -> Iterator[str]:
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == VLLM:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == VLLM
+            ):
                 for alias in node.names:
-                    self.imported[alias.asname or alias.name] = str(node.module), alias.name
+                    self.imported[alias.asname or alias.name] = (
+                        str(node.module),
+                        alias.name,
+                    )
                     if self.wheel.find(str(node.module), alias.name) is None:
                         yield f"{self.name}: {node.module} has no {alias.name}"
 
@@ -182,7 +209,9 @@ class Module:
         read = {
             node.attr
             for node in ast.walk(made)
-            if isinstance(node, ast.Attribute) and _is_self(node.value) and isinstance(node.ctx, ast.Load)
+            if isinstance(node, ast.Attribute)
+            and _is_self(node.value)
+            and isinstance(node.ctx, ast.Load)
         }
         for name in sorted(read - there - ours):
             yield f"{self.name}: {made.name} reads self.{name}, which {chain[0].name} does not have"
@@ -194,7 +223,9 @@ class Module:
             if (base := method(chain, node.name)) and node.args.args:
                 mine = [one.arg for one in node.args.args]
                 theirs = [one.arg for one in base.args.args]
-                if mine != theirs[: len(mine)] or (len(mine) < len(theirs) and not node.args.vararg):
+                if mine != theirs[: len(mine)] or (
+                    len(mine) < len(theirs) and not node.args.vararg
+                ):
                     yield f"{self.name}: {made.name}.{node.name}{mine} overrides {theirs}"
             for call in ast.walk(node):
                 if isinstance(call, ast.Call) and _is_super(call.func):
@@ -209,11 +240,15 @@ class Module:
             found = self.wheel.find(*self.imported[node.func.id])
             made = found[1] if found else None
             if isinstance(made, ast.ClassDef):
-                made = method(self.wheel.chain(*self.imported[node.func.id]), "__init__")
+                made = method(
+                    self.wheel.chain(*self.imported[node.func.id]), "__init__"
+                )
                 bound = True
             else:
                 bound = False
-            if isinstance(made, ast.FunctionDef) and (why := accepts(made, node, bound)):
+            if isinstance(made, ast.FunctionDef) and (
+                why := accepts(made, node, bound)
+            ):
                 yield f"{self.name}: {node.func.id} {why}"
 
     def _attribute(self, node: ast.Attribute, name: str) -> Iterator[str]:
@@ -222,11 +257,17 @@ class Module:
             return
         module, local = self.imported[name]
         found = self.wheel.find(module, local)
-        if found and isinstance(found[1], ast.Module) and self.wheel.find(found[0], node.attr) is None:
+        if (
+            found
+            and isinstance(found[1], ast.Module)
+            and self.wheel.find(found[0], node.attr) is None
+        ):
             yield f"{self.name}: {found[0]} has no {node.attr}"
         if found and isinstance(found[1], ast.ClassDef):
             chain = self.wheel.chain(module, local)
-            if node.attr not in members(chain) and not any("Enum" in ast.unparse(made) for made in chain):
+            if node.attr not in members(chain) and not any(
+                "Enum" in ast.unparse(made) for made in chain
+            ):
                 yield f"{self.name}: {local} has no {node.attr}"
 
     def _parameters(self, node: ast.FunctionDef) -> Iterator[str]:
@@ -238,13 +279,22 @@ class Module:
             chain = self.wheel.chain(*self.imported[kind.id])
             has = members(chain)
             for one in ast.walk(node):
-                if isinstance(one, ast.Attribute) and ast.unparse(one.value) == parameter.arg:
+                if (
+                    isinstance(one, ast.Attribute)
+                    and ast.unparse(one.value) == parameter.arg
+                ):
                     lacks = [one.attr] if one.attr not in has else []
                 elif isinstance(one, ast.Call) and _replaces(one, parameter.arg):
-                    lacks = [str(keyword.arg) for keyword in one.keywords if keyword.arg not in has]
+                    lacks = [
+                        str(keyword.arg)
+                        for keyword in one.keywords
+                        if keyword.arg not in has
+                    ]
                 else:
                     continue
-                yield from (f"{self.name}: {kind.id} has no {name}" for name in lacks if chain)
+                yield from (
+                    f"{self.name}: {kind.id} has no {name}" for name in lacks if chain
+                )
 
 
 def _is_super(node: ast.AST) -> bool:

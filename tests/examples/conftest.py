@@ -8,7 +8,16 @@ import pytest
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.demo import files
 
-SMALL = ["--set", "steps=30", "--set", "batch_tokens=512", "--max-new-tokens", "96", "--limit", "2"]
+SMALL = [
+    "--set",
+    "steps=30",
+    "--set",
+    "batch_tokens=512",
+    "--max-new-tokens",
+    "96",
+    "--limit",
+    "2",
+]
 SMALL += ["--workers", "0"]
 
 
@@ -19,9 +28,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sides: tuple[tuple[Any, int], ...] = (("drafter", 6), ("evaluation", 2))
     where = ["--model", "demo", "--runs", str(folder)]
     for split, images in sides:
-        made = files.write(folder / split, images=images, dialogues=4, seed=5, split=split)
+        made = files.write(
+            folder / split, images=images, dialogues=4, seed=5, split=split
+        )
         side = "train" if split == "drafter" else "eval"
         asked = [str(made.llava), *([str(made.sharegpt)] if side == "train" else [])]
-        assert main(["prompts", *asked, "--images", str(made.images), "--split", side, *where]) == 0
+        assert (
+            main(
+                [
+                    "prompts",
+                    *asked,
+                    "--images",
+                    str(made.images),
+                    "--split",
+                    side,
+                    *where,
+                ]
+            )
+            == 0
+        )
     assert main(["run", "--drafters", "sparrow,eagle2", *SMALL, *where]) == 0
     return folder

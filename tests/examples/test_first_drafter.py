@@ -18,7 +18,9 @@ def cells() -> list[dict[str, Any]]:
 
 def test_the_notebook_is_its_script() -> None:
     """Else: `python -m examples.notebook`."""
-    assert NOTEBOOK.read_text(encoding="utf-8") == notebook(SCRIPT.read_text(encoding="utf-8"))
+    assert NOTEBOOK.read_text(encoding="utf-8") == notebook(
+        SCRIPT.read_text(encoding="utf-8")
+    )
     assert {cell["cell_type"] for cell in cells()} == {"markdown", "code"}
 
 
@@ -28,7 +30,9 @@ def test_its_cells_train_a_drafter_and_show_what_it_gains(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = files.write(tmp_path / "photos", images=4, dialogues=0, seed=6)
-    photos = f'vlmdistill.prompts({str(made.images)!r}, eval_share=0.3, ask="Describe it.",'
+    photos = (
+        f'vlmdistill.prompts({str(made.images)!r}, eval_share=0.3, ask="Describe it.",'
+    )
     small = {
         "LIMIT, STEPS = 1000, 600": "LIMIT, STEPS = 4, 2",
         'vlmdistill.prompts("demo",': photos,
@@ -36,7 +40,9 @@ def test_its_cells_train_a_drafter_and_show_what_it_gains(
         "limit=LIMIT, progress=progress)": "limit=LIMIT, workers=0)",
         '/ "demo-data" / "eval" / "images"': '/ ".." / ".." / "photos" / "images"',
     }
-    code = "\n".join("".join(cell["source"]) for cell in cells() if cell["cell_type"] == "code")
+    code = "\n".join(
+        "".join(cell["source"]) for cell in cells() if cell["cell_type"] == "code"
+    )
     for today, smaller in small.items():
         assert code.count(today) == 1, today
         code = code.replace(today, smaller)
@@ -44,4 +50,7 @@ def test_its_cells_train_a_drafter_and_show_what_it_gains(
     exec(compile(code, "first_drafter.ipynb", "exec"), names)
     assert names["page"].is_file()
     assert "T=0" in capsys.readouterr().out
-    assert names["results"][0].figures.lossless.identical == names["results"][0].figures.prompts
+    assert (
+        names["results"][0].figures.lossless.identical
+        == names["results"][0].figures.prompts
+    )

@@ -27,7 +27,9 @@ def written(folder: Path) -> dict[Path, int]:
     return {
         file: file.stat().st_mtime_ns
         for file in folder.rglob("*")
-        if file.is_file() and file.name != "index.html" and not file.name.startswith(".")
+        if file.is_file()
+        and file.name != "index.html"
+        and not file.name.startswith(".")
     }
 
 
@@ -47,7 +49,9 @@ def test_every_drafter_is_lossless_at_temperature_0(runs: Path) -> None:
     assert "data:image/" in page
 
 
-def test_a_second_run_redoes_nothing(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_redoes_nothing(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = written(runs)
     assert command(runs, "run", "--drafters", "sparrow,eagle2", *SMALL) == 0
     assert written(runs) == before
@@ -74,8 +78,17 @@ def test_generate_gives_the_same_response_with_and_without_a_drafter(
 ) -> None:
     (image, *_) = sorted((runs / "evaluation" / "images").glob("*.png"))
     responses = []
-    for extra in ([], ["--drafter", "sparrow"], ["--drafter", "eagle2", "--tree", "chain-3"]):
-        assert command(runs, "generate", "Describe the picture.", "--image", str(image), *extra) == 0
+    for extra in (
+        [],
+        ["--drafter", "sparrow"],
+        ["--drafter", "eagle2", "--tree", "chain-3"],
+    ):
+        assert (
+            command(
+                runs, "generate", "Describe the picture.", "--image", str(image), *extra
+            )
+            == 0
+        )
         out, err = capsys.readouterr()
         responses.append(out)
         assert re.search(r"\d+ tokens in [\d.]+ s", err)
@@ -85,15 +98,24 @@ def test_generate_gives_the_same_response_with_and_without_a_drafter(
 
 def test_an_untrained_drafter_is_lossless_and_takes_more_calls(runs: Path) -> None:
     target = load("demo")
-    trained = checkpoint.load(runs / "demo" / "drafters" / "sparrow", target.head, target.info)
+    trained = checkpoint.load(
+        runs / "demo" / "drafters" / "sparrow", target.head, target.info
+    )
     torch.manual_seed(1)
     untrained = type(trained)(trained.config, target.info, target.head).eval()
     (image, *_) = sorted((runs / "evaluation" / "images").glob("*.png"))
-    question = [{"type": "image", "path": str(image)}, {"type": "text", "text": "Describe the picture."}]
+    question = [
+        {"type": "image", "path": str(image)},
+        {"type": "text", "text": "Describe the picture."},
+    ]
     prompt = target.encode([{"role": "user", "content": question}])
     responses, calls = [], []
     for drafter in (trained, untrained):
-        cycles = list(speculate(target, drafter, prompt, tree=Tree.parse("chain-3"), max_new_tokens=200))
+        cycles = list(
+            speculate(
+                target, drafter, prompt, tree=Tree.parse("chain-3"), max_new_tokens=200
+            )
+        )
         responses.append([token for cycle in cycles for token in cycle.ids])
         calls.append(len(cycles))
     assert responses[0] == responses[1]
@@ -129,12 +151,16 @@ def test_a_mistake_is_one_line_and_changes_nothing(
     assert written(runs) == before
 
 
-@pytest.mark.parametrize("words", [["eval", "sparrow", "--limit", "-1"], ["run", "--limit", "0"], ["fly"]])
+@pytest.mark.parametrize(
+    "words", [["eval", "sparrow", "--limit", "-1"], ["run", "--limit", "0"], ["fly"]]
+)
 def test_wrong_usage_is_status_two(words: list[str], runs: Path) -> None:
     assert main(words) == 2
 
 
-def test_a_corrupted_drafter_is_refused_by_name(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupted_drafter_is_refused_by_name(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = runs / "demo" / "drafters" / "eagle2" / "model.safetensors"
     content = file.read_bytes()
     try:
@@ -145,7 +171,9 @@ def test_a_corrupted_drafter_is_refused_by_name(runs: Path, capsys: pytest.Captu
         file.write_bytes(content)
 
 
-def test_a_drafter_of_another_target_is_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drafter_of_another_target_is_refused(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = runs / "demo" / "drafters" / "eagle2" / "config.json"
     content = file.read_text()
     try:

@@ -15,14 +15,25 @@ pytestmark = pytest.mark.slow
 def test_a_folder_of_photos_becomes_a_drafter_and_a_comparison(tmp_path: Path) -> None:
     made = files.write(tmp_path, images=5, dialogues=0, seed=6)
     (made.images / "notes.txt").write_text("not a photo")
-    few = ["--set", "steps=2", "--set", "batch_tokens=512", "--max-new-tokens", "16", "--workers", "0"]
+    few = [
+        "--set",
+        "steps=2",
+        "--set",
+        "batch_tokens=512",
+        "--max-new-tokens",
+        "16",
+        "--workers",
+        "0",
+    ]
     assert photos([str(made.images), "--runs", str(tmp_path / "runs"), *few]) == 0
     workspace = tmp_path / "runs" / "demo"
     at, sampled = newest(workspace / "reports", "sparrow").temperatures
     assert (at.temperature, sampled.temperature) == (0, 1)
     assert {one.kind for one in at.prompts} == {"image"}
     assert {one.drafted.check for one in at.prompts} == {"identical"}
-    (skipped,) = map(json.loads, (workspace / "prompts.skipped.jsonl").read_text().splitlines())
+    (skipped,) = map(
+        json.loads, (workspace / "prompts.skipped.jsonl").read_text().splitlines()
+    )
     assert skipped["detail"] == "notes.txt"
 
 

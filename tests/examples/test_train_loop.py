@@ -17,20 +17,31 @@ from vlmdistill.drafters.training.trainer import train
 SETTINGS = {"steps": 9, "batch_tokens": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "wren": ("demo", {}),  # two stages of mixed data, hops
-    "eagle3": ("demo-paper", {"draft_vocab": 9, "visual": "none"}),  # a vocabulary that is chosen
+    "eagle3": (
+        "demo-paper",
+        {"draft_vocab": 9, "visual": "none"},
+    ),  # a vocabulary that is chosen
     "msd": ("demo-paper", {"noise": 0.2}),  # a share of images that moves
     "dflash": ("demo", {"layers": 2, "stages.*.anchors": 3}),
 }
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_losses_and_weights_are_those_of_the_command(method: str, tmp_path: Path) -> None:
+def test_losses_and_weights_are_those_of_the_command(
+    method: str, tmp_path: Path
+) -> None:
     recipe, more = CASES[method]
     settings = {**SETTINGS, **more}
     synthetic.store(tmp_path / "store", 24)
     config = resolve(method, recipe, as_texts(settings))
     expected: list[float] = []
-    run = Run(drafter=method, config=config, store=str(tmp_path / "store"), out=tmp_path / "theirs", seed=3)
+    run = Run(
+        drafter=method,
+        config=config,
+        store=str(tmp_path / "store"),
+        out=tmp_path / "theirs",
+        seed=3,
+    )
     train(run, lambda step: expected.append(step.loss))
     found: list[float] = []
     train_loop(
@@ -44,7 +55,9 @@ def test_losses_and_weights_are_those_of_the_command(method: str, tmp_path: Path
     )
     assert found == pytest.approx(expected, rel=1e-5)
     assert len(found) == SETTINGS["steps"]
-    mine, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("mine", "theirs"))
+    mine, theirs = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("mine", "theirs")
+    )
     assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     assert trained_on(tmp_path / "mine") == trained_on(tmp_path / "theirs")
     assert (

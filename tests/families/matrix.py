@@ -36,7 +36,8 @@ def table() -> Iterator[list[tuple[str, ...]]]:
     """A row for each family; printed in the end."""
     rows: list[tuple[str, ...]] = []
     yield rows
-    print("\n| family | forward | capture | train | T=0 | T=1 | export |\n|---|---|---|---|---|---|---|")  # noqa: T201
+    head = "| family | forward | capture | train | T=0 | T=1 | export |"
+    print(f"\n{head}\n|---|---|---|---|---|---|---|")  # noqa: T201
     for row in rows:
         print("| " + " | ".join(row) + " |")  # noqa: T201
 
@@ -45,7 +46,16 @@ def table() -> Iterator[list[tuple[str, ...]]]:
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Questions about pictures of several sizes, some about two, one about none; two are held out."""
     folder = tmp_path_factory.mktemp("asked")
-    sizes = [(60, 40), (40, 90), (84, 84), (120, 60), (56, 56), (70, 50), (64, 64), (33, 80)]
+    sizes = [
+        (60, 40),
+        (40, 90),
+        (84, 84),
+        (120, 60),
+        (56, 56),
+        (70, 50),
+        (64, 64),
+        (33, 80),
+    ]
     for number, (width, height) in enumerate(sizes):
         tiny.picture(width, height, number).save(folder / f"{number}.png")
     shown: list[tuple[int, ...]] = [(0,), (1,), (2, 3), (), (4,), (5,), (6, 7)]
@@ -53,17 +63,30 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, pictures in enumerate(shown):
         parts = [{"type": "image", "image": f"{one}.png"} for one in pictures]
         rows.append(
-            {"messages": [{"role": "user", "content": [*parts, f"Question {number}: what is there?"]}]}
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [*parts, f"Question {number}: what is there?"],
+                    }
+                ]
+            }
         )
     for side, some in (("train", rows[:5]), ("eval", rows[5:])):
         (folder / f"{side}.jsonl").write_text("\n".join(map(json.dumps, some)))
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM's processor
+@pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # GLM's processor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_flow(
-    family: str, asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], table: Any
+    family: str,
+    asked: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    table: Any,
 ) -> None:
     if family in tiny_families.FAMILIES and not tiny_families.runs_here(family):
         pytest.skip("its processor needs torchvision or num2words")
@@ -82,7 +105,14 @@ def test_the_whole_flow(
 
     assert main(["target", "check", str(model)]) == 0, capsys.readouterr().out
     for side in ("train", "eval"):
-        run("prompts", str(asked / f"{side}.jsonl"), "--images", str(asked), "--split", side)
+        run(
+            "prompts",
+            str(asked / f"{side}.jsonl"),
+            "--images",
+            str(asked),
+            "--split",
+            side,
+        )
     run("responses", "--max-new-tokens", LONG, "--min-words", "0", "--workers", "0")
     run("features", "--for", ",".join(DRAFTERS), "--workers", "0")
     workspace = Workspace.of(str(model), tmp_path / "runs")
@@ -91,7 +121,16 @@ def test_the_whole_flow(
     steps = ("--set", "steps=8", "--set", "batch_tokens=512")
     for drafter in DRAFTERS:
         run("train", drafter, *steps)
-    how = ("--temperature", "0", "--temperature", "1", "--tree", "8-2-2", "--threads", "1")
+    how = (
+        "--temperature",
+        "0",
+        "--temperature",
+        "1",
+        "--tree",
+        "8-2-2",
+        "--threads",
+        "1",
+    )
     facts = json.loads(run("eval", *DRAFTERS, *how, "--max-new-tokens", LONG, "--json"))
     verdicts = []
     for drafter in DRAFTERS:
@@ -104,7 +143,10 @@ def test_the_whole_flow(
     for drafter in served:
         run("export", drafter, "--out", str(tmp_path / "exported" / drafter))
     target = load(str(model))
-    cases = [with_the_same_chance(target, target.drafter(workspace.drafter(name))) for name in DRAFTERS]
+    cases = [
+        with_the_same_chance(target, target.drafter(workspace.drafter(name)))
+        for name in DRAFTERS
+    ]
     assert all(same for case in cases for same in case)
     row = (
         "stock" if isinstance(target, StockTarget) else "fused",
@@ -128,11 +170,18 @@ def with_the_same_chance(target: VisionLanguageTarget, drafter: Any) -> list[boo
             with pytest.MonkeyPatch.context() as patch:
                 fate.reign(patch, verify)
                 if tree is None:
-                    cycles = plain(target, prompt, max_new_tokens=TOKENS, temperature=1.0)
+                    cycles = plain(
+                        target, prompt, max_new_tokens=TOKENS, temperature=1.0
+                    )
                 else:
                     chosen = Tree.parse(tree)
                     cycles = speculate(
-                        target, drafter, prompt, tree=chosen, max_new_tokens=TOKENS, temperature=1.0
+                        target,
+                        drafter,
+                        prompt,
+                        tree=chosen,
+                        max_new_tokens=TOKENS,
+                        temperature=1.0,
                     )
                 answers.append(said(cycles))
             if fate.closest < 1e-3:

@@ -27,14 +27,18 @@ class Kernels(Operations):  # type: ignore[no-untyped-call]
     count = 0
 
     def tell(self, func: Any, args: Sequence[Any]) -> None:
-        self.count += func.overloadpacket.__name__ == "_scaled_dot_product_flash_attention"
+        self.count += (
+            func.overloadpacket.__name__ == "_scaled_dot_product_flash_attention"
+        )
 
 
 def prefix() -> TokenIndex:
     """Three samples."""
     segment_S = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     position_S = torch.cat([torch.arange(length) for length in LENGTHS])
-    return TokenIndex(segment_S, position_S, torch.full_like(segment_S, -1)).to(torch.device("cuda"))
+    return TokenIndex(segment_S, position_S, torch.full_like(segment_S, -1)).to(
+        torch.device("cuda")
+    )
 
 
 def drawn(kv_heads: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
@@ -59,7 +63,11 @@ def attended(states: list[Tensor], rows_R: Tensor, window: int) -> list[Tensor]:
         if hop:
             guess_key, guess_value = guesses[2 * hop - 2 : 2 * hop]
             cache.update(guess_key, guess_value, text.only(rows_R), hop)
-        out.append(cache.attend(query, text.only(rows_R) if hop else text.with_rows(rows_R), hop))
+        out.append(
+            cache.attend(
+                query, text.only(rows_R) if hop else text.with_rows(rows_R), hop
+            )
+        )
     grads = torch.autograd.grad(out, leaves, states[-HOPS:])
     return [part.detach() for part in (*out, *grads)]
 
@@ -70,7 +78,9 @@ def attended(states: list[Tensor], rows_R: Tensor, window: int) -> list[Tensor]:
 def test_flash_is_as_near_to_exact_as_plain_products_are(
     dtype: torch.dtype, kv_heads: int, window: int
 ) -> None:
-    rows_R = torch.cat([torch.arange(40, 200), torch.arange(230, 277), torch.arange(300, 407)])
+    rows_R = torch.cat(
+        [torch.arange(40, 200), torch.arange(230, 277), torch.arange(300, 407)]
+    )
     states = drawn(kv_heads, len(rows_R), dtype)
     with Kernels() as kernels:
         flash = attended(states, rows_R, window)

@@ -21,12 +21,16 @@ from vlmdistill.drafters.training.unroll import unroll
 
 pytestmark = pytest.mark.gpu
 
-LAYOUTS = [synthetic.LAYOUTS[name] for name in ("no image", "one image", "several images")]
+LAYOUTS = [
+    synthetic.LAYOUTS[name] for name in ("no image", "one image", "several images")
+]
 STEPS = 24
 
 
 @pytest.mark.parametrize(("name", "settings"), synthetic.CASES, ids=str)
-def test_a_step_is_that_of_a_cpu_and_waits_for_nothing(name: str, settings: dict[str, Any]) -> None:
+def test_a_step_is_that_of_a_cpu_and_waits_for_nothing(
+    name: str, settings: dict[str, Any]
+) -> None:
     """But for a gate, and a filter at each hop."""
     drafter = synthetic.build(name, **settings).train()
     if columns_of(drafter) is not None:
@@ -35,17 +39,26 @@ def test_a_step_is_that_of_a_cpu_and_waits_for_nothing(name: str, settings: dict
     stage = replace(catalogue.config(name), model=drafter.config).schedule[-1]
     there = unroll(drafter, batch, stage)
     drafter.to("cuda")
-    unroll(drafter, batch.to("cuda"), stage)  # the first one also moves tables that stay
+    unroll(
+        drafter, batch.to("cuda"), stage
+    )  # the first one also moves tables that stay
     with waits() as caught:
         here = unroll(drafter, batch.to("cuda"), stage)
         torch.autograd.backward(here.total)
-    gate = settings.get("compressor", "select") == "select" and isinstance(drafter, EagleVLM)
-    filters = range(1, stage.hops) if stage.keep_top else [0]  # fewer where no row is left to drop
+    gate = settings.get("compressor", "select") == "select" and isinstance(
+        drafter, EagleVLM
+    )
+    filters = (
+        range(1, stage.hops) if stage.keep_top else [0]
+    )  # fewer where no row is left to drop
     assert len(lines(caught)) - gate in filters, lines(caught)
     torch.testing.assert_close(here.total.cpu(), there.total, rtol=1e-4, atol=1e-4)
     for ours, other in zip(here.scores, there.scores, strict=True):
         assert torch.equal(ours.count_R.cpu(), other.count_R) or stage.keep_top
-    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in drafter.parameters())
+    assert all(
+        weight.grad is None or weight.grad.isfinite().all()
+        for weight in drafter.parameters()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +70,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path(synthetic.store(tmp_path_factory.mktemp("gpu"), 24).path)
 
 
-def test_a_method_learns_in_bfloat16_and_a_step_waits_once(store: Path, tmp_path: Path) -> None:
+def test_a_method_learns_in_bfloat16_and_a_step_waits_once(
+    store: Path, tmp_path: Path
+) -> None:
     """DeepSpeed has waits of its own; in the last epoch the figures of each sample are one more."""
-    settings = (f"steps={STEPS}", "noise=0", "stages.*.visual=[0.5,0.5]", "batch_tokens=200")
-    run = synthetic.plan(store, tmp_path / "out", drafter="wren", settings=settings, micro_tokens=200)
+    settings = (
+        f"steps={STEPS}",
+        "noise=0",
+        "stages.*.visual=[0.5,0.5]",
+        "batch_tokens=200",
+    )
+    run = synthetic.plan(
+        store, tmp_path / "out", drafter="wren", settings=settings, micro_tokens=200
+    )
     assert run.precision == "bfloat16"
     steps: list[TrainingProgress] = []
     ends: list[int] = []
@@ -78,11 +100,15 @@ def test_a_method_learns_in_bfloat16_and_a_step_waits_once(store: Path, tmp_path
     assert sum(of_stage) / len(of_stage) < 0.9 * sum(begins) / len(begins)
     for begin, end in pairwise(ends[2:]):
         waited = of_project(lines(caught[begin:end]))
-        own = [line for line in waited if "deepspeed_engine" not in line]  # a checkpoint is written
+        own = [
+            line for line in waited if "deepspeed_engine" not in line
+        ]  # a checkpoint is written
         assert 1 <= len(own) <= 2, own
 
 
-def test_a_run_that_was_stopped_reads_on_where_it_was(store: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_reads_on_where_it_was(
+    store: Path, tmp_path: Path
+) -> None:
     """Though the next batches were on their way to the GPU."""
     told: dict[str, list[tuple[int, int, float]]] = {"whole": [], "parts": []}
 
@@ -99,4 +125,6 @@ def test_a_run_that_was_stopped_reads_on_where_it_was(store: Path, tmp_path: Pat
     train(plan("parts"), note("parts"))
     whole, parts = told["whole"], told["parts"]
     assert [one[:2] for one in parts] == [one[:2] for one in whole]
-    assert [loss for *_, loss in parts] == pytest.approx([loss for *_, loss in whole], rel=0.02)
+    assert [loss for *_, loss in parts] == pytest.approx(
+        [loss for *_, loss in whole], rel=0.02
+    )

@@ -26,9 +26,15 @@ def waits() -> Iterator[list[warnings.WarningMessage]]:
 
 def lines(caught: list[warnings.WarningMessage]) -> list[str]:
     """The lines that waited, as `file:line`."""
-    return [f"{one.filename}:{one.lineno}" for one in caught if TOLD in str(one.message)]
+    return [
+        f"{one.filename}:{one.lineno}" for one in caught if TOLD in str(one.message)
+    ]
 
 
 def of_project(waited: list[str]) -> list[str]:
     """Those of them that are lines of the project."""
-    return [line for line in waited if line.startswith(str(PROJECT / "src")) or "/vlmdistill/" in line]
+    return [
+        line
+        for line in waited
+        if line.startswith(str(PROJECT / "src")) or "/vlmdistill/" in line
+    ]

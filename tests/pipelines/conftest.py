@@ -16,7 +16,9 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for i in range(12):
         question = "What is it? " * (1 + i % 4) + str(i)
-        row: dict[str, object] = {"conversations": [{"from": "human", "value": question}]}
+        row: dict[str, object] = {
+            "conversations": [{"from": "human", "value": question}]
+        }
         if i % 4 == 3:
             tiny.film(folder / f"{i}.mp4", tiny.clip(2 * i, 56, 28, i))
             row["video"] = f"{i}.mp4"

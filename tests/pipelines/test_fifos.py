@@ -32,10 +32,15 @@ def begins_with(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("act", [reads_weights, begins_with])
-def test_weights_that_are_a_fifo_are_refused(act: Callable[[Path], None], tmp_path: Path) -> None:
+def test_weights_that_are_a_fifo_are_refused(
+    act: Callable[[Path], None], tmp_path: Path
+) -> None:
     synthetic.save("sparrow", tmp_path / "sparrow")
     act(tmp_path / "sparrow")
-    with fifo(tmp_path / "sparrow/model.safetensors"), pytest.raises(TrainingError, match="no regular file"):
+    with (
+        fifo(tmp_path / "sparrow/model.safetensors"),
+        pytest.raises(TrainingError, match="no regular file"),
+    ):
         act(tmp_path / "sparrow")
 
 
@@ -55,9 +60,13 @@ def test_an_export_over_a_fifo_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.png", "a.mp4", "a.gif"])
 @pytest.mark.parametrize(
-    "act", [read_image, data_url, frames.probe, frames.digest], ids=lambda act: str(act.__name__)
+    "act",
+    [read_image, data_url, frames.probe, frames.digest],
+    ids=lambda act: str(act.__name__),
 )
-def test_media_that_is_a_fifo_is_refused(act: Callable[[Path], object], name: str, tmp_path: Path) -> None:
+def test_media_that_is_a_fifo_is_refused(
+    act: Callable[[Path], object], name: str, tmp_path: Path
+) -> None:
     with fifo(tmp_path / name) as pipe, pytest.raises(FOR_USER):
         act(pipe)
 
@@ -87,5 +96,8 @@ def test_records_beside_a_drafter_that_are_fifos_are_refused(tmp_path: Path) -> 
     with fifo(folder / FILE), pytest.raises(OSError, match="no regular file"):
         kept(folder, "any")
     (rounds := workspace.rounds("sparrow")).mkdir(parents=True)
-    with fifo(rounds / f"{1:012}.json"), pytest.raises(DataError, match="no regular file"):
+    with (
+        fifo(rounds / f"{1:012}.json"),
+        pytest.raises(DataError, match="no regular file"),
+    ):
         versions.current(workspace, "sparrow")

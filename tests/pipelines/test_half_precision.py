@@ -16,7 +16,11 @@ from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.stores.errors import TargetError
 
 SCALE = 1e5  # of states, which float32 and bfloat16 can hold, and float16 cannot
-OUTPUTS = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight")  # what is added to the states
+OUTPUTS = (
+    "embed_tokens.weight",
+    "o_proj.weight",
+    "down_proj.weight",
+)  # what is added to the states
 
 
 def scaled(folder: Path, *parts: str) -> Path:
@@ -41,10 +45,16 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workspace(tmp_path_factory: pytest.TempPathFactory, wide: Path) -> list[str]:
     """Options of a workspace with prompts and, in float32, responses."""
     folder = tmp_path_factory.mktemp("work")
-    rows = [{"conversations": [{"from": "human", "value": f"What is {number}?"}]} for number in range(4)]
+    rows = [
+        {"conversations": [{"from": "human", "value": f"What is {number}?"}]}
+        for number in range(4)
+    ]
     (folder / "rows.json").write_text(json.dumps(rows))
     options = ["--model", str(wide), "--runs", str(folder / "runs")]
-    assert main(["prompts", str(folder / "rows.json"), "--eval-share", "0.5", *options]) == 0
+    assert (
+        main(["prompts", str(folder / "rows.json"), "--eval-share", "0.5", *options])
+        == 0
+    )
     short = ["--max-new-tokens", "8", "--min-words", "0", "--workers", "0"]
     assert main(["responses", *options, *short]) == 0
     return options
@@ -58,7 +68,16 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, wide: Path) -> list[str]
         ["serve", "--port", "0"],
         ["eval", "lookahead", "--threads", "1", "--anyway"],
         ["features", "--for", "eagle3", "--workers", "0", "--anyway"],
-        ["responses", "--temperature", "0", "--out", "again", "--workers", "0", "--anyway"],
+        [
+            "responses",
+            "--temperature",
+            "0",
+            "--out",
+            "again",
+            "--workers",
+            "0",
+            "--anyway",
+        ],
     ],
     ids=lambda command: "-".join(command[:1] + command[2:4:2]),
 )
@@ -82,9 +101,12 @@ def test_what_float32_and_bfloat16_can_hold_is_run(wide: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_gemma2"])
-def test_an_image_that_float16_cannot_hold_costs_its_prompt_alone(tmp_path: Path, family: str) -> None:
+def test_an_image_that_float16_cannot_hold_costs_its_prompt_alone(
+    tmp_path: Path, family: str
+) -> None:
     folder = scaled(
-        tiny.checkpoint(family, tmp_path / "model", layers=1), "multi_modal_projector.linear_2.weight"
+        tiny.checkpoint(family, tmp_path / "model", layers=1),
+        "multi_modal_projector.linear_2.weight",
     )
     target = load(str(folder), dtype="float16", attention="eager", proven=True)
     text, image = (
@@ -99,20 +121,30 @@ def test_an_image_that_float16_cannot_hold_costs_its_prompt_alone(tmp_path: Path
         target.prefill(image)
 
 
-def test_a_server_refuses_an_image_that_float16_cannot_hold_and_goes_on(tmp_path: Path) -> None:
+def test_a_server_refuses_an_image_that_float16_cannot_hold_and_goes_on(
+    tmp_path: Path,
+) -> None:
     folder = scaled(
-        tiny.checkpoint("llava", tmp_path / "model", layers=1), "multi_modal_projector.linear_2.weight"
+        tiny.checkpoint("llava", tmp_path / "model", layers=1),
+        "multi_modal_projector.linear_2.weight",
     )
     decoder = ServedDecoder("wide", load(str(folder), dtype="float16"))
-    image = {"type": "image_url", "image_url": {"url": tiny.data_url(tiny.picture(28, 28))}}
+    image = {
+        "type": "image_url",
+        "image_url": {"url": tiny.data_url(tiny.picture(28, 28))},
+    }
     text = {"type": "text", "text": "Hello"}
     answers = []
     with serving(decoder) as server:
         for content in ([image, text], [text]):
             turns = [{"role": "user", "content": content}]
-            body = json.dumps({"model": "wide", "messages": turns, "max_tokens": 2}).encode()
+            body = json.dumps(
+                {"model": "wide", "messages": turns, "max_tokens": 2}
+            ).encode()
             kind = "application/json"
-            answers.append(server.request("POST", "/v1/chat/completions", body, Content_Type=kind))
+            answers.append(
+                server.request("POST", "/v1/chat/completions", body, Content_Type=kind)
+            )
     assert [status for status, _ in answers] == [400, 200]
     assert "float16" in json.loads(answers[0][1])["error"]["message"]
 
@@ -128,17 +160,31 @@ def test_weights_that_are_damaged_are_no_matter_of_the_dtype(tmp_path: Path) -> 
     assert "--target-dtype" not in str(caught.value)
 
 
-def test_responses_keep_what_a_bad_image_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_responses_keep_what_a_bad_image_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = scaled(
-        tiny.checkpoint("llava", tmp_path / "model", layers=1), "multi_modal_projector.linear_2.weight"
+        tiny.checkpoint("llava", tmp_path / "model", layers=1),
+        "multi_modal_projector.linear_2.weight",
     )
     tiny.picture(28, 28).save(tmp_path / "1.png")
     rows = [
-        {"conversations": [{"from": "human", "value": "Who?"}], **more} for more in ({}, {"image": "1.png"})
+        {"conversations": [{"from": "human", "value": "Who?"}], **more}
+        for more in ({}, {"image": "1.png"})
     ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    import_prompts([str(tmp_path / "rows.json")], tmp_path / "runs" / "model" / "prompts.parquet")
-    options = ["--model", str(folder), "--runs", str(tmp_path / "runs"), "--workers", "0", "--anyway"]
+    import_prompts(
+        [str(tmp_path / "rows.json")], tmp_path / "runs" / "model" / "prompts.parquet"
+    )
+    options = [
+        "--model",
+        str(folder),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--workers",
+        "0",
+        "--anyway",
+    ]
     command = [
         "responses",
         "--json",

@@ -23,19 +23,47 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_whole_flow(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_flow(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for i in range(5):
         tiny.film(tmp_path / f"{i}.mp4", tiny.clip(12, 56, 28, i))
     rows = [
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": f"{i}.mp4"}, "What moves?"]}]}
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "video", "video": f"{i}.mp4"}, "What moves?"],
+                }
+            ]
+        }
         for i in range(5)
     ]
     for name, chosen in (("train", rows[:3]), ("eval", rows[3:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chosen)))
     where = ("--model", str(model), "--runs", str(tmp_path / "runs"))
     for side in ("train", "eval"):
-        run(capsys, "prompts", str(tmp_path / f"{side}.jsonl"), "--split", side, "--fps", "5", *where)
-    run(capsys, "responses", "--max-new-tokens", "12", "--min-words", "0", "--workers", "0", *where)
+        run(
+            capsys,
+            "prompts",
+            str(tmp_path / f"{side}.jsonl"),
+            "--split",
+            side,
+            "--fps",
+            "5",
+            *where,
+        )
+    run(
+        capsys,
+        "responses",
+        "--max-new-tokens",
+        "12",
+        "--min-words",
+        "0",
+        "--workers",
+        "0",
+        *where,
+    )
     run(capsys, "features", "--for", "sparrow,hivis", "--workers", "0", *where)
     workspace = Workspace.of(str(model), tmp_path / "runs")
     store = Store.open(workspace.features)
@@ -45,7 +73,9 @@ def test_the_whole_flow(tmp_path: Path, model: Path, capsys: pytest.CaptureFixtu
         assert media["seconds"] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
         assert sample.visual_tokens == sample.meta["frames"]  # two for each pair
     synthetic.save("sparrow", workspace.drafter("sparrow"), target=load(str(model)))
-    facts = json.loads(run(capsys, "eval", "sparrow", "--max-new-tokens", "16", "--json", *where))
+    facts = json.loads(
+        run(capsys, "eval", "sparrow", "--max-new-tokens", "16", "--json", *where)
+    )
     (result,) = facts["sparrow"]["temperatures"]
     assert result["lossless"] == {"identical": 2, "near_tie": 0, "different": 0}
     video = ("--video", str(tmp_path / "4.mp4"), "--max-new-tokens", "16", *where)
@@ -54,7 +84,9 @@ def test_the_whole_flow(tmp_path: Path, model: Path, capsys: pytest.CaptureFixtu
         for more in (("--fps", "5"), ("--fps", "5", "--drafter", "sparrow"))
     }
     assert len(responses) == 1
-    assert run(capsys, "generate", "What moves?", *video, "--frames", "2") not in responses
+    assert (
+        run(capsys, "generate", "What moves?", *video, "--frames", "2") not in responses
+    )
 
 
 @pytest.fixture

@@ -18,15 +18,23 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.schema import as_features
 
 METHODS = (
-    [name for name in catalogue.NAMES if name != "lookahead"] if THOROUGH else ["sparrow", "eagle3", "dspark"]
+    [name for name in catalogue.NAMES if name != "lookahead"]
+    if THOROUGH
+    else ["sparrow", "eagle3", "dspark"]
 )
 """Lookahead reads its n-grams on the CPU."""
-DRAFTED = [(None, None, 0.0), *((name, "chain-4", 0.0) for name in METHODS), (METHODS[0], "12-3-3", 1.0)]
+DRAFTED = [
+    (None, None, 0.0),
+    *((name, "chain-4", 0.0) for name in METHODS),
+    (METHODS[0], "12-3-3", 1.0),
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("target") / "qwen2_5_vl")
+    return tiny.checkpoint(
+        "qwen2_5_vl", tmp_path_factory.mktemp("target") / "qwen2_5_vl"
+    )
 
 
 LOADED: dict[Path, VisionLanguageTarget] = {}
@@ -52,7 +60,9 @@ def test_a_target_takes_the_gpu_by_itself(folder: Path) -> None:
 def test_a_batch_is_generated_and_the_stock_model_answers(folder: Path) -> None:
     target = loaded(folder)
     prompts = [question(target, "what " * count) for count in (1, 3)]
-    drawn = target.generate(prompts, max_new_tokens=4, temperature=1.0, top_p=0.9, seed=0)
+    drawn = target.generate(
+        prompts, max_new_tokens=4, temperature=1.0, top_p=0.9, seed=0
+    )
     assert all(response.ids for response in drawn)
     stock = target.reference(prompts[0], max_new_tokens=3)
     assert stock is not None
@@ -62,7 +72,9 @@ def test_a_batch_is_generated_and_the_stock_model_answers(folder: Path) -> None:
 def test_captured_states_come_to_the_cpu(folder: Path) -> None:
     target = loaded(folder)
     wanted = ["hidden.text", "hidden.span", "embed.visual", "layer1.visual"]
-    samples = target.capture([question(target)] * 2, [[5, 6, 7], [5]], wanted, keys=["a", "b"])
+    samples = target.capture(
+        [question(target)] * 2, [[5, 6, 7], [5]], wanted, keys=["a", "b"]
+    )
     states = [state for sample in samples for state in sample.features.values()]
     assert len(states) == 8
     assert all(len(state) for state in states)
@@ -70,15 +82,27 @@ def test_captured_states_come_to_the_cpu(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def test_a_captured_batch_waits_once_when_it_is_cut(family: str, folder: Path) -> None:
-    target = loaded(folder if family in folder.name else tiny.checkpoint(family, folder.parent / family))
+    target = loaded(
+        folder
+        if family in folder.name
+        else tiny.checkpoint(family, folder.parent / family)
+    )
     prompts = [
-        target.encode(tiny.message("compare", tiny.picture(56, 84), tiny.picture(90, 64, 1))),
-        target.encode(tiny.message("what moves?", tiny.clip(5, 61, 45), tiny.picture(57, 29, 2))),
+        target.encode(
+            tiny.message("compare", tiny.picture(56, 84), tiny.picture(90, 64, 1))
+        ),
+        target.encode(
+            tiny.message("what moves?", tiny.clip(5, 61, 45), tiny.picture(57, 29, 2))
+        ),
         target.encode(tiny.message("no image")),
     ]
-    features = as_features(["hidden.text", "hidden.span", "embed.visual", "layer1.visual"])
+    features = as_features(
+        ["hidden.text", "hidden.span", "embed.visual", "layer1.visual"]
+    )
     responses = [[5, 6, 7], [5], [8, 9]]
-    target.begin_capture(prompts, responses, features)  # the first batch is checked against the stock model
+    target.begin_capture(
+        prompts, responses, features
+    )  # the first batch is checked against the stock model
     with waits() as begun:
         (leaving,) = target.begin_capture(prompts, responses, features)
     assert not len(begun), str(begun)
@@ -88,7 +112,9 @@ def test_a_captured_batch_waits_once_when_it_is_cut(family: str, folder: Path) -
 
 
 @pytest.mark.parametrize(("name", "tree", "temperature"), DRAFTED)
-def test_a_cycle_waits_once(name: str | None, tree: str | None, temperature: float, folder: Path) -> None:
+def test_a_cycle_waits_once(
+    name: str | None, tree: str | None, temperature: float, folder: Path
+) -> None:
     target = loaded(folder)
     cycles = decode(
         target,

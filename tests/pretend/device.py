@@ -28,13 +28,36 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PACKAGE = f"{Path(__file__).parents[2] / 'src' / 'vlmdistill'}/"
-SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+SIZED_BY_VALUES = (
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+)
 """Operations whose result has a size that the GPU must tell first."""
-INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+INDEXING = (
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "_unsafe_index_put",
+)
 """Operations that take CPU tensors as indices of a GPU tensor, and copy them."""
-ON_THE_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "_has_compatible_shallow_copy_type")
+ON_THE_HOST = (
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "_has_compatible_shallow_copy_type",
+)
 """Operations whose result is a number of Python's."""
-plain_to, plain_tensor, plain_new_tensor = torch.Tensor.to, torch.tensor, torch.Tensor.new_tensor
+plain_to, plain_tensor, plain_new_tensor = (
+    torch.Tensor.to,
+    torch.tensor,
+    torch.Tensor.new_tensor,
+)
 plain_generator = torch.Generator
 
 
@@ -63,11 +86,17 @@ class Waits:
         return self.times.total()
 
     def __str__(self) -> str:
-        return "\n".join(f"{count:5} {wait}" for wait, count in self.times.most_common())
+        return "\n".join(
+            f"{count:5} {wait}" for wait, count in self.times.most_common()
+        )
 
     def at(self, file: str) -> int:
         """Those of one file of the project, as `drafters/core/losses.py`."""
-        return sum(count for wait, count in self.times.items() if wait.line.startswith(f"{file}:"))
+        return sum(
+            count
+            for wait, count in self.times.items()
+            if wait.line.startswith(f"{file}:")
+        )
 
 
 _open: list[Waits] = []
@@ -179,7 +208,9 @@ class GpuTensor(Tensor):
             dtype=inner.dtype,
             layout=inner.layout,
             device=CPU,
-            requires_grad=inner.requires_grad if requires_grad is None else requires_grad,
+            requires_grad=inner.requires_grad
+            if requires_grad is None
+            else requires_grad,
         )
         made.held = inner
         return made
@@ -197,7 +228,11 @@ class GpuTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Any = None
+        cls,
+        func: Any,
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
@@ -319,7 +354,11 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, tensors can be made on the GPU."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
@@ -334,7 +373,10 @@ def dispatch(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     if name == "_pin_memory":
         return pin(args[0].clone())
     named, to_gpu = dict(named), bool(on_gpu)
-    if (asked := named.get("device")) is not None and torch.device(asked).type in ("cpu", "cuda"):
+    if (asked := named.get("device")) is not None and torch.device(asked).type in (
+        "cpu",
+        "cuda",
+    ):
         # For C++ a tensor of the GPU is one of the CPU: what is made like it is asked for there.
         to_gpu |= is_gpu(asked)
         named["device"] = CPU
@@ -373,7 +415,10 @@ def _wrapper(given: Mapping[int, GpuTensor]) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, GpuTensor):
             return value
         same = given.get(id(value))
-        if same is not None and (same.shape, same.stride()) == (value.shape, value.stride()):
+        if same is not None and (same.shape, same.stride()) == (
+            value.shape,
+            value.stride(),
+        ):
             return same
         return GpuTensor(value)
 
@@ -385,7 +430,9 @@ def _copied_into(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
     arrives = isinstance(target, GpuTensor) and not isinstance(source, GpuTensor)
     leaves = isinstance(source, GpuTensor) and not isinstance(target, GpuTensor)
     host = target if leaves else source
-    if (leaves or (arrives and source.dim() and source.numel())) and not (non_blocking and is_pinned(host)):
+    if (leaves or (arrives and source.dim() and source.numel())) and not (
+        non_blocking and is_pinned(host)
+    ):
         wait("copy to the CPU" if leaves else "copy to the GPU")
     _inner(target).copy_(_inner(source))
     return target
@@ -402,10 +449,14 @@ def _check_places(name: str, args: Sequence[Any], on_cpu: Sequence[Tensor]) -> N
             wait("indices to the GPU")
     on_host = isinstance(changed, Tensor) and not isinstance(changed, GpuTensor)
     if on_host and (name in INDEXING or name.endswith("_")):
-        raise MixedDevicesError(f"{name} of a CPU tensor by one of the GPU at {_line()}")
+        raise MixedDevicesError(
+            f"{name} of a CPU tensor by one of the GPU at {_line()}"
+        )
     if strange:
         shapes = [tuple(part.shape) for part in strange]
-        raise MixedDevicesError(f"{name} on the GPU with CPU tensors {shapes} at {_line()}")
+        raise MixedDevicesError(
+            f"{name} on the GPU with CPU tensors {shapes} at {_line()}"
+        )
 
 
 def _note_waits(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -415,8 +466,14 @@ def _note_waits(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Non
         wait(name)
     elif name == "_local_scalar_dense":
         wait("item()")
-    elif name in INDEXING and any(part.dtype in (torch.bool, torch.uint8) for part in _tensors(args[1])):
+    elif name in INDEXING and any(
+        part.dtype in (torch.bool, torch.uint8) for part in _tensors(args[1])
+    ):
         # One number of the CPU is written where the mask is, without looking for these places.
-        number = len(args) > 2 and not isinstance(args[2], GpuTensor) and args[2].numel() == 1
+        number = (
+            len(args) > 2
+            and not isinstance(args[2], GpuTensor)
+            and args[2].numel() == 1
+        )
         if not number:
             wait("indexing by a mask")

@@ -133,12 +133,22 @@ def install() -> None:
         get_rng_state=lambda device="cuda": torch.random.get_rng_state(),
         set_rng_state=lambda state, device="cuda": None,
         get_device_properties=lambda device=None: SimpleNamespace(
-            name=NAME, total_memory=MEMORY, multi_processor_count=132, major=9, minor=0, uuid="0"
+            name=NAME,
+            total_memory=MEMORY,
+            multi_processor_count=132,
+            major=9,
+            minor=0,
+            uuid="0",
         ),
     )
     _change(torch, Generator=Generator, inference_mode=_inference_mode, tensor=_tensor)
     _change(torch._C, _get_accelerator=lambda *arguments: GPU)
-    _change(Tensor, to=_to, cuda=lambda self, *arguments, **named: _to(self, "cuda"), new_tensor=_new_tensor)
+    _change(
+        Tensor,
+        to=_to,
+        cuda=lambda self, *arguments, **named: _to(self, "cuda"),
+        new_tensor=_new_tensor,
+    )
     _change(nn.Module, _apply=_apply)
 
 
@@ -158,7 +168,11 @@ def _to(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
     if isinstance(self, GpuTensor):
         return GpuTensor.to(self, *arguments, **named)
     move = Move.of(arguments, named)
-    return move.arrives(self) if is_gpu(move.device) else plain_to(self, *arguments, **named)
+    return (
+        move.arrives(self)
+        if is_gpu(move.device)
+        else plain_to(self, *arguments, **named)
+    )
 
 
 def _tensor(data: Any, *arguments: Any, device: Any = None, **named: Any) -> Tensor:
@@ -176,7 +190,9 @@ def _new_tensor(self: Tensor, data: Any, **named: Any) -> Tensor:
     return plain_new_tensor(self, data, **named)
 
 
-def _apply(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _apply(
+    self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """Replace the weights, since their data cannot be; weights that modules share stay shared."""
     for child in self.children():
         _apply(child, change)
@@ -195,7 +211,10 @@ def _changed(weight: nn.Parameter, change: Callable[[Tensor], Tensor]) -> nn.Par
         return earlier
     with torch.no_grad():
         moved = change(weight.detach())
-    if isinstance(moved, GpuTensor) == isinstance(weight, GpuTensor) and moved.dtype == weight.dtype:
+    if (
+        isinstance(moved, GpuTensor) == isinstance(weight, GpuTensor)
+        and moved.dtype == weight.dtype
+    ):
         return weight
     made = nn.Parameter(moved, requires_grad=weight.requires_grad)
     weight.moved_to = made  # type: ignore[attr-defined]

@@ -9,11 +9,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("checks", ["decoding", pytest.param("training", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "checks", ["decoding", pytest.param("training", marks=pytest.mark.slow)]
+)
 def test_on_the_pretend_gpu(checks: str) -> None:
     file = f"tests/pretend/{checks}.py"
     options = ("-p", "tests.pretend.process", "-q", "--no-header")
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, file], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", *options, file],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

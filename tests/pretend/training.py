@@ -18,7 +18,9 @@ from vlmdistill.drafters.core.vocabulary import columns_of
 from vlmdistill.drafters.eaglevlm import EagleVLM
 from vlmdistill.drafters.training.unroll import unroll
 
-LAYOUTS = [synthetic.LAYOUTS[name] for name in ("no image", "one image", "several images")]
+LAYOUTS = [
+    synthetic.LAYOUTS[name] for name in ("no image", "one image", "several images")
+]
 
 
 def begun(name: str, settings: dict[str, Any]) -> tuple[Drafter, Batch]:
@@ -39,16 +41,24 @@ ROWS = 8
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The block of logits is small, in place of the one that a GPU has room for."""
-    monkeypatch.setattr(losses, "chunk_bytes", lambda device: 4 * synthetic.INFO.vocab_size * ROWS)
+    monkeypatch.setattr(
+        losses, "chunk_bytes", lambda device: 4 * synthetic.INFO.vocab_size * ROWS
+    )
 
 
 @pytest.mark.parametrize(("name", "settings"), synthetic.CASES, ids=str)
-def test_a_step_waits_for_no_more_than_its_method_chooses(name: str, settings: dict[str, Any]) -> None:
+def test_a_step_waits_for_no_more_than_its_method_chooses(
+    name: str, settings: dict[str, Any]
+) -> None:
     """A gate chooses how many entries there are; a filter which rows count at the next hop, in each chunk."""
     drafter, batch = begun(name, settings)
-    gate = settings.get("compressor", "select") == "select" and isinstance(drafter, EagleVLM)
+    gate = settings.get("compressor", "select") == "select" and isinstance(
+        drafter, EagleVLM
+    )
     stages = replace(catalogue.config(name), model=drafter.config).schedule
-    unroll(drafter, batch.to(GPU), stages[0])  # the first one also moves tables that stay
+    unroll(
+        drafter, batch.to(GPU), stages[0]
+    )  # the first one also moves tables that stay
     for stage in stages:
         generator = torch.Generator(GPU).manual_seed(0)
         with waits() as waited:
@@ -63,7 +73,9 @@ def test_a_step_waits_for_no_more_than_its_method_chooses(name: str, settings: d
 
 
 @pytest.mark.parametrize(("name", "settings"), SOME, ids=str)
-def test_what_the_cpu_works_out_is_what_the_gpu_would(name: str, settings: dict[str, Any]) -> None:
+def test_what_the_cpu_works_out_is_what_the_gpu_would(
+    name: str, settings: dict[str, Any]
+) -> None:
     """A batch that was made on the GPU, and one that has come from the CPU, give the same step."""
     drafter, batch = begun(name, settings)
     stage = replace(catalogue.config(name), model=drafter.config).schedule[-1]
@@ -84,7 +96,9 @@ def test_a_batch_that_has_come_to_the_gpu_stays_readable() -> None:
     with waits() as waited:
         come = batch.to(GPU, torch.bfloat16)
         other = come.to(GPU, torch.float32).only(["hidden.text"])
-        tokens = other.visual_tokens.only(torch.tensor([1, 3])).with_rows(torch.tensor([1]))
+        tokens = other.visual_tokens.only(torch.tensor([1, 3])).with_rows(
+            torch.tensor([1])
+        )
         assert other.readable.ids_T.tolist() == batch.ids_T.tolist()
         assert tokens.readable.at_rows().position_N.tolist() == [place]
     assert not len(waited), str(waited)

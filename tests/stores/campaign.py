@@ -64,7 +64,9 @@ def campaign(folder: Path, kills: int, seed: int) -> dict[str, int]:
         while living:
             if rng.random() < 0.3:
                 time.sleep(rng.random() * 0.02)
-                os.kill(rng.choice(sorted(living)), signal.SIGKILL)  # whenever: not only at calls
+                os.kill(
+                    rng.choice(sorted(living)), signal.SIGKILL
+                )  # whenever: not only at calls
             if rng.random() < 0.2 and (path / "store.json").exists():
                 collect(Store.open(path), grace=0)  # must leave the living alone
             child, status = os.wait()
@@ -78,4 +80,6 @@ def campaign(folder: Path, kills: int, seed: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(campaign(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    sys.stdout.write(
+        json.dumps(campaign(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    )

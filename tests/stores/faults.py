@@ -28,7 +28,9 @@ CALLS = WRITES | {
 class Calls:
     """Counts the calls named so far and does something at one of them."""
 
-    def __init__(self, names: frozenset[str], at: int | None, before: bool = True) -> None:
+    def __init__(
+        self, names: frozenset[str], at: int | None, before: bool = True
+    ) -> None:
         self.names = names
         self.at = at
         self.event = "c_call" if before else "c_return"
@@ -38,7 +40,11 @@ class Calls:
         name = getattr(function, "__name__", "")
         if event != self.event or name not in self.names:
             return
-        if name == "open" and self.names is WRITES and frame.f_locals.get("mode", "r")[0] not in "wx":
+        if (
+            name == "open"
+            and self.names is WRITES
+            and frame.f_locals.get("mode", "r")[0] not in "wx"
+        ):
             return  # reading needs no room
         self.count += 1
         if self.count == self.at:

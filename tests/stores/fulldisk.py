@@ -49,7 +49,9 @@ def filled(folder: Path, options: str) -> bool:
     mount(folder, REMOUNT, "size=64m,nr_inodes=9999")
     store = make(path)
     write(store, "u", UNIT)
-    assert all(same(store.read(f"k{number:04}"), sample(number)) for number in UNIT), options
+    assert all(same(store.read(f"k{number:04}"), sample(number)) for number in UNIT), (
+        options
+    )
     del store  # its open files keep the disk busy
     check(libc.umount2(bytes(folder), 2))
     return full

@@ -23,8 +23,13 @@ print(json.dumps([facts.copied, facts.present, list(facts.conflicts)]))
 
 def pushed_at_once(sources: Iterable[Path], target: str, go: Path) -> list[Any]:
     """What a push of each source reports, each in a process of its own that starts when all are ready."""
-    commands = [[sys.executable, "-c", PUSH, str(source), target, str(go)] for source in sources]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) for command in commands]
+    commands = [
+        [sys.executable, "-c", PUSH, str(source), target, str(go)] for source in sources
+    ]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+        for command in commands
+    ]
     for process in processes:
         assert process.stdout is not None
         process.stdout.readline()

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from vlmdistill.stores.schema import Feature, FrozenTables, Provenance, Sample, Span, TargetInfo
+from vlmdistill.stores.schema import (
+    Feature,
+    FrozenTables,
+    Provenance,
+    Sample,
+    Span,
+    TargetInfo,
+)
 from vlmdistill.stores.store import Store
 
 WIDTH = 8
@@ -53,7 +60,9 @@ def info(**changes: Any) -> TargetInfo:
 def head(tied: bool = True) -> FrozenTables:
     rng = np.random.default_rng(7)
     embed_VD = rng.integers(0, 1 << 15, (32, WIDTH), dtype=np.uint16)
-    lm_head_VD = embed_VD if tied else rng.integers(0, 1 << 15, (32, WIDTH), dtype=np.uint16)
+    lm_head_VD = (
+        embed_VD if tied else rng.integers(0, 1 << 15, (32, WIDTH), dtype=np.uint16)
+    )
     return FrozenTables(embed_VD, lm_head_VD, "bfloat16", {"temperature": 1.0})
 
 
@@ -95,7 +104,9 @@ def sample(
     )
 
 
-def make(path: Path | str, units: Iterable[Iterable[int]] = (), **options: Any) -> Store:
+def make(
+    path: Path | str, units: Iterable[Iterable[int]] = (), **options: Any
+) -> Store:
     """A store with one committed unit of numbered samples after the other."""
     store = Store.create(path, provenance(), info(), head(), **options)
     for at, numbers in enumerate(units):
@@ -113,7 +124,10 @@ def write(store: Store, unit: str, samples: Iterable[int | Sample]) -> None:
 def more(number: int) -> Sample:
     """The sample of a number, with the features of an annex in place of its own."""
     rng, one = np.random.default_rng([number, 1]), sample(number)
-    rows = {Feature.parse(name): bf16(rng.standard_normal((len(one.ids_T), WIDTH))) for name in MORE}
+    rows = {
+        Feature.parse(name): bf16(rng.standard_normal((len(one.ids_T), WIDTH)))
+        for name in MORE
+    }
     return replace(one, features=rows)
 
 
@@ -142,7 +156,13 @@ def same(mine: Sample, theirs: Sample) -> bool:
     arrays = ("ids_T", "response_T", "position_T", "rope_T")
     return (
         (mine.key, mine.spans, mine.meta) == (theirs.key, theirs.spans, theirs.meta)
-        and all(np.array_equal(getattr(mine, name), getattr(theirs, name)) for name in arrays)
+        and all(
+            np.array_equal(getattr(mine, name), getattr(theirs, name))
+            for name in arrays
+        )
         and set(mine.features) == set(theirs.features)
-        and all(np.array_equal(rows, theirs.features[feature]) for feature, rows in mine.features.items())
+        and all(
+            np.array_equal(rows, theirs.features[feature])
+            for feature, rows in mine.features.items()
+        )
     )

@@ -24,7 +24,9 @@ from vlmdistill.stores.manifest import SHARDS
 from vlmdistill.stores.store import Store
 
 TRACEME, SYSCALL, SETOPTIONS, SYSCALL_INFO = 0, 24, 0x4200, 0x420E
-OPTIONS = 1 | 8 | 0x100000  # tell system calls apart, follow threads, kill the child when we die
+OPTIONS = (
+    1 | 8 | 0x100000
+)  # tell system calls apart, follow threads, kill the child when we die
 ENTRY, SYSCALL_STOP, ALL_THREADS = 1, signal.SIGTRAP | 0x80, 0x40000000
 # write, pwrite64, ftruncate, rename*, mkdir*, rmdir, unlink*, link*, utimensat, fsync, fdatasync, flock
 CHANGES = {
@@ -131,7 +133,9 @@ def campaign(folder: Path, every: int) -> int:
             assert not verify(path, threads=1).damage, at
             store = Store.open(path)
             assert store.keys() in (set(), keys), at
-            assert all(annex.keys() in (set(), {min(keys)}) for annex in store.annexes), at
+            assert all(
+                annex.keys() in (set(), {min(keys)}) for annex in store.annexes
+            ), at
         act(path)
     raise AssertionError
 

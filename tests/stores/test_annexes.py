@@ -60,21 +60,36 @@ def at_once(path: Path) -> Store:
 
 def files(path: Path) -> dict[str, bytes]:
     return {
-        file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file()
     }
 
 
-def test_a_completed_store_reads_as_one_that_was_captured_at_once(tmp_path: Path) -> None:
+def test_a_completed_store_reads_as_one_that_was_captured_at_once(
+    tmp_path: Path,
+) -> None:
     mine, theirs = completed(tmp_path / "mine"), at_once(tmp_path / "theirs")
     assert mine.features == theirs.features
     for number in range(6):
         assert same(mine[f"k{number:04}"], theirs[f"k{number:04}"])
-    for features in (None, ["layer3.text"], ["hidden.text", "layer1.text"], ["hidden.text"], []):
-        epochs = [Epoch(one, features, token_budget=60, seed=3) for one in (mine, theirs)]
+    for features in (
+        None,
+        ["layer3.text"],
+        ["hidden.text", "layer1.text"],
+        ["hidden.text"],
+        [],
+    ):
+        epochs = [
+            Epoch(one, features, token_budget=60, seed=3) for one in (mine, theirs)
+        ]
         for one, other in zip(*epochs, strict=True):
             assert one.keys == other.keys
             assert one.features.keys() == other.features.keys()
-            assert all(np.array_equal(rows, other.features[name]) for name, rows in one.features.items())
+            assert all(
+                np.array_equal(rows, other.features[name])
+                for name, rows in one.features.items()
+            )
 
 
 def test_adding_features_changes_no_file_that_is_there(tmp_path: Path) -> None:
@@ -86,7 +101,9 @@ def test_adding_features_changes_no_file_that_is_there(tmp_path: Path) -> None:
     assert all(name.startswith(ANNEX) for name in after.keys() - before.keys())
 
 
-def test_a_sample_that_an_annex_lacks_is_read_without_and_not_trained_on(tmp_path: Path) -> None:
+def test_a_sample_that_an_annex_lacks_is_read_without_and_not_trained_on(
+    tmp_path: Path,
+) -> None:
     store = make(tmp_path / "store", [range(6)])
     add(store, "a", range(4))
     store = Store.open(tmp_path / "store")
@@ -94,14 +111,21 @@ def test_a_sample_that_an_annex_lacks_is_read_without_and_not_trained_on(tmp_pat
     assert {*store["k0004"].features} == {*map(Feature.parse, FEATURES)}
     with pytest.raises(StoreError, match=r"k0004.*layer1\.text"):
         store.read("k0004", ["layer1.text"])
-    with pytest.raises(StoreError, match=r"2 of 6 samples, such as k0004, lack layer1\.text, layer3\.text"):
+    with pytest.raises(
+        StoreError,
+        match=r"2 of 6 samples, such as k0004, lack layer1\.text, layer3\.text",
+    ):
         Epoch(store, ["layer1.text"], token_budget=100)
     assert len(list(Epoch(store, ["hidden.text"], token_budget=1000))) == 1
     filter_store(store, "begun", expressions=["words < 4"])
-    assert len(list(Epoch(store, ["layer1.text"], view="begun", token_budget=1000))) == 1
+    assert (
+        len(list(Epoch(store, ["layer1.text"], view="begun", token_budget=1000))) == 1
+    )
 
 
-def test_features_of_other_tokens_are_never_read_as_those_of_a_sample(tmp_path: Path) -> None:
+def test_features_of_other_tokens_are_never_read_as_those_of_a_sample(
+    tmp_path: Path,
+) -> None:
     store = make(tmp_path / "store", [range(2)])
     other = more(1)
     ids = other.ids_T.copy()
@@ -118,7 +142,10 @@ def test_an_annex_has_features_that_its_store_has_not(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"has hidden\.text already"):
         store.annex(("hidden.text", "layer1.text"))
     add(store, "a", range(2), encoding=INT8)
-    with pytest.raises(StoreError, match=r"has layer1\.text already, but not together with all of layer0"):
+    with pytest.raises(
+        StoreError,
+        match=r"has layer1\.text already, but not together with all of layer0",
+    ):
         store.annex(("layer0.text", "layer1.text"))
     with pytest.raises(StoreError, match="was made with encoding"):
         store.annex(MORE, {})
@@ -148,11 +175,16 @@ def other_dtype(root: Path) -> str:
 
 def other_target(root: Path) -> str:
     changed = info(rope_theta=1e6)
-    return exchanged(root, Store.create(root.parent / "other", provenance(), changed, head()))
+    return exchanged(
+        root, Store.create(root.parent / "other", provenance(), changed, head())
+    )
 
 
 def other_head(root: Path) -> str:
-    return exchanged(root, Store.create(root.parent / "other", provenance(), info(), head(tied=False)))
+    return exchanged(
+        root,
+        Store.create(root.parent / "other", provenance(), info(), head(tied=False)),
+    )
 
 
 def renamed(root: Path) -> str:
@@ -220,20 +252,28 @@ def test_an_annex_that_is_not_of_its_store_is_refused_and_found(
 
 
 def test_nothing_is_collected_or_written_through_a_link(tmp_path: Path) -> None:
-    victim, store = make(tmp_path / "victim", [range(2)]), make(tmp_path / "store", [range(2)])
+    victim, store = (
+        make(tmp_path / "victim", [range(2)]),
+        make(tmp_path / "store", [range(2)]),
+    )
     add(victim, "a", range(2))
     left = tmp_path / "victim" / ANNEX / "shards" / "left-0123456789abcdef"
     left.mkdir()
     (tmp_path / "store" / "annexes").symlink_to(tmp_path / "victim" / "annexes")
     before = files(tmp_path / "victim")
-    for act in (lambda: collect(Store.open(store.path), grace=0), lambda: add(store, "b", range(2))):
+    for act in (
+        lambda: collect(Store.open(store.path), grace=0),
+        lambda: add(store, "b", range(2)),
+    ):
         with pytest.raises(StoreError, match="symbolic link"):
             act()
     assert left.is_dir()
     assert files(tmp_path / "victim") == before
 
 
-def test_what_is_damaged_in_an_annex_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_what_is_damaged_in_an_annex_is_named_and_the_rest_is_read(
+    tmp_path: Path,
+) -> None:
     store = completed(tmp_path / "store")
     victim = next((tmp_path / "store" / ANNEX).glob("shards/a0-*/layer1.text*/c/*/*"))
     data = victim.read_bytes()
@@ -266,12 +306,19 @@ def test_sizes_count_annexes_and_add_up(tmp_path: Path) -> None:
     assert facts["annexes"] == [{"features": [*MORE], "samples": 4}]
     assert facts["fields"]["layer3.text"]["encoding"] == "int8"
     assert 0 < facts["fields"]["layer3.text"]["relative_error"] < 0.01
-    assert facts["fields"]["layer1.text"]["rows"] < facts["fields"]["hidden.text"]["rows"]
+    assert (
+        facts["fields"]["layer1.text"]["rows"] < facts["fields"]["hidden.text"]["rows"]
+    )
     assert facts["drafters"]["one"]["missing"] == []
     fields = sum(one["bytes"] for one in facts["fields"].values())
-    assert facts["bytes"] == fields + facts["index_bytes"] + facts["head_bytes"] + facts["records_bytes"]
+    assert (
+        facts["bytes"]
+        == fields + facts["index_bytes"] + facts["head_bytes"] + facts["records_bytes"]
+    )
     assert facts["bytes"] == sum(map(len, files(Path(store.path)).values()))
-    assert sum(one["bytes"] for one in facts["datasets"].values()) == pytest.approx(fields, abs=4)
+    assert sum(one["bytes"] for one in facts["datasets"].values()) == pytest.approx(
+        fields, abs=4
+    )
     said = CliRunner().invoke(app, ["info", store.path])
     assert "2 of 6 samples lack layer1.text, layer3.text" in said.output
 
@@ -334,7 +381,12 @@ def test_a_merge_refuses_what_would_not_fit_before_it_copies(tmp_path: Path) -> 
     with pytest.raises(StoreError, match="not together with all of layer1"):
         merge(one.path, [two.path])
     assert Store.open(one.path).keys() == before
-    add(other := make(tmp_path / "other", [range(4, 6)]), "a", range(4, 6), encoding=INT8)
+    add(
+        other := make(tmp_path / "other", [range(4, 6)]),
+        "a",
+        range(4, 6),
+        encoding=INT8,
+    )
     with pytest.raises(StoreError, match="was made with encoding"):
         merge(one.path, [other.path])
     assert Store.open(one.path).keys() == before
@@ -361,7 +413,9 @@ def test_two_that_make_an_annex_at_once_make_one(tmp_path: Path) -> None:
         except StoreError as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=capture, args=[range(at, at + 1)]) for at in range(6)]
+    threads = [
+        threading.Thread(target=capture, args=[range(at, at + 1)]) for at in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -48,13 +48,24 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_killed_writers_leave_the_very_bytes_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_killed_writers_leave_the_very_bytes_of_an_undisturbed_run(
+    tmp_path: Path,
+) -> None:
     calm = make(tmp_path / "calm")
     for unit, numbers in UNITS.items():
         write(calm, unit, numbers)
     storm = tmp_path / "storm"
-    command = [sys.executable, "-m", "tests.stores.campaign", str(storm), str(KILLS), "1"]
-    facts = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.stores.campaign",
+        str(storm),
+        str(KILLS),
+        "1",
+    ]
+    facts = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout
+    )
     assert facts["killed"] >= KILLS
     for path in storm.iterdir():
         store = Store.open(path)
@@ -62,11 +73,17 @@ def test_killed_writers_leave_the_very_bytes_of_an_undisturbed_run(tmp_path: Pat
         collect(store, grace=0)
         assert tree(path) == tree(Path(calm.path))
         assert store.index["key"].to_list() == sorted(calm.keys())
-        assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(24))
+        assert all(
+            same(store.read(f"k{number:04}"), sample(number)) for number in range(24)
+        )
 
 
-@pytest.mark.skipif(platform.machine() not in CHANGES, reason="system calls have other numbers here")
-def test_a_writer_killed_between_any_two_system_calls_loses_and_doubles_nothing(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    platform.machine() not in CHANGES, reason="system calls have other numbers here"
+)
+def test_a_writer_killed_between_any_two_system_calls_loses_and_doubles_nothing(
+    tmp_path: Path,
+) -> None:
     calm = make(tmp_path / "calm")
     write(calm, "u", UNIT)
     add(calm, "a", UNIT[:1])
@@ -85,7 +102,9 @@ def test_a_writer_killed_between_any_two_system_calls_loses_and_doubles_nothing(
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store with every kind of file and every encoding."""
     encoding = {"embed.span": "int8"}
-    store = make(tmp_path_factory.mktemp("whole"), [range(3), range(3, 6)], encoding=encoding)
+    store = make(
+        tmp_path_factory.mktemp("whole"), [range(3), range(3, 6)], encoding=encoding
+    )
     filter_store(store, "some", expressions=["words > 2"])
     store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
     add(store, "a", range(5), encoding={"layer1.text": "int8"})
@@ -105,14 +124,18 @@ def test_every_flip_and_cut_is_found_and_never_read(whole: Store) -> None:
     kept = view_keys(whole.backend, "some")
     kept_index = whole.index
     head = whole.head()
-    files = sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size)
+    files = sorted(
+        path for path in root.rglob("*") if path.is_file() and path.stat().st_size
+    )
     rng = random.Random(0)
     for turn in range(FLIPS):
         path = files[turn % len(files)]
         good = path.read_bytes()
         path.write_bytes(spoilt(good, rng))
         name = path.relative_to(root).as_posix()
-        assert name in {finding.name for finding in verify(root, threads=1).damage}, name
+        assert name in {finding.name for finding in verify(root, threads=1).damage}, (
+            name
+        )
         refused = 0
         try:
             store = Store.open(root)
@@ -127,7 +150,11 @@ def test_every_flip_and_cut_is_found_and_never_read(whole: Store) -> None:
         except StoreError as error:
             refused += "damaged" in str(error)
         # What describes the arrays to other readers is not read by this one, nor are copies of records.
-        assert refused or name.endswith(("zarr.json", "c/0/0")) or "ledger" in name.split("/"), name
+        assert (
+            refused
+            or name.endswith(("zarr.json", "c/0/0"))
+            or "ledger" in name.split("/")
+        ), name
         path.write_bytes(good)
     assert not verify(root).findings
 
@@ -137,16 +164,22 @@ def test_missing_files_and_orphans_are_named(whole: Store, tmp_path: Path) -> No
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         name = path.relative_to(root).as_posix()
         aside = path.rename(tmp_path / "aside")
-        found = {finding.name: finding.kind for finding in verify(root, threads=1).findings}
+        found = {
+            finding.name: finding.kind for finding in verify(root, threads=1).findings
+        }
         at = name.find("ledger/")
         expected = {name: "missing"} if at < 0 else {f"{name[:at]}ledger": "note"}
         if name == "store.json":
-            expected[next(root.glob("heads/*/*")).relative_to(root).as_posix()] = "orphan"
+            expected[next(root.glob("heads/*/*")).relative_to(root).as_posix()] = (
+                "orphan"
+            )
         assert found == expected
         aside.rename(path)
     stray = root / "shards" / "stray"
     stray.touch()
-    assert [(finding.kind, finding.name) for finding in verify(root).findings] == [("orphan", "shards/stray")]
+    assert [(finding.kind, finding.name) for finding in verify(root).findings] == [
+        ("orphan", "shards/stray")
+    ]
     stray.unlink()
 
 
@@ -157,7 +190,9 @@ def places_to_fail(tmp_path: Path) -> Iterator[int]:
     yield from range(1, calls.count + 1, count(3, 1))
 
 
-def test_a_disk_that_fills_up_at_any_write_leaves_a_store_that_verifies(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_at_any_write_leaves_a_store_that_verifies(
+    tmp_path: Path,
+) -> None:
     failed = 0
     for at in places_to_fail(tmp_path):
         path = tmp_path / str(at)
@@ -172,16 +207,29 @@ def test_a_disk_that_fills_up_at_any_write_leaves_a_store_that_verifies(tmp_path
             assert store.keys() in (set(), {"k0000", "k0001", "k0002"})
         store = make(path)
         write(store, "u", range(3))
-        assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(3))
+        assert all(
+            same(store.read(f"k{number:04}"), sample(number)) for number in range(3)
+        )
     assert failed > count(16, 50)
 
 
 def test_a_disk_that_stays_full_leaves_a_store_that_verifies(tmp_path: Path) -> None:
     alone = ["unshare", "-Urm"]
-    if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*alone, "true"], check=False).returncode
+    ):
         pytest.skip("processes may not mount a small disk here")
-    command = [*alone, sys.executable, "-m", "tests.stores.fulldisk", str(tmp_path / "disk")]
-    facts = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
+    command = [
+        *alone,
+        sys.executable,
+        "-m",
+        "tests.stores.fulldisk",
+        str(tmp_path / "disk"),
+    ]
+    facts = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout
+    )
     assert facts["full"] > 40
 
 
@@ -196,7 +244,9 @@ def test_gc_removes_what_the_dead_left_and_spares_the_living(tmp_path: Path) -> 
         for path in (tmp_path / "staging").iterdir():
             os.utime(path, (0, 0))  # a clock that jumped years ahead: old is not dead
         assert [item.name for item in collect(store, grace=3600)] == [f"staging/{LEFT}"]
-        assert [item.name for item in collect(store, grace=0)] == [f"{SHARDS}/{orphan.name}"]
+        assert [item.name for item in collect(store, grace=0)] == [
+            f"{SHARDS}/{orphan.name}"
+        ]
     assert same(store.read("k0007"), sample(7))
     assert not verify(tmp_path).findings
 
@@ -214,7 +264,9 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_gc_never_removes_what_no_writer_can_have_made(tmp_path: Path, name: str) -> None:
+def test_gc_never_removes_what_no_writer_can_have_made(
+    tmp_path: Path, name: str
+) -> None:
     store = make(tmp_path, [range(3)])
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("mine")
@@ -248,11 +300,15 @@ def test_a_collector_that_dies_anywhere_harms_nothing(tmp_path: Path) -> None:
         collect(store, grace=0)
         assert not verify(store.path).findings
         write(store, "u9", [7])
-        assert all(same(store.read(f"k{number:04}"), sample(number)) for number in (0, 1, 7))
+        assert all(
+            same(store.read(f"k{number:04}"), sample(number)) for number in (0, 1, 7)
+        )
     assert died > count(3, 10)
 
 
-def test_a_dry_run_of_gc_names_what_it_would_remove_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_of_gc_names_what_it_would_remove_and_writes_nothing(
+    tmp_path: Path,
+) -> None:
     store = with_an_orphan(tmp_path)
     with struck(Calls(WRITES, None)) as writes:
         (found,) = collect(store, grace=0, dry_run=True)
@@ -279,7 +335,9 @@ def test_an_old_shard_that_a_writer_publishes_again_is_too_young_for_gc(
     shard = f"{SHARDS}/{store.backend.list_names(SHARDS)[0]}"
     grow_old(store, days=2)
     assert [item.name for item in collect(store, dry_run=True)] == [shard]
-    met = meet_before_commit(monkeypatch, store, lambda: collect(Store.open(store.path)))
+    met = meet_before_commit(
+        monkeypatch, store, lambda: collect(Store.open(store.path))
+    )
     write(store, "u0", range(3))
     assert met == [[]]
     assert not verify(store.path).findings
@@ -326,7 +384,9 @@ def grow_old(store: Store, days: int) -> None:
                 file.created = file.modified = file.created - timedelta(days=days)
 
 
-def meet_before_commit(monkeypatch: pytest.MonkeyPatch, store: Store, act: Callable[[], Any]) -> list[Any]:
+def meet_before_commit(
+    monkeypatch: pytest.MonkeyPatch, store: Store, act: Callable[[], Any]
+) -> list[Any]:
     """Let something happen once, just before a record is created; what it returned."""
     kind, met = type(store.backend), list[Any]()
     create = kind.create
@@ -390,5 +450,7 @@ def spoilt_unit(store: Store, unit: str, spoil: str) -> None:
     if spoil == "a missing file":
         store.backend.remove(name)
     else:
-        store.backend.replace(name, data[:9] if spoil == "a cut" else bytes([data[0] ^ 1]) + data[1:])
+        store.backend.replace(
+            name, data[:9] if spoil == "a cut" else bytes([data[0] ^ 1]) + data[1:]
+        )
     store.read("k0000")

@@ -38,7 +38,9 @@ def test_a_lock_has_one_holder(
     with leased(there, "a/lock"):
         elsewhere()
         with (
-            pytest.raises(DataError, match=rf"process {os.getpid()} on .* is writing to"),
+            pytest.raises(
+                DataError, match=rf"process {os.getpid()} on .* is writing to"
+            ),
             leased(there, "a/lock"),
         ):
             pass
@@ -51,7 +53,10 @@ def test_a_lock_has_one_holder(
 
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 360.0, 3600.0])
 def test_a_lock_is_abandoned_by_the_waiting_process_alone(
-    there: Remote, elsewhere: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: float
+    there: Remote,
+    elsewhere: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: float,
 ) -> None:
     lost = Lease(there, "lock")
     lost.acquire()  # and no sign of life for a minute
@@ -74,7 +79,9 @@ def test_the_lock_of_a_process_that_was_killed_here_is_taken_over_at_once(
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     number = {"ended": ended.pid, "own": os.getpid(), "impossible": 1 << 62}[process]
-    there.create("lock.7.json", msgspec.json.encode(Holder("a", machine(), number, "x")))
+    there.create(
+        "lock.7.json", msgspec.json.encode(Holder("a", machine(), number, "x"))
+    )
     with leased(there, "lock"):
         pass
     assert there.list_files("") == {}

@@ -59,7 +59,9 @@ def test_meta_comes_back_as_given_with_or_without_a_dataset(tmp_path: Path) -> N
     assert all(same(store.read(item.key), item) for item in given)
 
 
-def test_eight_bits_keep_a_feature_within_one_percent_even_beside_massive_channels(tmp_path: Path) -> None:
+def test_eight_bits_keep_a_feature_within_one_percent_even_beside_massive_channels(
+    tmp_path: Path,
+) -> None:
     store = make(tmp_path, encoding={"hidden.text": "int8"})
     feature = Feature.parse("hidden.text")
     given = sample(1, tokens=300)
@@ -69,7 +71,9 @@ def test_eight_bits_keep_a_feature_within_one_percent_even_beside_massive_channe
     write(store, "u", [given])
     back = widen(store.read(given.key).features[feature], "bfloat16")
     plain = np.arange(rows.shape[1]) != 3
-    error = np.sqrt(np.square(back - rows)[:, plain].sum() / np.square(rows)[:, plain].sum())
+    error = np.sqrt(
+        np.square(back - rows)[:, plain].sum() / np.square(rows)[:, plain].sum()
+    )
     assert error < 0.01
     squared, squares = store.commit("u").losses["hidden.text"]
     assert np.sqrt(squared / squares) < 0.01
@@ -86,12 +90,18 @@ def test_only_the_features_asked_for_are_read(store: Store) -> None:
 
 
 def test_creating_again_opens_the_store_of_the_same_origin(store: Store) -> None:
-    again = Store.create(store.path, provenance(target="elsewhere", sampling="t=1"), info(), head())
+    again = Store.create(
+        store.path, provenance(target="elsewhere", sampling="t=1"), info(), head()
+    )
     assert again.keys() == store.keys()
 
 
-@pytest.mark.parametrize("field", ["config_hash", "weights_hash", "processor_hash", "template_hash", "dtype"])
-def test_another_origin_is_refused_by_the_name_of_the_field(store: Store, field: str) -> None:
+@pytest.mark.parametrize(
+    "field", ["config_hash", "weights_hash", "processor_hash", "template_hash", "dtype"]
+)
+def test_another_origin_is_refused_by_the_name_of_the_field(
+    store: Store, field: str
+) -> None:
     other = {"dtype": "float16"}.get(field, "other")
     with pytest.raises(StoreError, match=field):
         Store.create(store.path, provenance(**{field: other}), info(), head())
@@ -104,7 +114,9 @@ def test_another_target_or_encoding_is_refused(store: Store) -> None:
         Store.create(store.path, provenance(), info(), head(), {"hidden.text": "int8"})
 
 
-def test_a_store_in_an_encoding_of_an_earlier_version_is_refused_in_one_line(store: Store) -> None:
+def test_a_store_in_an_encoding_of_an_earlier_version_is_refused_in_one_line(
+    store: Store,
+) -> None:
     record = msgspec.structs.replace(store.record, encoding={"hidden.text": "zstd"})
     store.backend.replace("store.json", seal(record))
     with pytest.raises(StoreError, match=r"hidden\.text.*'zstd'"):
@@ -137,11 +149,16 @@ def test_a_failing_unit_leaves_nothing_that_counts(store: Store) -> None:
     assert not any(Path(store.path, "staging").iterdir())
 
 
-def test_a_unit_with_a_sample_that_was_not_written_to_its_end_never_counts(store: Store) -> None:
+def test_a_unit_with_a_sample_that_was_not_written_to_its_end_never_counts(
+    store: Store,
+) -> None:
     def full_for_a_moment() -> None:
         with store.writer("u9") as writer:
             writer.add(sample(40))
-            with struck(Calls(WRITES, 3)), pytest.raises(StoreError, match="No space left"):
+            with (
+                struck(Calls(WRITES, 3)),
+                pytest.raises(StoreError, match="No space left"),
+            ):
                 writer.add(sample(41))
             with pytest.raises(StoreError, match=r"u9.*k0041"):
                 writer.add(sample(42))
@@ -150,16 +167,22 @@ def test_a_unit_with_a_sample_that_was_not_written_to_its_end_never_counts(store
         full_for_a_moment()
     assert "k0040" not in Store.open(store.path).keys()  # noqa: SIM118
     write(store, "u9", [40, 41, 42])
-    assert all(same(store.read(f"k{number:04}"), sample(number)) for number in (40, 41, 42))
+    assert all(
+        same(store.read(f"k{number:04}"), sample(number)) for number in (40, 41, 42)
+    )
     assert not verify(store.path).findings
 
 
-def test_a_sample_that_eight_bits_cannot_keep_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_sample_that_eight_bits_cannot_keep_is_refused_and_leaves_no_trace(
+    tmp_path: Path,
+) -> None:
     store = make(tmp_path, encoding={"layer2.visual": "int8"})
     bad = dataclasses.replace(SEEN, key="bad")
     rows = bad.features[Feature.parse("layer2.visual")].copy()
     rows[0, 0] = 0x7FC0  # NaN
-    bad = dataclasses.replace(bad, features={**bad.features, Feature.parse("layer2.visual"): rows})
+    bad = dataclasses.replace(
+        bad, features={**bad.features, Feature.parse("layer2.visual"): rows}
+    )
     good = dataclasses.replace(SEEN, key="good")
     with store.writer("u") as writer:
         writer.add(SEEN)
@@ -168,10 +191,16 @@ def test_a_sample_that_eight_bits_cannot_keep_is_refused_and_leaves_no_trace(tmp
         writer.add(good)
         writer.add(dataclasses.replace(SEEN, key="bad"))  # mended
     assert not verify(store.path).findings
-    assert [store.read(key).key for key in ("bad", "good", SEEN.key)] == ["bad", "good", SEEN.key]
+    assert [store.read(key).key for key in ("bad", "good", SEEN.key)] == [
+        "bad",
+        "good",
+        SEEN.key,
+    ]
 
 
-def test_a_meta_column_of_another_type_is_refused_before_it_counts(store: Store) -> None:
+def test_a_meta_column_of_another_type_is_refused_before_it_counts(
+    store: Store,
+) -> None:
     def tagged(store: Store, unit: str, number: int, tag: object) -> None:
         write(store, unit, [sample(number, tag=tag)])
 
@@ -179,20 +208,27 @@ def test_a_meta_column_of_another_type_is_refused_before_it_counts(store: Store)
     for again in (store, Store.open(store.path)):
         with pytest.raises(StoreError, match=r"'tag'.*string.*\bb\b.*int64.*\ba\b"):
             tagged(again, "b", 21, "five")
-    for number, tag in ((22, 0.5), (23, None)):  # numbers go together, and nothing with all
+    for number, tag in (
+        (22, 0.5),
+        (23, None),
+    ):  # numbers go together, and nothing with all
         tagged(store, f"c{number}", number, tag)
     assert store.index["tag"].drop_nulls().to_list() == [5, 0.5]
 
 
 @pytest.mark.parametrize("url", ["file://{path}", "file://localhost{path}"])
 def test_a_file_url_is_the_folder_that_it_names(tmp_path: Path, url: str) -> None:
-    assert open_backend(url.format(path=f"{tmp_path}/a%20b")).url == str(tmp_path / "a b")
+    assert open_backend(url.format(path=f"{tmp_path}/a%20b")).url == str(
+        tmp_path / "a b"
+    )
     with pytest.raises(StoreError, match="'elsewhere'"):
         open_backend("file://elsewhere/a")
 
 
 @pytest.mark.parametrize("text", ["~/a b", "file://~/a%20b"])
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_tilde_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_backend(text).url == str(tmp_path / "a b")
 
@@ -220,7 +256,9 @@ def test_a_shard_that_is_held_back_and_removed_never_counts(store: Store) -> Non
         writer.add(sample(50))
     assert writer.held is not None
     collect(store, grace=0)
-    with pytest.raises(StoreError, match="unit held were removed: write the unit again"):
+    with pytest.raises(
+        StoreError, match="unit held were removed: write the unit again"
+    ):
         store.count(writer.held)
     assert "k0050" not in Store.open(store.path)
 
@@ -231,7 +269,16 @@ def test_two_writers_of_a_unit_at_once_leave_one_shard(store: Store) -> None:
             one.add(sample(number))
             two.add(sample(number))
     assert store.index["unit"].to_list().count("u9") == 2
-    assert len([path for path in Path(store.path, "shards").iterdir() if path.name.startswith("u9-")]) == 1
+    assert (
+        len(
+            [
+                path
+                for path in Path(store.path, "shards").iterdir()
+                if path.name.startswith("u9-")
+            ]
+        )
+        == 1
+    )
 
 
 def test_a_unit_name_used_for_other_samples_is_refused(store: Store) -> None:
@@ -270,11 +317,17 @@ def test_the_frozen_head_travels_along(tmp_path: Path, tied: bool) -> None:
 def test_a_sample_that_does_not_fit_is_refused_by_name(store: Store) -> None:
     good = sample(40)
     feature = Feature.parse("hidden.text")
-    cut = dataclasses.replace(good, features={**good.features, feature: good.features[feature][1:]})
+    cut = dataclasses.replace(
+        good, features={**good.features, feature: good.features[feature][1:]}
+    )
     bare = dataclasses.replace(good, features={})
     odd = dataclasses.replace(good, meta={"text_row": 1})
     with store.writer("u9") as writer:
-        for wrong, reason in ((cut, r"hidden\.text.*uint16"), (bare, r"hidden\.text"), (odd, "'text_row'")):
+        for wrong, reason in (
+            (cut, r"hidden\.text.*uint16"),
+            (bare, r"hidden\.text"),
+            (odd, "'text_row'"),
+        ):
             with pytest.raises(StoreError, match=f"sample k0040.*{reason}"):
                 writer.add(wrong)
         writer.add(good)
@@ -283,13 +336,21 @@ def test_a_sample_that_does_not_fit_is_refused_by_name(store: Store) -> None:
     assert same(store.read("k0040"), good)
 
 
-SEEN = sample(next(number for number in range(40, 99) if len(sample(number).spans) == 2))
+SEEN = sample(
+    next(number for number in range(40, 99) if len(sample(number).spans) == 2)
+)
 MOVED = [
     ({"position_T": SEEN.position_T + 1}, "position 0 is empty"),
     ({"position_T": SEEN.position_T[::-1]}, "not in the order"),
-    ({"position_T": np.arange(len(SEEN.ids_T), dtype=np.int32)}, "position 1 is taken twice"),
+    (
+        {"position_T": np.arange(len(SEEN.ids_T), dtype=np.int32)},
+        "position 1 is taken twice",
+    ),
     ({"spans": SEEN.spans[::-1]}, "not in the order"),
-    ({"spans": (Span(SEEN.spans[0].start, SEEN.visual_tokens), Span(400, 0))}, "a span is empty"),
+    (
+        {"spans": (Span(SEEN.spans[0].start, SEEN.visual_tokens), Span(400, 0))},
+        "a span is empty",
+    ),
     (
         {"spans": (SEEN.spans[0], Span(SEEN.spans[1].start + 1, SEEN.spans[1].length))},
         f"position {SEEN.spans[1].start}",
@@ -298,10 +359,15 @@ MOVED = [
 
 
 @pytest.mark.parametrize(("changes", "why"), MOVED)
-def test_text_and_spans_must_fill_the_sequence(store: Store, changes: dict[str, Any], why: str) -> None:
+def test_text_and_spans_must_fill_the_sequence(
+    store: Store, changes: dict[str, Any], why: str
+) -> None:
     """Refused by the writer, and found by `verify` where another writer let it in."""
     wrong = dataclasses.replace(SEEN, **changes)
-    with store.writer("u9") as writer, pytest.raises(StoreError, match=f"sample {wrong.key}: .*{why}"):
+    with (
+        store.writer("u9") as writer,
+        pytest.raises(StoreError, match=f"sample {wrong.key}: .*{why}"),
+    ):
         writer.add(wrong)
     assert not verify(store.path).findings
     counts = {
@@ -313,7 +379,9 @@ def test_text_and_spans_must_fill_the_sequence(store: Store, changes: dict[str, 
     spans = [{"start": span.start, "length": span.length} for span in wrong.spans]
     with store.writer("u9") as writer:
         writer.copy(
-            {"key": wrong.key, "dataset": "", "spans": spans, **line}, store.layout.split(wrong, {}), {}
+            {"key": wrong.key, "dataset": "", "spans": spans, **line},
+            store.layout.split(wrong, {}),
+            {},
         )
     (found,) = verify(store.path).damage
     assert found.name.endswith("/index.arrow")
@@ -325,7 +393,10 @@ def test_images_may_stand_side_by_side_and_at_either_end(store: Store) -> None:
     text = np.array([3, 4], np.int32)
     spans = (Span(0, 2), Span(2, 1), Span(5, 2))
     rows = {"text": 2, "visual": 5, "span": 3}
-    features = {feature: np.zeros((rows[feature.where], WIDTH), np.uint16) for feature in SEEN.features}
+    features = {
+        feature: np.zeros((rows[feature.where], WIDTH), np.uint16)
+        for feature in SEEN.features
+    }
     given = Sample("edges", text, text > 3, text, text, spans, features)
     write(store, "u9", [given])
     assert same(store.read("edges"), given)
@@ -339,7 +410,9 @@ def test_a_feature_never_captured_is_named(store: Store) -> None:
         store.read("nobody")
 
 
-def test_a_cached_index_only_saves_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_index_only_saves_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     truth = store.index
     monkeypatch.setattr(merged, "WORTH", 2)
     assert Store.open(store.path).index.equals(truth)
@@ -373,7 +446,9 @@ def test_a_cached_index_does_not_speak_for_a_unit_that_was_made_anew(
         write(Store.open(store.path), "u0", numbers)
         again = Store.open(store.path)
         assert again.keys() == {f"k{number:04}" for number in {*numbers, *range(5, 12)}}
-        assert all(same(again.read(f"k{number:04}"), sample(number)) for number in numbers)
+        assert all(
+            same(again.read(f"k{number:04}"), sample(number)) for number in numbers
+        )
 
 
 def test_what_is_committed_or_collected_while_verify_looks_is_no_damage(
@@ -406,7 +481,10 @@ def test_what_is_committed_or_collected_while_verify_looks_is_no_damage(
 def test_asking_for_the_size_of_a_file_looks_at_no_other(store: Store) -> None:
     """A writer asks whether its unit is there: that must not take longer the more units there are."""
     with struck(Calls(frozenset({"scandir", "listdir"}), None)) as calls:
-        sizes = [store.backend.size(name) for name in ("store.json", "commits", "nothing", "store.json/x")]
+        sizes = [
+            store.backend.size(name)
+            for name in ("store.json", "commits", "nothing", "store.json/x")
+        ]
     assert sizes == [Path(store.path, "store.json").stat().st_size, None, None, None]
     assert calls.count == 0
 
@@ -434,7 +512,9 @@ def test_a_store_is_not_made_where_other_things_lie(tmp_path: Path, url: str) ->
     assert set(backend.list_files("")) == {"cache/data.bin"}
 
 
-def test_a_store_is_made_in_an_empty_folder_and_where_making_one_was_interrupted(tmp_path: Path) -> None:
+def test_a_store_is_made_in_an_empty_folder_and_where_making_one_was_interrupted(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "empty").mkdir()
     assert make(tmp_path / "empty", [range(3)]).keys() == {"k0000", "k0001", "k0002"}
     for folder in ("heads", "staging"):

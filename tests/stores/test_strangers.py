@@ -50,7 +50,9 @@ FEATURE = Feature.parse("hidden.text")
 EXAMPLES = count(60, 500)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + EXAMPLES)]
 MEMORY = 64 << 20  # bytes: the store has some kilobytes
-ROOM = 1 << 30  # bytes of address space that threads and allocators may reserve in advance
+ROOM = (
+    1 << 30
+)  # bytes of address space that threads and allocators may reserve in advance
 Content = dict[str, Any]
 RECORDS = ("store.json", "commits/u0.json", "views/v.json", "stats/r.json")
 
@@ -60,7 +62,9 @@ def little_memory() -> Iterator[None]:
     """Python allocates little in here; Arrow and polars are refused more than `ROOM`."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, hard)
+    )
     tracemalloc.start()
     try:
         yield
@@ -95,7 +99,11 @@ def reseal(path: Path, name: str, change: Callable[[Content], Any]) -> None:
     """Change a record and seal it again; a unit's shard gets the name that its files make."""
     held = content(path, name)
     change(held)
-    if name == "commits/u0.json" and isinstance(held.get("files"), dict) and "shard" in held:
+    if (
+        name == "commits/u0.json"
+        and isinstance(held.get("files"), dict)
+        and "shard" in held
+    ):
         old, held["shard"] = held["shard"], shard_name("u0", held["files"])
         if old != held["shard"] and (path / "shards" / str(old)).is_dir():
             (path / "shards" / old).rename(path / "shards" / held["shard"])
@@ -106,7 +114,11 @@ def replace(path: Path, file: str, data: bytes) -> None:
     """Put another file into the shard, with its right size and checksum."""
     shard = content(path, "commits/u0.json")["shard"]
     (path / "shards" / shard / file).write_bytes(data)
-    reseal(path, "commits/u0.json", lambda held: held["files"].update({file: [len(data), digest(data)]}))
+    reseal(
+        path,
+        "commits/u0.json",
+        lambda held: held["files"].update({file: [len(data), digest(data)]}),
+    )
 
 
 def index(path: Path) -> pa.Table:
@@ -116,7 +128,9 @@ def index(path: Path) -> pa.Table:
 
 def arrow(table: pa.Table, **options: Any) -> bytes:
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+    with pa.ipc.new_file(
+        sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)
+    ) as writer:
         writer.write_table(table)
     return bytes(sink.getvalue())
 
@@ -144,7 +158,9 @@ def refused(path: Path, tmp_path: Path) -> None:
         with pytest.raises(StoreError):
             merge(tmp_path / "into", [path])
         assert verify(path).damage
-    new = {file for file in tmp_path.rglob("*") if not file.is_relative_to(path)} - before
+    new = {
+        file for file in tmp_path.rglob("*") if not file.is_relative_to(path)
+    } - before
     assert all(file.is_relative_to(tmp_path / "into") for file in new)
 
 
@@ -155,9 +171,15 @@ def test_an_honest_store_passes(evil: Path, tmp_path: Path) -> None:
 
 PAYLOAD = "tokens/../../../../pwned.sh"
 COMMITS: dict[str, Callable[[Content], Any]] = {
-    "a file outside": lambda held: held["files"].update({PAYLOAD: [3, digest(b"hi\n")]}),
-    "an absolute file": lambda held: held["files"].update({"/tmp/pwned": [3, digest(b"hi\n")]}),
-    "a file of no array": lambda held: held["files"].update({"layer9.text/zarr.json": [3, digest(b"hi\n")]}),
+    "a file outside": lambda held: held["files"].update(
+        {PAYLOAD: [3, digest(b"hi\n")]}
+    ),
+    "an absolute file": lambda held: held["files"].update(
+        {"/tmp/pwned": [3, digest(b"hi\n")]}
+    ),
+    "a file of no array": lambda held: held["files"].update(
+        {"layer9.text/zarr.json": [3, digest(b"hi\n")]}
+    ),
     "no index": lambda held: held["files"].pop(INDEX),
     "no array": lambda held: held["files"].pop("tokens/c/0/0"),
     "a size": lambda held: held["files"]["tokens/c/0/0"].__setitem__(0, 1 << 60),
@@ -178,11 +200,17 @@ for member in ("files", "rows", "schema", "origin", "shard"):
 
 
 @pytest.mark.parametrize("what", COMMITS)
-def test_a_lying_record_of_a_unit_is_refused(evil: Path, tmp_path: Path, what: str) -> None:
+def test_a_lying_record_of_a_unit_is_refused(
+    evil: Path, tmp_path: Path, what: str
+) -> None:
     (evil.parent / "pwned.sh").write_bytes(b"hi\n")
     reseal(evil, "commits/u0.json", COMMITS[what])
     refused(evil, tmp_path)
-    assert not list((tmp_path / "into").rglob("pwned*")) if (tmp_path / "into").exists() else True
+    assert (
+        not list((tmp_path / "into").rglob("pwned*"))
+        if (tmp_path / "into").exists()
+        else True
+    )
 
 
 def test_a_shard_elsewhere_is_not_read(evil: Path, tmp_path: Path) -> None:
@@ -203,14 +231,20 @@ STORES: dict[str, Callable[[Content], Any]] = {
     "a negative width": lambda held: held["info"].update(hidden_size=-8),
     "a width that is a text": lambda held: held["info"].update(hidden_size="8"),
     "encodings that are a list": lambda held: held.update(encoding=[]),
-    "a feature with a path": lambda held: held["provenance"].update(features=["../../x.text"]),
-    "a feature twice": lambda held: held["provenance"].update(features=["hidden.text", "hidden.text"]),
+    "a feature with a path": lambda held: held["provenance"].update(
+        features=["../../x.text"]
+    ),
+    "a feature twice": lambda held: held["provenance"].update(
+        features=["hidden.text", "hidden.text"]
+    ),
     "a later fact": lambda held: held["info"].update(news=1),
 }
 
 
 @pytest.mark.parametrize("what", STORES)
-def test_a_lying_record_of_a_store_is_refused(evil: Path, tmp_path: Path, what: str) -> None:
+def test_a_lying_record_of_a_store_is_refused(
+    evil: Path, tmp_path: Path, what: str
+) -> None:
     reseal(evil, "store.json", STORES[what])
     with pytest.raises(VlmdistillError) as raised:
         use(evil, tmp_path / "into")
@@ -220,7 +254,9 @@ def test_a_lying_record_of_a_store_is_refused(evil: Path, tmp_path: Path, what: 
 
 @pytest.mark.parametrize("depth", [100, 100_000])
 @pytest.mark.parametrize("name", RECORDS)
-def test_deep_and_large_records_are_refused_before_they_are_parsed(evil: Path, name: str, depth: int) -> None:
+def test_deep_and_large_records_are_refused_before_they_are_parsed(
+    evil: Path, name: str, depth: int
+) -> None:
     kinds: dict[str, type[Record]] = {
         "store.json": StoreRecord,
         "commits/u0.json": Commit,
@@ -241,7 +277,9 @@ def test_one_view_is_never_read_for_another(evil: Path) -> None:
     with pytest.raises(StoreError, match=r"views/w\.json.*\bv\b"):
         Store.open(evil).view("w")
     shutil.copy(evil / "stats/r.json", evil / "stats/q.json")
-    assert {"views/w.json", "stats/q.json"} <= {finding.name for finding in verify(evil).damage}
+    assert {"views/w.json", "stats/q.json"} <= {
+        finding.name for finding in verify(evil).damage
+    }
 
 
 def test_a_folder_with_the_name_of_a_record_is_damage(evil: Path) -> None:
@@ -270,13 +308,17 @@ FIFOS = [
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("place", FIFOS)
-def test_a_fifo_hangs_nothing_and_is_named(evil: Path, tmp_path: Path, place: str) -> None:
+def test_a_fifo_hangs_nothing_and_is_named(
+    evil: Path, tmp_path: Path, place: str
+) -> None:
     path = next(evil.glob(place), evil / place)
     path.unlink(missing_ok=True)
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
     name = path.relative_to(evil).as_posix()
-    assert "staging" in name or name in {finding.name for finding in verify(evil).damage}
+    assert "staging" in name or name in {
+        finding.name for finding in verify(evil).damage
+    }
     for act in (use, lambda path, _: collect(Store.open(path), grace=0)):
         try:
             act(evil, tmp_path / "into")
@@ -302,14 +344,18 @@ INDEXES: dict[str, Callable[[pa.Table], bytes]] = {
     "other visual tokens": lambda table: arrow(_set("visual_tokens", 7)(table)),
     "no key": lambda table: arrow(_set("key", None)(table)),
     "no spans": lambda table: arrow(_set("spans", None)(table)),
-    "spans without a length": lambda table: arrow(_set("spans", [{"start": 0, "length": None}])(table)),
+    "spans without a length": lambda table: arrow(
+        _set("spans", [{"start": 0, "length": None}])(table)
+    ),
     "a lacking column": lambda table: arrow(table.drop_columns(["text_row"])),
     "a column of another type": lambda table: arrow(
         table.set_column(3, "visual_tokens", pa.array(["1"] * len(table)))
     ),
     "a column twice": lambda table: arrow(table.append_column("words", table["words"])),
     "a run of nulls in a list": lambda table: arrow(
-        table.append_column("n", pa.array([[None] * 100_000] * len(table), pa.list_(pa.null())))
+        table.append_column(
+            "n", pa.array([[None] * 100_000] * len(table), pa.list_(pa.null()))
+        )
     ),
     "runs": lambda table: arrow(
         table.append_column("n", pa.RunEndEncodedArray.from_arrays([len(table)], [1]))
@@ -324,7 +370,12 @@ def test_a_lying_index_is_refused(evil: Path, tmp_path: Path, what: str) -> None
 
 
 def test_a_compressed_index_takes_no_memory(evil: Path) -> None:
-    zeros = pa.table({"key": pa.array(["k"]), "n": pa.array([[0] * 10_000_000], pa.list_(pa.int64()))})
+    zeros = pa.table(
+        {
+            "key": pa.array(["k"]),
+            "n": pa.array([[0] * 10_000_000], pa.list_(pa.int64())),
+        }
+    )
     data = arrow(zeros, compression="zstd")
     (evil / "bomb").write_bytes(data)
     before = pa.total_allocated_bytes()
@@ -337,7 +388,9 @@ def test_a_compressed_index_takes_no_memory(evil: Path) -> None:
 def test_columns_that_share_memory_are_refused(evil: Path) -> None:
     table = pa.table({name: pa.array(["k" * 1000] * 10) for name in ("key", "a")})
     data = bytearray(arrow(table))
-    wide = struct.pack("<q", 10_000)  # of the text of each column: in the node, in the buffer
+    wide = struct.pack(
+        "<q", 10_000
+    )  # of the text of each column: in the node, in the buffer
     ends = [at for at in range(len(data) - 8) if data[at : at + 8] == wide]
     assert len(ends) > 1
     for at in ends:
@@ -355,9 +408,13 @@ def test_columns_that_share_memory_are_refused(evil: Path) -> None:
         struct.pack("<Q", 1 << 62) + b"{}",
         struct.pack("<Q", 2) + b"{}",
         struct.pack("<Q", 90)
-        + b'{"embed":{"dtype":"BF16","shape":[32,8],"data_offsets":[0,9999999]}}'.ljust(90),
+        + b'{"embed":{"dtype":"BF16","shape":[32,8],"data_offsets":[0,9999999]}}'.ljust(
+            90
+        ),
         struct.pack("<Q", 90)
-        + b'{"embed":{"dtype":"BF16","shape":[-32,-8],"data_offsets":[0,512]}}'.ljust(90),
+        + b'{"embed":{"dtype":"BF16","shape":[-32,-8],"data_offsets":[0,512]}}'.ljust(
+            90
+        ),
         struct.pack("<Q", 200_000) + b"[" * 200_000,
     ],
     ids=range(7),
@@ -367,7 +424,11 @@ def test_a_lying_head_is_refused(evil: Path, data: bytes) -> None:
     (evil / "heads" / name[:16]).mkdir()
     (evil / "heads" / name[:16] / "head.safetensors").write_bytes(data)
     file = f"heads/{name[:16]}/head.safetensors"
-    reseal(evil, "store.json", lambda held: held["head"].update(file=file, entry=[len(data), name]))
+    reseal(
+        evil,
+        "store.json",
+        lambda held: held["head"].update(file=file, entry=[len(data), name]),
+    )
     with pytest.raises(StoreError, match=file):
         Store.open(evil).head()
 
@@ -394,7 +455,9 @@ def test_a_lying_head_is_refused(evil: Path, data: bytes) -> None:
     ],
     ids=range(16),
 )
-def test_a_filter_opens_no_file_and_ends_in_one_line(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_filter_opens_no_file_and_ends_in_one_line(
+    text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(StoreError) as raised:
         where(text, ["words", "dataset"])
     assert "\n" not in str(raised.value)
@@ -410,7 +473,10 @@ PIECES = re.findall(
 
 
 @settings(max_examples=EXAMPLES // 5, deadline=None)
-@given(st.text("abw(),'\" 01.<>=|~[]:*/-\n") | st.lists(st.sampled_from(PIECES)).map(" ".join))
+@given(
+    st.text("abw(),'\" 01.<>=|~[]:*/-\n")
+    | st.lists(st.sampled_from(PIECES)).map(" ".join)
+)
 def test_any_text_is_a_filter_or_one_line(text: str) -> None:
     rows = pl.DataFrame({"words": [1, 2], "dataset": ["a", "b"]})
     try:
@@ -427,25 +493,49 @@ SCALAR = st.one_of(
     st.sampled_from([-1, 0, 1, 2, 7, 1 << 31, 1 << 48, 1 << 62, 1 << 64, 10**30]),
     st.floats(allow_nan=False, allow_infinity=False),
     st.sampled_from(
-        ["", "..", "../../x", "/etc/hostname", "u0", "raw", "int8", "x" * 5000, "\x00", "ä", "\n"]
+        [
+            "",
+            "..",
+            "../../x",
+            "/etc/hostname",
+            "u0",
+            "raw",
+            "int8",
+            "x" * 5000,
+            "\x00",
+            "ä",
+            "\n",
+        ]
     ),
     st.text(max_size=4),
 )
 VALUE: st.SearchStrategy[Any] = st.deferred(
-    lambda: SCALAR | st.lists(VALUE, max_size=3) | st.dictionaries(st.text(max_size=3), VALUE, max_size=3)
+    lambda: (
+        SCALAR
+        | st.lists(VALUE, max_size=3)
+        | st.dictionaries(st.text(max_size=3), VALUE, max_size=3)
+    )
 )
 
 
 def spots(held: Any) -> Iterator[tuple[Any, Any]]:
     """Every member and item of a record, at any depth: what has it, and its name there."""
-    items = held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+    items = (
+        held.items()
+        if isinstance(held, dict)
+        else enumerate(held)
+        if isinstance(held, list)
+        else ()
+    )
     for name, value in list(items):
         yield held, name
         yield from spots(value)
 
 
 @pytest.mark.parametrize("names", [[], ["words", "note"]])
-def test_the_columns_of_meta_are_those_that_the_record_names(evil: Path, names: list[str]) -> None:
+def test_the_columns_of_meta_are_those_that_the_record_names(
+    evil: Path, names: list[str]
+) -> None:
     held = content(evil, "commits/u0.json")
     assert sorted(held["meta"]) != sorted(names)
     (evil / "commits/u0.json").write_bytes(seal({**held, "meta": names}))
@@ -477,7 +567,9 @@ def test_a_mutated_record_ends_in_one_line_or_a_right_answer(
     sealed = seal(held)
     if data.draw(st.integers(0, 9)) == 0:  # a byte that no seal covers any more
         at = data.draw(st.integers(0, len(sealed) - 1))
-        sealed = sealed[:at] + bytes([data.draw(st.integers(0, 255))]) + sealed[at + 1 :]
+        sealed = (
+            sealed[:at] + bytes([data.draw(st.integers(0, 255))]) + sealed[at + 1 :]
+        )
     root = tmp_path_factory.getbasetemp() / "fuzzed"
     shutil.rmtree(root, ignore_errors=True)
     path = root / "a/b/c/s"
@@ -488,14 +580,18 @@ def test_a_mutated_record_ends_in_one_line_or_a_right_answer(
         try:
             store = Store.open(path)
             store.head()
-            assert set(store.view("v")["key"]) <= {f"k{number:04}" for number in range(4)}
+            assert set(store.view("v")["key"]) <= {
+                f"k{number:04}" for number in range(4)
+            }
             for key in store.index["key"]:
                 assert same(store.read(key), sample(int(key[1:])))
             send(path, root / "into")
         except VlmdistillError as error:
             one_line(error)
     assert {file.name for file in root.iterdir()} <= {"a", "into"}
-    assert {file.name for file in (root / "a").rglob("*") if not file.is_relative_to(path)} <= {"b", "c", "s"}
+    assert {
+        file.name for file in (root / "a").rglob("*") if not file.is_relative_to(path)
+    } <= {"b", "c", "s"}
     verify_ends(path)
 
 

@@ -24,7 +24,9 @@ from vlmdistill.stores.views.filters import filter_store
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return make(tmp_path / "store", [range(5), range(5, 9)], encoding={"hidden.text": "int8"})
+    return make(
+        tmp_path / "store", [range(5), range(5, 9)], encoding={"hidden.text": "int8"}
+    )
 
 
 def run(*arguments: str) -> Any:
@@ -43,7 +45,9 @@ def test_info_counts_samples_bytes_and_datasets(store: Store) -> None:
     samples = [sample(number) for number in range(9)]
     assert (facts["samples"], facts["units"]) == (9, 2)
     assert facts["datasets"]["a"]["samples"] == 5
-    assert facts["datasets"]["b"]["text_tokens"] == sum(len(item.ids_T) for item in samples[1::2])
+    assert facts["datasets"]["b"]["text_tokens"] == sum(
+        len(item.ids_T) for item in samples[1::2]
+    )
     assert 0 < facts["fields"]["hidden.text"]["relative_error"] < 0.02
     assert "relative_error" not in facts["fields"]["layer2.visual"]
     assert facts["provenance"]["features"] == store.provenance.features
@@ -63,11 +67,15 @@ def test_what_info_says_of_sizes_adds_up_to_what_lies_there(store: Store) -> Non
     files = [path for path in Path(store.path).rglob("*") if path.is_file()]
     assert facts["bytes"] == sum(parts) == sum(path.stat().st_size for path in files)
     assert any(path.parent.name == "cache" for path in files)
-    assert facts["index_bytes"] == sum(path.stat().st_size for path in files if path.match("shards/*/*"))
+    assert facts["index_bytes"] == sum(
+        path.stat().st_size for path in files if path.match("shards/*/*")
+    )
     assert "64 in 67 shards, and 12 duplicates" in text("info", store.path)
 
 
-def test_names_of_a_stranger_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
+def test_names_of_a_stranger_do_not_reach_the_terminal_as_they_are(
+    tmp_path: Path,
+) -> None:
     evil = "\x1b]0;pwn\x07\u202ex\x9b31m"
     store = make(tmp_path / "store")
     with store.writer("u") as writer:
@@ -123,19 +131,28 @@ def test_a_damaged_view_is_told_and_stops_nothing_else(
 
 
 def test_info_says_what_each_drafter_would_cost_or_lack(store: Store) -> None:
-    needs = {"small": [Feature.parse("hidden.text")], "large": [Feature.parse("layer9.visual")]}
+    needs = {
+        "small": [Feature.parse("hidden.text")],
+        "large": [Feature.parse("layer9.visual")],
+    }
     facts = info(store, needs)["drafters"]
     assert facts["large"]["missing"] == ["layer9.visual"]
     assert facts["small"]["missing"] == []
     assert facts["small"]["bytes"] > facts["large"]["bytes"] > 0
 
 
-def test_the_command_tells_the_cost_of_every_drafter_of_the_catalogue(store: Store) -> None:
+def test_the_command_tells_the_cost_of_every_drafter_of_the_catalogue(
+    store: Store,
+) -> None:
     facts = run("info", store.path)["drafters"]
-    assert set(facts) == {name for name in catalogue.NAMES if catalogue.is_trained(name)}
+    assert set(facts) == {
+        name for name in catalogue.NAMES if catalogue.is_trained(name)
+    }
     for name, cost in facts.items():
         needs = catalogue.config(name).model.needs(store.info)
-        assert {*cost["features"], *cost["missing"]} == {feature.name for feature in needs}
+        assert {*cost["features"], *cost["missing"]} == {
+            feature.name for feature in needs
+        }
         assert cost["bytes"] >= facts["medusa"]["bytes"] or cost["missing"]
     assert "sparrow" in text("info", store.path)
 
@@ -143,7 +160,9 @@ def test_the_command_tells_the_cost_of_every_drafter_of_the_catalogue(store: Sto
 def test_stats_describe_every_numeric_column_of_a_view(store: Store) -> None:
     store.write_stats("run", {"key": ["k0001", "k0002"], "kept": [0.25, 0.75]})
     facts = stats(store)
-    words = {name: value for name, value in facts["words"].items() if name != "histogram"}
+    words = {
+        name: value for name, value in facts["words"].items() if name != "histogram"
+    }
     assert words == {
         "count": 9,
         "not_finite": 0,
@@ -163,10 +182,21 @@ def test_what_a_diverged_run_left_is_counted_beside_the_numbers(store: Store) ->
     keys = ["k0001", "k0002", "k0003", "k0004"]
     nan, inf = float("nan"), float("inf")
     assert "not finite" not in text("stats", store.path)
-    store.write_stats("run", {"key": keys, "loss": [1.0, inf, nan, -inf], "gone": [nan, None, None, inf]})
+    store.write_stats(
+        "run",
+        {"key": keys, "loss": [1.0, inf, nan, -inf], "gone": [nan, None, None, inf]},
+    )
     facts = run("stats", store.path)
-    assert (facts["loss"]["count"], facts["loss"]["not_finite"], facts["loss"]["max"]) == (1, 3, 1.0)
-    assert (facts["gone"]["count"], facts["gone"]["not_finite"], facts["gone"]["mean"]) == (0, 2, None)
+    assert (
+        facts["loss"]["count"],
+        facts["loss"]["not_finite"],
+        facts["loss"]["max"],
+    ) == (1, 3, 1.0)
+    assert (
+        facts["gone"]["count"],
+        facts["gone"]["not_finite"],
+        facts["gone"]["mean"],
+    ) == (0, 2, None)
     assert "not finite" in text("stats", store.path)
 
 
@@ -182,16 +212,32 @@ def test_what_a_diverged_run_left_is_counted_beside_the_numbers(store: Store) ->
         [-7.0],
     ],
 )
-def test_numbers_close_together_or_huge_have_a_distribution(store: Store, values: list[float]) -> None:
-    store.write_stats("run", {"key": [f"k{at:04}" for at in range(len(values))], "loss": values})
+def test_numbers_close_together_or_huge_have_a_distribution(
+    store: Store, values: list[float]
+) -> None:
+    store.write_stats(
+        "run", {"key": [f"k{at:04}" for at in range(len(values))], "loss": values}
+    )
     facts = run("stats", store.path)["loss"]
     assert (facts["min"], facts["max"]) == (min(values), max(values))
-    assert facts["mean"] == pytest.approx(float(sum(Fraction(value) for value in values) / len(values)))
-    assert sorted(values)[0] <= facts["p10"] <= facts["p50"] <= facts["p90"] <= sorted(values)[-1]
+    assert facts["mean"] == pytest.approx(
+        float(sum(Fraction(value) for value in values) / len(values))
+    )
+    assert (
+        sorted(values)[0]
+        <= facts["p10"]
+        <= facts["p50"]
+        <= facts["p90"]
+        <= sorted(values)[-1]
+    )
     histogram = facts["histogram"]
     assert (histogram["from"], histogram["to"]) == (min(values), max(values))
     assert sum(histogram["counts"]) == len(values)
-    assert bool(histogram["counts"][0]) == bool(histogram["counts"][-1]) == (min(values) < max(values))
+    assert (
+        bool(histogram["counts"][0])
+        == bool(histogram["counts"][-1])
+        == (min(values) < max(values))
+    )
     assert "loss" in text("stats", store.path)
 
 
@@ -204,12 +250,24 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     view = run("filter", path, "--where", "words > 5", "--name", "long")
     assert view == {"view": "long", "rows": 9, "kept": 3, "dropped": {"words > 5": 6}}
     assert "3 of 9" in text("filter", path, "--where", "words > 5", "--name", "long")
-    nobody = CliRunner().invoke(app, ["filter", path, "--where", "words > 99", "--name", "none"])
+    nobody = CliRunner().invoke(
+        app, ["filter", path, "--where", "words > 99", "--name", "none"]
+    )
     assert "keeps none of 9 samples" in nobody.stderr
     assert run("verify", path)["findings"] == []
     there = str(tmp_path / "there")
-    assert run("push", path, there, "--view", "long", "--features", "hidden.text")["copied"] == 3
-    nothing: dict[str, list[str]] = {"conflicts": [], "replaced": [], "left": [], "annexes": []}
+    assert (
+        run("push", path, there, "--view", "long", "--features", "hidden.text")[
+            "copied"
+        ]
+        == 3
+    )
+    nothing: dict[str, list[str]] = {
+        "conflicts": [],
+        "replaced": [],
+        "left": [],
+        "annexes": [],
+    }
     counts = {"copied": 9, "present": 0, "duplicates": 0}
     assert run("pull", path, str(tmp_path / "all")) == counts | nothing
     assert run("merge", str(tmp_path / "merged"), path)[path]["copied"] == 9
@@ -218,11 +276,15 @@ def test_each_verb_answers_in_json_and_in_words(store: Store, tmp_path: Path) ->
     assert "findings" in text("verify", path)
     left = "staging/0123456789abcdef"
     (Path(path) / left).mkdir()
-    assert run("gc", path, "--grace", "0", "--dry-run")["removed"] == [{"name": left, "bytes": 0}]
+    assert run("gc", path, "--grace", "0", "--dry-run")["removed"] == [
+        {"name": left, "bytes": 0}
+    ]
     assert left in text("gc", path, "--grace", "0")
 
 
-def test_an_empty_list_of_features_is_refused_before_anything_is_copied(store: Store, tmp_path: Path) -> None:
+def test_an_empty_list_of_features_is_refused_before_anything_is_copied(
+    store: Store, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match="''"):
         text("push", store.path, str(tmp_path / "there"), "--features", "")
     assert not (tmp_path / "there").exists()
@@ -240,7 +302,9 @@ def test_an_empty_list_of_features_is_refused_before_anything_is_copied(store: S
         ("store.json", "heads/"),
     ],
 )
-def test_what_verify_advises_fits_what_is_damaged(store: Store, file: str, advice: str) -> None:
+def test_what_verify_advises_fits_what_is_damaged(
+    store: Store, file: str, advice: str
+) -> None:
     filter_store(store, "long", expressions=["words > 5"])
     store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
     (path,) = Path(store.path).glob(file)

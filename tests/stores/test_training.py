@@ -11,7 +11,9 @@ from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.sharing.merge import send
 
 
-def test_a_pulled_store_trains_a_drafter_on_a_machine_without_the_target(tmp_path: Path) -> None:
+def test_a_pulled_store_trains_a_drafter_on_a_machine_without_the_target(
+    tmp_path: Path,
+) -> None:
     synthetic.store(tmp_path / "team", 6)
     send(tmp_path / "team", f"memory://{tmp_path.name}")
     shutil.rmtree(tmp_path / "team")

@@ -13,7 +13,9 @@ S = TypeVar("S", bound=ThreadingHTTPServer)
 def serving(server: S) -> Iterator[S]:
     """The server while it serves, in a thread."""
     with server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         yield server
         server.shutdown()

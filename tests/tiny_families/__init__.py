@@ -17,7 +17,14 @@ FAMILIES: dict[str, Parts] = {
     for name, parts in vars(module).items()
     if isinstance(parts, Parts)
 }
-NEED_TORCHVISION = ("cohere2_vision", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3")
+NEED_TORCHVISION = (
+    "cohere2_vision",
+    "gemma4",
+    "kimi_k25",
+    "lfm2_vl",
+    "minicpmv4_6",
+    "mistral3",
+)
 
 
 def runs_here(family: str) -> bool:
@@ -28,7 +35,13 @@ def runs_here(family: str) -> bool:
 
 
 def checkpoint(
-    family: str, folder: Path, *, vocabulary: int = 320, layers: int = 3, seed: int = 0, std: float = 0.15
+    family: str,
+    folder: Path,
+    *,
+    vocabulary: int = 320,
+    layers: int = 3,
+    seed: int = 0,
+    std: float = 0.15,
 ) -> Path:
     """Write a checkpoint of `family` with random weights into `folder`; return it."""
     write(FAMILIES[family], folder, vocabulary, layers, seed, std)

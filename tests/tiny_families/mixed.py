@@ -31,14 +31,20 @@ QWEN3_VL_MOE = Parts(  # experts in each layer, deepstack, interleaved M-RoPE
         "norm_topk_prob": True,  # as published; vLLM has no default
         **EXPERTS,
     },
-    vision={**PATCHES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    vision={
+        **PATCHES,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
 )
 QWEN3_5 = Parts(  # linear attention in most layers
     "Qwen3_5",
     **QWEN3,
     text={
         "head_dim": 16,
-        "rope_parameters": mrope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+        "rope_parameters": mrope(
+            [2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5
+        ),
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
@@ -91,7 +97,13 @@ MINICPMV4_6 = Parts(  # Qwen3.5's layers; an overview and slices, all in one row
     {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
     image_processor={"patch_size": 14, "scale_resolution": 112, "max_slice_nums": 4},
     text={**QWEN3_5.text, "model_type": "qwen3_5_text"},
-    vision={**VIT, "num_hidden_layers": 3, "image_size": 112, "patch_size": 14, "insert_layer_id": 1},
+    vision={
+        **VIT,
+        "num_hidden_layers": 3,
+        "image_size": 112,
+        "patch_size": 14,
+        "insert_layer_id": 1,
+    },
     config={"insert_layer_id": 1, "image_size": 112},
     named={
         "image_token": "<|image_pad|>",
@@ -133,5 +145,8 @@ KIMI_K25 = Parts(  # DeepSeek V3's text model: latent attention, keys and values
     },
     vision={**SMALL, "pos_emb_height": 8, "pos_emb_width": 8},
     config={"projection_hidden_size": 32},
-    named={"image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>"},
+    named={
+        "image_token": "<|media_pad|>",
+        "video_token": "<|kimi_k25_video_placeholder|>",
+    },
 )

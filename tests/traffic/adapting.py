@@ -21,12 +21,22 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.store import Store
 
-SMALL = ("batch_tokens=1024", "stages.*.learning_rate=2e-3", "stages.*.visual=[0.5,0.5]", "tree=chain-3")
+SMALL = (
+    "batch_tokens=1024",
+    "stages.*.learning_rate=2e-3",
+    "stages.*.visual=[0.5,0.5]",
+    "tree=chain-3",
+)
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray")]
 
 
 def how(log: Path, **changes: Any) -> Adaptation:
-    values: dict[str, Any] = {"steps": 40, "limit": 12, "max_new_tokens": 24, "workers": 1}
+    values: dict[str, Any] = {
+        "steps": 40,
+        "limit": 12,
+        "max_new_tokens": 24,
+        "workers": 1,
+    }
     values["eval_share"] = 0.25
     values["settings"] = (*SMALL, "stages.*.anchors=failed", "stages.*.mixed=1")
     return Adaptation(sources=(str(log),), **{**values, **changes})
@@ -47,20 +57,29 @@ def test_a_better_drafter_is_published_with_what_it_was_trained_on(
     assert trained is not None
     assert trained <= new
     assert len(trained) > len(new) / 2  # without those that the training holds out
-    assert describe(workspace.drafter("hawk.r1"))["training"]["init"]["from"].endswith("hawk")
+    assert describe(workspace.drafter("hawk.r1"))["training"]["init"]["from"].endswith(
+        "hawk"
+    )
     assert "hawk.replay.rejected" in store.index.columns
     metrics = workspace.drafter("hawk.adapt") / "metrics.jsonl"
     assert json.loads(metrics.read_text())["published"] is True
     where = ["--model", "demo", "--runs", str(workspace.root.parent)]
     assert main(["adapt", "hawk", "--from", str(log), "--steps", "5", *where]) == 3
-    assert "0 samples of traffic are new to hawk.r1: a round needs 32" in capsys.readouterr().out
+    assert (
+        "0 samples of traffic are new to hawk.r1: a round needs 32"
+        in capsys.readouterr().out
+    )
     assert versions.current(workspace, "hawk") == "hawk.r1"
     assert main(["serve", "--drafter", "hawk", "--record-for", "3d", *where]) == 2
 
 
-def test_a_drafter_that_is_not_surely_better_stays_unpublished(workspace: Workspace, log: Path) -> None:
+def test_a_drafter_that_is_not_surely_better_stays_unpublished(
+    workspace: Workspace, log: Path
+) -> None:
     settings = (*SMALL, "stages.*.learning_rate=0")
-    made = adapt(workspace, "hawk", how(log, steps=None, minutes=0.01, settings=settings))
+    made = adapt(
+        workspace, "hawk", how(log, steps=None, minutes=0.01, settings=settings)
+    )
     trained = describe(workspace.drafter(made.drafter))["training"]["steps"]
     assert made.facts["steps"] == trained >= 1
     assert not made.published

@@ -32,8 +32,17 @@ from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 PLUGIN = "vlmdistill.pipelines.vllm.plugin"
-MORE = ("--middleware", f"{PLUGIN}.recording.Recording", "--worker-extension-cls", f"{PLUGIN}.swap.Swap")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("ray")]
+MORE = (
+    "--middleware",
+    f"{PLUGIN}.recording.Recording",
+    "--worker-extension-cls",
+    f"{PLUGIN}.swap.Swap",
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.usefixtures("ray"),
+]
 
 
 @dataclass
@@ -46,7 +55,9 @@ class Running:
     plain: list[str]
     recorded: Path
 
-    def ask(self, bodies: Sequence[dict[str, Any]], at_once: int = 1) -> list[dict[str, Any]]:
+    def ask(
+        self, bodies: Sequence[dict[str, Any]], at_once: int = 1
+    ) -> list[dict[str, Any]]:
         """The responses, in order."""
         return answers(self.url, bodies, at_once)
 
@@ -73,12 +84,21 @@ class Running:
         )
 
     def follow(self) -> "subprocess.CompletedProcess[str]":
-        return self.run("follow", "hawk", "--server", self.url, "--dtype", "float32", "--once")
+        return self.run(
+            "follow", "hawk", "--server", self.url, "--dtype", "float32", "--once"
+        )
 
 
-def answers(url: str, bodies: Sequence[dict[str, Any]], at_once: int = 1) -> list[dict[str, Any]]:
+def answers(
+    url: str, bodies: Sequence[dict[str, Any]], at_once: int = 1
+) -> list[dict[str, Any]]:
     with httpx2.Client(timeout=600) as client, ThreadPoolExecutor(at_once) as pool:
-        said = list(pool.map(lambda body: client.post(f"{url}/v1/chat/completions", json=body), bodies))
+        said = list(
+            pool.map(
+                lambda body: client.post(f"{url}/v1/chat/completions", json=body),
+                bodies,
+            )
+        )
     assert {one.status_code for one in said} == {200}, said[0].text
     return [one.json() for one in said]
 
@@ -93,48 +113,85 @@ def running(
     workspace, recorded = fresh(folder, target), folder / "recorded"
     lines = [json.loads(line) for line in (log / "log.jsonl").read_text().splitlines()]
     bodies = [embedded(line, log) for line in lines]
-    served = export(workspace.drafter("hawk"), workspace.root / "served" / "hawk", "float32")
+    served = export(
+        workspace.drafter("hawk"), workspace.root / "served" / "hawk", "float32"
+    )
     what = EMBEDDED["demo"], "demo", "float32"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLMDISTILL_RECORD", str(recorded))
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         with vllm_server(*what, folder / "plain.log", whole_images=False) as url:
             plain = list(map(text, answers(url, bodies, 8)))
-        with vllm_server(*what, folder / "vllm.log", served, whole_images=False, more=MORE) as url:
+        with vllm_server(
+            *what, folder / "vllm.log", served, whole_images=False, more=MORE
+        ) as url:
             yield Running(url, workspace, bodies, plain, recorded)
 
 
-def test_what_is_recorded_adapts_the_drafter_and_is_taken_over(running: Running) -> None:
+def test_what_is_recorded_adapts_the_drafter_and_is_taken_over(
+    running: Running,
+) -> None:
     before = running.accepted_per_draft()
     said = running.ask(running.bodies[:8])
     settings = [word for one in SMALL for word in ("--set", one)]
     adapting = running.run(
-        *("adapt", "hawk", "--from", str(running.recorded), "--steps", "80", "--limit", "16"),
-        *("--eval-share", "0.25", "--max-new-tokens", "24", "--workers", "1", *settings),
+        *(
+            "adapt",
+            "hawk",
+            "--from",
+            str(running.recorded),
+            "--steps",
+            "80",
+            "--limit",
+            "16",
+        ),
+        *(
+            "--eval-share",
+            "0.25",
+            "--max-new-tokens",
+            "24",
+            "--workers",
+            "1",
+            *settings,
+        ),
     )
     assert adapting.returncode == 0, adapting.stderr
     assert "hawk.r1 is in use from now on" in adapting.stdout
-    audit = json.loads((running.workspace.traffic / "audit.jsonl").read_text().splitlines()[0])
+    audit = json.loads(
+        (running.workspace.traffic / "audit.jsonl").read_text().splitlines()[0]
+    )
     assert audit["tokens"] == {"ids": audit["kept"]}
-    harvested = {row.text: [int(one) for one in row.ids] for row in dataset.read(running.workspace.responses)}
-    assert {text(one): one["choices"][0]["token_ids"] for one in said}.items() <= harvested.items()
+    harvested = {
+        row.text: [int(one) for one in row.ids]
+        for row in dataset.read(running.workspace.responses)
+    }
+    assert {
+        text(one): one["choices"][0]["token_ids"] for one in said
+    }.items() <= harvested.items()
     taken = running.follow()
     assert taken.returncode == 0, taken.stderr
     assert "drafts with hawk.r1" in taken.stdout
     assert running.accepted_per_draft() > 0.1 + before
 
 
-def test_responses_do_not_change_while_drafters_are_swapped_ten_times(running: Running) -> None:
+def test_responses_do_not_change_while_drafters_are_swapped_ten_times(
+    running: Running,
+) -> None:
     said = list[str]()
     with (
-        Follower(running.workspace, "hawk", running.url, dtype="float32", trial=10**6) as follower,
+        Follower(
+            running.workspace, "hawk", running.url, dtype="float32", trial=10**6
+        ) as follower,
         ThreadPoolExecutor(1) as asking,
     ):
         follower.look()
         bodies = (running.bodies * 3)[:200]
         for start in range(0, 200, 20):
             answering = asking.submit(running.ask, bodies[start : start + 20], 4)
-            publish(running.workspace, "hawk" if follower.trials.current == "hawk.r1" else "hawk.r1")
+            publish(
+                running.workspace,
+                "hawk" if follower.trials.current == "hawk.r1" else "hawk.r1",
+            )
             follower.look()
             assert not answering.done()
             said += map(text, answering.result())

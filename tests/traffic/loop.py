@@ -27,10 +27,22 @@ def server(workspace: Workspace, log: Path, errors: Path) -> Iterator[Served]:
     """A `vlmdistill serve` of its own, which looks for versions every second."""
     from contextlib import ExitStack
 
-    words = ["serve", "--drafter", "hawk", "--record", str(log), "--port", "0", "--reload", "1"]
+    words = [
+        "serve",
+        "--drafter",
+        "hawk",
+        "--record",
+        str(log),
+        "--port",
+        "0",
+        "--reload",
+        "1",
+    ]
     words += ["--model", "demo", "--runs", str(workspace.root.parent)]
     with errors.open("w") as file:
-        running = subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=file, text=True)
+        running = subprocess.Popen(
+            command(*words), stdout=subprocess.PIPE, stderr=file, text=True
+        )
         try:
             assert running.stdout is not None
             line = running.stdout.readline()
@@ -48,15 +60,22 @@ def embedded(line: dict[str, Any], folder: Path) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(json.dumps(line["request"]))
     for part in body["messages"][0]["content"]:
         if part["type"] == "image_url":
-            part["image_url"]["url"] = tiny.data_url((folder / part["image_url"]["url"]).read_bytes())
+            part["image_url"]["url"] = tiny.data_url(
+                (folder / part["image_url"]["url"]).read_bytes()
+            )
     return body | {"temperature": 0, "max_tokens": 40}
 
 
-def ask(served: Served, line: dict[str, Any], folder: Path, **more: Any) -> dict[str, Any]:
+def ask(
+    served: Served, line: dict[str, Any], folder: Path, **more: Any
+) -> dict[str, Any]:
     """Send a request of a log."""
     body = embedded(line, folder) | more
     status, said = served.request(
-        "POST", "/v1/chat/completions", json.dumps(body), Content_Type="application/json"
+        "POST",
+        "/v1/chat/completions",
+        json.dumps(body),
+        Content_Type="application/json",
     )
     assert status == 200, said
     found: dict[str, Any] = json.loads(said)
@@ -78,8 +97,25 @@ def test_a_served_drafter_is_adapted_to_its_own_log_and_swapped_while_it_serves(
         settings = [word for one in SMALL for word in ("--set", one)]
         adapting = subprocess.run(
             command(
-                *("adapt", "hawk", "--from", str(recorded), "--steps", "80", "--limit", "16"),
-                *("--eval-share", "0.25", "--max-new-tokens", "24", "--workers", "1", *settings),
+                *(
+                    "adapt",
+                    "hawk",
+                    "--from",
+                    str(recorded),
+                    "--steps",
+                    "80",
+                    "--limit",
+                    "16",
+                ),
+                *(
+                    "--eval-share",
+                    "0.25",
+                    "--max-new-tokens",
+                    "24",
+                    "--workers",
+                    "1",
+                    *settings,
+                ),
                 *("--model", "demo", "--runs", str(workspace.root.parent)),
             ),
             capture_output=True,

@@ -38,7 +38,13 @@ from vlmdistill.pipelines.data.responses.quality import LENIENT
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.workspace.workspace import Workspace, absolute_model
-from vlmdistill.stores.errors import DataError, PromptError, StoreError, TargetError, one_line
+from vlmdistill.stores.errors import (
+    DataError,
+    PromptError,
+    StoreError,
+    TargetError,
+    one_line,
+)
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import FrozenTables, Sample
@@ -50,9 +56,15 @@ from vlmdistill.stores.writer import Writer
 class CaptureSettings:
     """What is captured, and in which shape."""
 
-    drafters: Sequence[str] | None = None  # whose needs are captured; None: all drafters
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None  # of a new store; None: bfloat16
-    encoding: Mapping[str, str] = field(default_factory=dict)  # feature -> raw (default) or int8
+    drafters: Sequence[str] | None = (
+        None  # whose needs are captured; None: all drafters
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] | None = (
+        None  # of a new store; None: bfloat16
+    )
+    encoding: Mapping[str, str] = field(
+        default_factory=dict
+    )  # feature -> raw (default) or int8
     batch_tokens: int = 8192  # of one forward pass, padding included
     shard_bytes: int = 512 * MIB
 
@@ -67,12 +79,18 @@ class CaptureJob:
     part: StorePart
     settings: CaptureSettings = field(default_factory=CaptureSettings)
     workers: WorkerOptions = field(default_factory=WorkerOptions)
-    sampling: SamplingSettings | None = None  # of missing responses; None: none is generated
+    sampling: SamplingSettings | None = (
+        None  # of missing responses; None: none is generated
+    )
     batch: int | None = None  # prompts of one batch of responses
 
     def missing(self) -> Sequence[Prompt]:
         """The prompts whose responses are to be generated."""
-        return dataset.without_response(self.prompts, self.responses) if self.sampling else ()
+        return (
+            dataset.without_response(self.prompts, self.responses)
+            if self.sampling
+            else ()
+        )
 
     def generated(self) -> pl.DataFrame:
         """The facts of the responses that exist; see `dataset.facts`."""
@@ -141,20 +159,32 @@ class Capturer:
         part.check_target_dtype(self.target.dtype_name)
         part.check_engine(engine)
         self.features = part.select(settings.drafters, self.target.info)
-        self.target.encode([{"role": "user", "content": ""}])  # it sets up the tokenizer; threads must not
+        self.target.encode(
+            [{"role": "user", "content": ""}]
+        )  # it sets up the tokenizer; threads must not
         self.settings = settings
         self.dtype = settings.dtype or (there.provenance.dtype if there else "bfloat16")
         self.engine = None
         provenance = self.target.provenance(self.features, self.dtype, sampling)
         if engine == "vllm":
-            self.engine = EngineTarget(self.target, self.features, settings.batch_tokens)
+            self.engine = EngineTarget(
+                self.target, self.features, settings.batch_tokens
+            )
             provenance = msgspec.structs.replace(provenance, engine=self.engine.name)
         names = {feature.name for feature in self.features}
         for name, how in settings.encoding.items() if there is None else ():
             check_captured(name, how, names)
-        encoding = {name: how for name, how in settings.encoding.items() if name in names and how != "raw"}
-        self.store = part.create(provenance, self.target.info, stored_head(self.target), encoding)
-        self.completes = there if part.annex else None  # the store whose samples get further features
+        encoding = {
+            name: how
+            for name, how in settings.encoding.items()
+            if name in names and how != "raw"
+        }
+        self.store = part.create(
+            provenance, self.target.info, stored_head(self.target), encoding
+        )
+        self.completes = (
+            there if part.annex else None
+        )  # the store whose samples get further features
 
     def facts(self) -> CaptureFacts:
         """What the driver plans shards with."""
@@ -176,11 +206,17 @@ class Capturer:
         while task.items:
             try:
                 return dataclasses.replace(self._capture(task), failed=failed)
-            except PromptError as error:  # among the longest, which are run first: little is run again
+            except (
+                PromptError
+            ) as error:  # among the longest, which are run first: little is run again
                 key = task.keys[error.at]
                 failed[key] = f"sample {key}: {one_line(error)}"
             except DataError:
-                wrong = {item.prompt.key: why for item in task.items if (why := self._problem(item))}
+                wrong = {
+                    item.prompt.key: why
+                    for item in task.items
+                    if (why := self._problem(item))
+                }
                 if not wrong:
                     raise
                 failed |= wrong
@@ -197,8 +233,12 @@ class Capturer:
         from vlmdistill.pipelines.media.images import large_images
         from vlmdistill.pipelines.targets.batching import one_ahead, packed
 
-        batches = packed(task.items, lambda item: item.tokens, self.settings.batch_tokens)
-        encoded = one_ahead(batches, self._encode, torch.get_num_threads())  # the worker's cores
+        batches = packed(
+            task.items, lambda item: item.tokens, self.settings.batch_tokens
+        )
+        encoded = one_ahead(
+            batches, self._encode, torch.get_num_threads()
+        )  # the worker's cores
         with (
             large_images(),
             self.store.writer(task.name) as writer,
@@ -214,23 +254,31 @@ class Capturer:
                     raise PromptError(str(error), at) from None
                 if written:
                     written.result()
-                samplings = [prompt.samplings for prompt in prompts]  # the pixels are not kept for it
+                samplings = [
+                    prompt.samplings for prompt in prompts
+                ]  # the pixels are not kept for it
                 written = thread.submit(self._write, writer, batch, samplings, captured)
             assert written is not None  # a task has samples
             samples = written.result()
-            if self.engine:  # before the shard is committed: one sample of its last batch
+            if (
+                self.engine
+            ):  # before the shard is committed: one sample of its last batch
                 responses = [[int(i) for i in item.response.ids] for item in batch]
                 self.engine.check(prompts, responses, samples, self.dtype)
         return CaptureResult(len(task.items), sum(item.tokens for item in task.items))
 
-    def _run(self, batch: Sequence[CaptureItem], prompts: Sequence[Any]) -> Callable[[], list[Sample]]:
+    def _run(
+        self, batch: Sequence[CaptureItem], prompts: Sequence[Any]
+    ) -> Callable[[], list[Sample]]:
         """Run a batch through the target; the call waits for its samples."""
         responses = [[int(i) for i in item.response.ids] for item in batch]
         keys, dtype = [item.prompt.key for item in batch], self.dtype
         if self.engine:
             captured = self.engine.capture(prompts, responses, dtype, keys)
             return lambda: captured
-        leaving = self.target.begin_capture(prompts, responses, self.features, dtype, keys)
+        leaving = self.target.begin_capture(
+            prompts, responses, self.features, dtype, keys
+        )
         return lambda: [sample for one in leaving for sample in one.samples()]
 
     def _write(
@@ -256,7 +304,10 @@ class Capturer:
             )
         if self.completes is not None:
             stored = self.completes.read(item.prompt.key, ())
-            ids = [*prompt.ids_L[~prompt.visual_L].tolist(), *map(int, item.response.ids)]
+            ids = [
+                *prompt.ids_L[~prompt.visual_L].tolist(),
+                *map(int, item.response.ids),
+            ]
             if (stored.ids_T.tolist(), stored.spans) != (ids, prompt.spans):
                 raise DataError(
                     f"the store {self.completes.path} has other tokens of it: give the prompts and responses "
@@ -337,11 +388,23 @@ def capture(
     part.check_origin(fingerprint)
     generated = dataset.Responses(responses)
     items = missing_of(prompts, generated, set())
-    reasons = facts_of(prompts).select("key").join(dataset.facts(responses), on="key", how="inner")["reason"]
+    reasons = (
+        facts_of(prompts)
+        .select("key")
+        .join(dataset.facts(responses), on="key", how="inner")["reason"]
+    )
     if not len(items):
-        why = ", ".join(f"{reason} {count}" for reason, count in dataset.counted(reasons).items())
-        less = "".join(f" {option}" for reason, option in LENIENT.items() if reason in {*reasons})
-        other = f"{less} --out DIR` and give --responses DIR; dropped were: {why}" if why else "`"
+        why = ", ".join(
+            f"{reason} {count}" for reason, count in dataset.counted(reasons).items()
+        )
+        less = "".join(
+            f" {option}" for reason, option in LENIENT.items() if reason in {*reasons}
+        )
+        other = (
+            f"{less} --out DIR` and give --responses DIR; dropped were: {why}"
+            if why
+            else "`"
+        )
         raise DataError(
             f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
             f"`vlmdistill responses -m {model}{other}"
@@ -349,28 +412,47 @@ def capture(
     with part.writing():
         keys_in(part, settings, options.engine)
         sampling = dataset.read_settings(responses)[0]
-        options = dataclasses.replace(options, load={**options.load, "thinking": sampling.thinking})
-        one = partial(_capture, prompts, generated, str(sampling), model, settings, options, report)
+        options = dataclasses.replace(
+            options, load={**options.load, "thinking": sampling.thinking}
+        )
+        one = partial(
+            _capture,
+            prompts,
+            generated,
+            str(sampling),
+            model,
+            settings,
+            options,
+            report,
+        )
         passes = [one(part, items)]
         if annexes := part.annexes(settings.drafters):
             held = _named(items, part.keys())
             passes += [one(annex, items.filter(held)) for annex in annexes]
-        failed = {key: why for one in reversed(passes) for key, why in one.failed.items()}
+        failed = {
+            key: why for one in reversed(passes) for key, why in one.failed.items()
+        }
         if failed and len(failed) == len(items):
             key, why = next(iter(failed.items()))
             raise TargetError(f"all {len(failed)} samples failed; {key}: {why}")
-        captured = len(set().union(*(one.missing - one.failed.keys() for one in passes)))
+        captured = len(
+            set().union(*(one.missing - one.failed.keys() for one in passes))
+        )
         seconds = sum(one.seconds for one in passes)
         return CaptureSummary(
             store=part.path,
-            features=tuple(feature.name for feature in Store.open(part.backend).features),
+            features=tuple(
+                feature.name for feature in Store.open(part.backend).features
+            ),
             samples=len(part.keys()),
             captured=captured,
             no_response=len(prompts) - len(reasons),
             dropped=dataset.counted(reasons),
             failed=failed,
             samples_per_second=captured / seconds if captured else 0.0,
-            tokens_per_second=sum(one.tokens for one in passes) / seconds if captured else 0.0,
+            tokens_per_second=sum(one.tokens for one in passes) / seconds
+            if captured
+            else 0.0,
             seconds=seconds,
         )
 
@@ -392,29 +474,57 @@ def _capture(
 ) -> _Pass:
     """Capture what a store, or an annex of it, lacks of `items`."""
     missing = items.filter(~_named(items, part.keys()))
-    start, done, tokens, failed = time.monotonic(), len(items) - len(missing), 0, dict[str, str]()
+    start, done, tokens, failed = (
+        time.monotonic(),
+        len(items) - len(missing),
+        0,
+        dict[str, str](),
+    )
     if len(missing):
         report(done, len(items), "starting")
         worker = partial(
-            Capturer, absolute_model(model), part, sampling, settings, options.load, options.engine
+            Capturer,
+            absolute_model(model),
+            part,
+            sampling,
+            settings,
+            options.load,
+            options.engine,
         )
-        media = some_media([prompts[at] for at in missing["prompt"][:: len(missing) // LOOKED_AT or 1]])
+        media = some_media(
+            [prompts[at] for at in missing["prompt"][:: len(missing) // LOOKED_AT or 1]]
+        )
         weights = weight_bytes(model, options.load)
         with options.session(), part.marked() as mark:
-            shared = Shared(absolute_model(model), checkpoint(model), media, part.backend, mark)
+            shared = Shared(
+                absolute_model(model), checkpoint(model), media, part.backend, mark
+            )
             with opened(worker, shared, options, weights=weights) as workers:
-                work = tasks(prompts, generated, missing, workers.facts(), settings.shard_bytes)
+                work = tasks(
+                    prompts, generated, missing, workers.facts(), settings.shard_bytes
+                )
                 start = time.monotonic()
                 for ended in workers.run(work):
-                    done += (ended.result.samples if ended.result else 0) + len(ended.failed)
+                    done += (ended.result.samples if ended.result else 0) + len(
+                        ended.failed
+                    )
                     tokens += ended.result.tokens if ended.result else 0
                     failed |= ended.failed
-                    report(done, len(items), f"{tokens / (time.monotonic() - start):.0f} tokens/s")
+                    report(
+                        done,
+                        len(items),
+                        f"{tokens / (time.monotonic() - start):.0f} tokens/s",
+                    )
     seconds = time.monotonic() - start
     stored = part.made.keys()  # this counts, not what workers return
     unseen = f"it is not in {part.path} after capture: check that all machines see this store"
     wanted = set(missing["key"])
-    return _Pass(wanted, {key: failed.get(key, unseen) for key in wanted - stored}, tokens, seconds)
+    return _Pass(
+        wanted,
+        {key: failed.get(key, unseen) for key in wanted - stored},
+        tokens,
+        seconds,
+    )
 
 
 def keys_in(part: StorePart, settings: CaptureSettings, engine: EngineName) -> set[str]:

@@ -85,7 +85,9 @@ def missing_of(
     found = asked.join(generated.facts, on="key", how="inner")
     if not there:
         return found
-    return found.filter(~pl.col("key").is_in(pl.Series(list(there), dtype=pl.String).implode()))
+    return found.filter(
+        ~pl.col("key").is_in(pl.Series(list(there), dtype=pl.String).implode())
+    )
 
 
 def tasks(
@@ -97,12 +99,16 @@ def tasks(
 ) -> Iterator[CaptureTask]:
     """The tasks of a plan, each made when it is asked for: all together take much memory."""
     for shard in plan(items, facts, shard_bytes):
-        made = [CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard]
+        made = [
+            CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard
+        ]
         assert all(item.prompt.key == item.response.key for item in made)
         yield CaptureTask.of(made)
 
 
-def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator[list[tuple[int, int]]]:
+def plan(
+    items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int
+) -> Iterator[list[tuple[int, int]]]:
     """Shards of about `shard_bytes` with samples of similar length.
 
     `items` are facts of responses and the number of the `prompt` of each; of a shard, (`prompt`, `row`). The
@@ -116,7 +122,9 @@ def plan(items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int) -> Iterator
     ordered = ordered.sort("all", "key", descending=[True, False])
     starts, size = [0], 0
     for at, weight in enumerate(ordered["weight"]):
-        if at > starts[-1] and (size + weight > shard_bytes or at - starts[-1] >= SHARD_SAMPLES):
+        if at > starts[-1] and (
+            size + weight > shard_bytes or at - starts[-1] >= SHARD_SAMPLES
+        ):
             starts.append(at)
             size = 0
         size += weight

@@ -32,7 +32,9 @@ class StorePart:
 
     def __init__(self, path: str | Path, annex: Collection[str] = ()) -> None:
         self.path = os.path.expanduser(path)
-        self.backend = open_backend(self.path if "://" in self.path else Path(self.path).absolute())
+        self.backend = open_backend(
+            self.path if "://" in self.path else Path(self.path).absolute()
+        )
         self.annex = tuple(sorted(annex))
         self._store: Store | None = None
 
@@ -49,7 +51,11 @@ class StorePart:
     @property
     def there(self) -> Store | None:
         """The store, or the annex of it, to capture into; None while there is none."""
-        return Store.find(self.backend.within(annex_folder(self.annex))) if self.annex else self.store
+        return (
+            Store.find(self.backend.within(annex_folder(self.annex)))
+            if self.annex
+            else self.store
+        )
 
     @property
     def made(self) -> Store:
@@ -81,9 +87,13 @@ class StorePart:
 
     @staticmethod
     def _needs(drafters: Sequence[str], info: TargetInfo) -> frozenset[Feature]:
-        return frozenset().union(*(catalogue.config(name).model.needs(info) for name in drafters))
+        return frozenset().union(
+            *(catalogue.config(name).model.needs(info) for name in drafters)
+        )
 
-    def select(self, drafters: Sequence[str] | None, info: TargetInfo) -> frozenset[Feature]:
+    def select(
+        self, drafters: Sequence[str] | None, info: TargetInfo
+    ) -> frozenset[Feature]:
         """The features to capture: all of a store or annex, for a new store what the drafters need.
 
         `drafters` None means all.
@@ -95,7 +105,11 @@ class StorePart:
         return frozenset(map(Feature.parse, self.store.provenance.features))
 
     def create(
-        self, provenance: Provenance, info: TargetInfo, head: FrozenTables, encoding: Mapping[str, str]
+        self,
+        provenance: Provenance,
+        info: TargetInfo,
+        head: FrozenTables,
+        encoding: Mapping[str, str],
     ) -> Store:
         """The store or annex, made if it is not there yet; StoreError that names what differs.
 
@@ -108,16 +122,28 @@ class StorePart:
             return store.annex(self.annex, made)
         return Store.create(self.backend, provenance, info, head, made)
 
-    def check_encoding(self, drafters: Sequence[str] | None, asked: Mapping[str, str]) -> None:
+    def check_encoding(
+        self, drafters: Sequence[str] | None, asked: Mapping[str, str]
+    ) -> None:
         """StoreError if a feature is not captured, or if the store keeps it in another encoding."""
         if self.store is None:
             return  # the features are known once the target is
-        held = {feature: one for one in (self.store, *self.store.annexes) for feature in one.layout.features}
-        captured = {feature.name for feature in {*held} | self._needs(drafters or (), self.store.info)}
+        held = {
+            feature: one
+            for one in (self.store, *self.store.annexes)
+            for feature in one.layout.features
+        }
+        captured = {
+            feature.name
+            for feature in {*held} | self._needs(drafters or (), self.store.info)
+        }
         for name, encoding in asked.items():
             check_captured(name, encoding, captured)
             holder = held.get(Feature.parse(name))
-            if holder and (other := holder.layout.encoding.get(name, "raw")) != encoding:
+            if (
+                holder
+                and (other := holder.layout.encoding.get(name, "raw")) != encoding
+            ):
                 raise StoreError(
                     f"the store {self.path} keeps {name} as {other}, not {encoding}: omit --encoding {name}, "
                     "or give another --store"
@@ -133,7 +159,10 @@ class StorePart:
 
     def check_engine(self, engine: EngineName) -> None:
         """StoreError if another engine computed the features in the store."""
-        if self.store and (theirs := self.store.provenance.engine.partition(" ")[0]) != engine:
+        if (
+            self.store
+            and (theirs := self.store.provenance.engine.partition(" ")[0]) != engine
+        ):
             raise StoreError(
                 f"the store {self.path} holds features that {theirs} computed: give --engine {theirs}, or "
                 "another --store"
@@ -142,7 +171,10 @@ class StorePart:
     def check_origin(self, fingerprint: Fingerprint) -> None:
         """StoreError that names the hash in which the store's target differs."""
         for name in ("config", "weights", "processor") if self.store else ():
-            theirs, mine = getattr(self.made.provenance, f"{name}_hash"), getattr(fingerprint, name)
+            theirs, mine = (
+                getattr(self.made.provenance, f"{name}_hash"),
+                getattr(fingerprint, name),
+            )
             if theirs != mine:
                 raise StoreError(
                     f"the store {self.path} is of another target ({name}_hash: {theirs}, not {mine}): give "
@@ -169,7 +201,9 @@ def drafters(names: str) -> tuple[str, ...] | None:
                 f"--for {names}: {name} needs no features, leave it out: `vlmdistill eval {name}`"
             )
     if not listed:
-        raise DataError(f"--for '{names}' names no drafter: give names separated by commas, or all")
+        raise DataError(
+            f"--for '{names}' names no drafter: give names separated by commas, or all"
+        )
     return listed
 
 
@@ -183,5 +217,7 @@ def encodings(texts: Sequence[str]) -> dict[str, str]:
                 f"--encoding {text}: write FEATURE={'|'.join(ENCODINGS)}, such as hidden.text=int8"
             )
         if parsed.setdefault(Feature.parse(name).name, encoding) != encoding:
-            raise DataError(f"--encoding gives {name} as {parsed[name]} and as {encoding}: give one of them")
+            raise DataError(
+                f"--encoding gives {name} as {parsed[name]} and as {encoding}: give one of them"
+            )
     return parsed

@@ -12,12 +12,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.cluster.environment import EngineName
-from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings, media_columns
+from vlmdistill.pipelines.data.features.capturer import (
+    Capturer,
+    CaptureSettings,
+    media_columns,
+)
 from vlmdistill.pipelines.data.features.shard_plan import SHARD_SAMPLES, CaptureItem
 from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.data.responses.responder import Responder, ResponseResult, ResponseTask
+from vlmdistill.pipelines.data.responses.responder import (
+    Responder,
+    ResponseResult,
+    ResponseTask,
+)
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.stores.manifest import Commit
 from vlmdistill.stores.writer import Writer
@@ -33,7 +41,12 @@ class Synthesizer(Responder):
     """The worker: generates the responses of a task, and writes the kept ones' features as shards."""
 
     def __init__(
-        self, part: StorePart, settings: CaptureSettings, model: str, sampling: SamplingSettings, *more: Any
+        self,
+        part: StorePart,
+        settings: CaptureSettings,
+        model: str,
+        sampling: SamplingSettings,
+        *more: Any,
     ) -> None:
         self._part, self._settings, self._sampling = part, settings, str(sampling)
         super().__init__(model, sampling, *more)
@@ -41,7 +54,9 @@ class Synthesizer(Responder):
     def _load(
         self, model: str, how: Options, engine: EngineName
     ) -> "tuple[TargetModel, EngineTarget | None]":
-        self._capturer = Capturer(model, self._part, self._sampling, self._settings, how, engine)
+        self._capturer = Capturer(
+            model, self._part, self._sampling, self._settings, how, engine
+        )
         self._planned = self._capturer.facts()
         return self._capturer.target, self._capturer.engine
 
@@ -58,10 +73,15 @@ class Synthesizer(Responder):
 
     def _add(self, sample: "Sample", size: int) -> None:
         """Write a sample into the open shard, or into a new one where that is full."""
-        full = self._size + size > self._settings.shard_bytes or self._samples >= SHARD_SAMPLES
+        full = (
+            self._size + size > self._settings.shard_bytes
+            or self._samples >= SHARD_SAMPLES
+        )
         if self._writer is None or full:
             self._publish()
-            writer = self._capturer.store.writer(f"{self._unit}-{self._opened}", hold=True)
+            writer = self._capturer.store.writer(
+                f"{self._unit}-{self._opened}", hold=True
+            )
             self._writer = self._open.enter_context(writer)
             self._opened, self._size, self._samples = self._opened + 1, 0, 0
         self._writer.add(sample)
@@ -73,7 +93,9 @@ class Synthesizer(Responder):
         if self._writer and self._writer.held:
             self._held.append(self._writer.held)
 
-    def _generate(self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult) -> None:
+    def _generate(
+        self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
+    ) -> None:
         by_key = {prompt.key: (prompt, encoded) for prompt, encoded in batch}
 
         def keep(key: str, response: "EncodedResponse", sample: "Sample") -> None:
@@ -81,8 +103,13 @@ class Synthesizer(Responder):
             row = self._response(prompt, encoded, response, seed)
             result.rows.append(row)
             if row.keep:
-                meta = {**CaptureItem(prompt, row).meta, **media_columns(prompt, encoded.samplings)}
-                size = self._planned.sample_bytes(row.prompt_tokens + len(row.ids), row.visual_tokens)
+                meta = {
+                    **CaptureItem(prompt, row).meta,
+                    **media_columns(prompt, encoded.samplings),
+                }
+                size = self._planned.sample_bytes(
+                    row.prompt_tokens + len(row.ids), row.visual_tokens
+                )
                 self._add(dataclasses.replace(sample, meta=meta), size)
 
         assert self.engine is not None

@@ -33,7 +33,10 @@ class Augmentation:
         if self.replaces:
             parts = [part for part in parts if part["type"] != "text"]
         if parts and parts[-1]["type"] == "text":
-            parts[-1] = {"type": "text", "text": parts[-1]["text"].rstrip() + self.joint + self.text}
+            parts[-1] = {
+                "type": "text",
+                "text": parts[-1]["text"].rstrip() + self.joint + self.text,
+            }
         else:
             parts.append({"type": "text", "text": self.text})
         return [*messages[:-1], {"role": last["role"], "content": parts}]
@@ -49,7 +52,9 @@ AUGMENTATIONS = {
             "ViSpec, training data of stage 2 (responses of the target to LLaVA-Pretrain)",
         ),
         Augmentation(
-            "explain", "Please answer with an explanation.", "ViSpec, evaluation on visual question answering"
+            "explain",
+            "Please answer with an explanation.",
+            "ViSpec, evaluation on visual question answering",
         ),
         Augmentation(
             "ocr",
@@ -78,5 +83,7 @@ def find(name: str) -> Augmentation:
     """The augmentation of that name; DataError lists the names."""
     if name not in AUGMENTATIONS:
         near = did_you_mean(name, AUGMENTATIONS)
-        raise DataError(f"there is no augmentation '{name}'{near}: choose from {', '.join(AUGMENTATIONS)}")
+        raise DataError(
+            f"there is no augmentation '{name}'{near}: choose from {', '.join(AUGMENTATIONS)}"
+        )
     return AUGMENTATIONS[name]

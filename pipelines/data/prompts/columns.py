@@ -12,7 +12,12 @@ from typing import Any
 from vlmdistill.pipelines.media.resolver import BadRowError
 
 QUESTIONS = ("question", "query", "prompt", "instruction", "problem")
-MORE = ("input", "context", "hint", "passage")  # each on its own lines below the question
+MORE = (
+    "input",
+    "context",
+    "hint",
+    "passage",
+)  # each on its own lines below the question
 CHOICES = ("choices", "options")
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
@@ -31,15 +36,27 @@ def turns_of(row: Mapping[str, Any]) -> tuple[list[Turn], set[str]] | None:
         return None
     question = max(questions.values(), key=len)
     if any(text.strip() not in question for text in questions.values()):
-        raise BadRowError("several questions", f"in the columns {', '.join(questions)}: keep one of them")
+        raise BadRowError(
+            "several questions",
+            f"in the columns {', '.join(questions)}: keep one of them",
+        )
     more, choices = _values(row, MORE), _choices(row)
-    lines = [text for text in more.values() if not _has(question, rf"^(\w[\w ]*:)?\s*{_exactly(text)}\s*$")]
-    shown = (rf"\b{letter}[.):\]]\s*{_exactly(choice)}(?!\w)" for letter, choice in choices.items())
+    lines = [
+        text
+        for text in more.values()
+        if not _has(question, rf"^(\w[\w ]*:)?\s*{_exactly(text)}\s*$")
+    ]
+    shown = (
+        rf"\b{letter}[.):\]]\s*{_exactly(choice)}(?!\w)"
+        for letter, choice in choices.items()
+    )
     if not all(_has(question, pattern) for pattern in shown):
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
     history = _list(row.get("history"))
     if not all(map(_pair, history)):
-        raise BadRowError("history", "give it as pairs of texts: a question and its response")
+        raise BadRowError(
+            "history", "give it as pairs of texts: a question and its response"
+        )
     turns = [turn for pair in history for turn in _round(*pair)]
     reference = next((row[name] for name in REFERENCES if row.get(name)), None)
     turns += _round("\n".join([question, *lines]), reference)
@@ -56,7 +73,11 @@ def system(row: Mapping[str, Any]) -> dict[str, str]:
 def _texts(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
     """The columns of these names that hold text."""
     found = {name: row.get(name) for name in names}
-    return {name: text for name, text in found.items() if isinstance(text, str) and text.strip()}
+    return {
+        name: text
+        for name, text in found.items()
+        if isinstance(text, str) and text.strip()
+    }
 
 
 def _values(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
@@ -81,7 +102,9 @@ def _has(question: str, pattern: str) -> bool:
 def lettered(choices: Sequence[str]) -> dict[str, str]:
     """Choices by their letters; BadRowError if there are too many."""
     if len(choices) > len(LETTERS):
-        raise BadRowError("too many choices", f"{len(choices)}, for {len(LETTERS)} letters")
+        raise BadRowError(
+            "too many choices", f"{len(choices)}, for {len(LETTERS)} letters"
+        )
     return dict(zip(LETTERS, choices, strict=False))
 
 
@@ -91,9 +114,14 @@ def _choices(row: Mapping[str, Any]) -> dict[str, str]:
     listed = [_written(choice) for choice in given]
     if listed and all(isinstance(choice, str) for choice in listed):
         named = lettered(listed)
-        return {letter: re.sub(rf"^\(?{letter}[.):]\s+", "", choice) for letter, choice in named.items()}
+        return {
+            letter: re.sub(rf"^\(?{letter}[.):]\s+", "", choice)
+            for letter, choice in named.items()
+        }
     found = _values(row, tuple(LETTERS))
-    return found if "A" in found else {}  # else a column that happens to have such a name
+    return (
+        found if "A" in found else {}
+    )  # else a column that happens to have such a name
 
 
 def _list(value: Any) -> list[Any]:
@@ -101,7 +129,11 @@ def _list(value: Any) -> list[Any]:
 
 
 def _pair(item: Any) -> bool:
-    return isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item)
+    return (
+        isinstance(item, list)
+        and len(item) == 2
+        and all(isinstance(text, str) for text in item)
+    )
 
 
 def _round(question: str, reference: Any) -> list[Turn]:

@@ -29,39 +29,57 @@ class Paper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     image_last: bool = False
 
 
-class EvaluationSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EvaluationSet(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """A published set. Paths and globs are relative to a copy of it."""
 
     name: str
     repository: str  # of datasets on the hub; a URL: a git repository
     files: str  # glob of its Parquet or JSON files
-    asked: Mapping[str, tuple[str, ...]]  # templates of the text parts by paper, the default first
+    asked: Mapping[
+        str, tuple[str, ...]
+    ]  # templates of the text parts by paper, the default first
     kind: Literal["image", "video"] = "image"
     media: str = "image"  # a column with files, or a path as a glob with {columns}
-    only: tuple[str, str] | None = None  # a column and its value in the rows that are used
+    only: tuple[str, str] | None = (
+        None  # a column and its value in the rows that are used
+    )
     by: str = ""  # a column by which results are kept apart
     whole: tuple[str, ...] = ()  # papers that take all samples
-    images: tuple[str, str, str] | None = None  # files with the images, the row's key, and their key
+    images: tuple[str, str, str] | None = (
+        None  # files with the images, the row's key, and their key
+    )
     folders: Mapping[str, str] = {}  # by name of the file: {folder} in `media`
     revision: str | None = None
     unpack: str = ""  # archives of the copy that must be unpacked in it
 
     def texts(self, paper: str, row: Mapping[str, Any]) -> list[str]:
         """The text parts of the message about a row; UndefinedError of Jinja names what the row lacks."""
-        return [_TEMPLATES.from_string(text).render({**row, **_REQUESTS}) for text in self.asked[paper]]
+        return [
+            _TEMPLATES.from_string(text).render({**row, **_REQUESTS})
+            for text in self.asked[paper]
+        ]
 
 
 def _lettered(
-    choices: Sequence[Any], form: str = "{}. {}", joint: str = "\n", empty: Sequence[object] = ()
+    choices: Sequence[Any],
+    form: str = "{}. {}",
+    joint: str = "\n",
+    empty: Sequence[object] = (),
 ) -> str:
     """Choices with their letters; those that are `empty` are left out."""
-    return joint.join(form.format(*pair) for pair in lettered(choices).items() if pair[1] not in empty)
+    return joint.join(
+        form.format(*pair) for pair in lettered(choices).items() if pair[1] not in empty
+    )
 
 
 _REQUESTS = {name: one.text for name, one in AUGMENTATIONS.items()}
 _TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined)
 _TEMPLATES.filters["lettered"] = _lettered
-_declared = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_declared = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 _papers = {name: {"name": name, **its} for name, its in _declared["papers"].items()}
 _sets = {name: {"name": name, **its} for name, its in _declared["sets"].items()}
 PAPERS = msgspec.convert(_papers, dict[str, Paper])
@@ -78,5 +96,7 @@ def find(wanted: str) -> tuple[EvaluationSet, Paper]:
             f"{', '.join([*SETS, DEMO])}"
         )
     if paper and paper not in known.asked:
-        raise DataError(f"{name} has no prompts of the paper '{paper}': choose from {', '.join(known.asked)}")
+        raise DataError(
+            f"{name} has no prompts of the paper '{paper}': choose from {', '.join(known.asked)}"
+        )
     return known, PAPERS[paper or next(iter(known.asked))]

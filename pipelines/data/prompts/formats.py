@@ -22,21 +22,49 @@ from vlmdistill.pipelines.media.resolver import BadRowError, Media
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
 
 Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
-Sampling = Mapping[str, float | int]  # "fps" or "frames" of a video; empty: the target's own
+Sampling = Mapping[
+    str, float | int
+]  # "fps" or "frames" of a video; empty: the target's own
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
 }
-TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation", "ipython")
+TOOLS = (
+    "tool",
+    "function",
+    "function_call",
+    "tool_call",
+    "tool_response",
+    "observation",
+    "ipython",
+)
 TURNS = ("messages", "conversations", "conversation", "items", "texts", "prompt")
-SPEAKERS = {"role", "from", "user", "human", "assistant"}  # keys of a turn, or of a pair of turns
-ASKING = ("chat/completions", "/responses")  # the requests of an OpenAI batch that are read
+SPEAKERS = {
+    "role",
+    "from",
+    "user",
+    "human",
+    "assistant",
+}  # keys of a turn, or of a pair of turns
+ASKING = (
+    "chat/completions",
+    "/responses",
+)  # the requests of an OpenAI batch that are read
 FILES = {"image": ("image", "images"), "video": ("video", "videos")}
 COUNTS = ("frames", "nframes", "num_frames")  # keys for the number of frames of a video
 SAMPLING = ("fps", *COUNTS)
-CLIPS = ("video_start", "video_end", "start", "end", "start_time", "end_time", "start_sec", "end_sec")
+CLIPS = (
+    "video_start",
+    "video_end",
+    "start",
+    "end",
+    "start_time",
+    "end_time",
+    "start_sec",
+    "end_sec",
+)
 LONGEST_NAME = 1000  # of a file: longer ones are texts
 MOST = 2**31 - 1  # frames, or frames per second, of a video
 TAG = re.compile(r"\s*<(image|video)>\s*")
@@ -48,7 +76,9 @@ class Conversation:
 
     messages: list[Message]
     trimmed: bool = False  # without assistant turns before the first question
-    unread: tuple[str, ...] = ()  # columns with text, and keys of media parts, that were not used
+    unread: tuple[
+        str, ...
+    ] = ()  # columns with text, and keys of media parts, that were not used
 
 
 def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Format:
@@ -86,7 +116,9 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
     if problem:
         raise DataError(f"{source}: {first}: {problem}")
     if images:
-        raise DataError(f"{source} has images and no questions: ask one, --ask 'Describe the image.'")
+        raise DataError(
+            f"{source} has images and no questions: ask one, --ask 'Describe the image.'"
+        )
     raise DataError(
         f"{source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a 'question': "
         f"{first or 'it has no rows'}. `vlmdistill prompts --help` shows a row of each format"
@@ -104,16 +136,24 @@ def conversation(
     if row.problem:
         raise row.problem
     if not isinstance(row.value, Mapping):
-        raise BadRowError("not an object", f"{type(row.value).__name__} instead of a JSON object")
+        raise BadRowError(
+            "not an object", f"{type(row.value).__name__} instead of a JSON object"
+        )
     value = _request(row.value)
     name, raw = _turns(value)
     read = {name}
     if raw is None:
         made = columns.turns_of(value)
-        if made is None and ask and any(value.get(name) for names in FILES.values() for name in names):
+        if (
+            made is None
+            and ask
+            and any(value.get(name) for names in FILES.values() for name in names)
+        ):
             made = columns.turns_of({**value, "question": ask})
         if made is None:
-            raise BadRowError("no conversation", f"columns: {', '.join(map(str, value))}")
+            raise BadRowError(
+                "no conversation", f"columns: {', '.join(map(str, value))}"
+            )
         raw, read = made
     system = columns.system(value)
     if system and not any(ROLES.get(_role(turn)) == "system" for turn in raw):
@@ -126,7 +166,9 @@ def conversation(
         raise BadRowError("no user turn")
     users[0]["content"] = media.untagged() + users[0]["content"]
     unread = _unread(value, {*read, *media.columns})
-    if not any(part["type"] in FILES for message in messages for part in message["content"]):
+    if not any(
+        part["type"] in FILES for message in messages for part in message["content"]
+    ):
         _require_no_media(value, unread)
     return _ordered(messages, (*unread, *media.unread))
 
@@ -137,16 +179,28 @@ def _require_no_media(value: Mapping[str, Any], unread: Collection[str]) -> None
         held = value.get(name)
         held = held[0] if isinstance(held, list) else held
         path = held.get("path") if isinstance(held, Mapping) else held
-        kind = kind_of(path) if isinstance(path, str) and len(path) < LONGEST_NAME else ""
-        if not kind and isinstance(held, Mapping) and isinstance(held.get("bytes"), bytes):
+        kind = (
+            kind_of(path) if isinstance(path, str) and len(path) < LONGEST_NAME else ""
+        )
+        if (
+            not kind
+            and isinstance(held, Mapping)
+            and isinstance(held.get("bytes"), bytes)
+        ):
             kind = "image"
         if kind:
-            raise BadRowError(f"{kind} in another column", f"'{name}': name the column {kind}")
+            raise BadRowError(
+                f"{kind} in another column", f"'{name}': name the column {kind}"
+            )
 
 
 def _unread(value: Mapping[str, Any], read: set[str]) -> list[str]:
     """The names of what has content and was not read."""
-    full = (name for name, one in value.items() if isinstance(one, str | bytes | list | dict) and one)
+    full = (
+        name
+        for name, one in value.items()
+        if isinstance(one, str | bytes | list | dict) and one
+    )
     return [str(name) for name in full if name not in {"id", *read}]
 
 
@@ -159,14 +213,20 @@ def _request(value: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(url, str) and not url.endswith(ASKING):
         raise BadRowError("no conversation", f"a request to {url}")
     named = {name: item for name, item in body.items() if name != "model"}
-    return {"messages": named.pop("input"), **named} if isinstance(named.get("input"), list) else named
+    return (
+        {"messages": named.pop("input"), **named}
+        if isinstance(named.get("input"), list)
+        else named
+    )
 
 
 def _turns(value: Mapping[str, Any]) -> tuple[str, list[Any] | None]:
     """The turns of a row, and their column; a pair of user and assistant text becomes two turns."""
     for name in TURNS:
         items = _decoded(name, value.get(name))
-        if isinstance(items, list) and (not items or any(isinstance(item, Mapping) for item in items)):
+        if isinstance(items, list) and (
+            not items or any(isinstance(item, Mapping) for item in items)
+        ):
             return name, [turn for item in items for turn in _spread(item)]
     return "", None
 
@@ -184,7 +244,9 @@ def _decoded(name: str, value: Any) -> Any:
         return value
     try:
         turns = json.loads(value)
-        speaking = [isinstance(turn, Mapping) and bool(turn.keys() & SPEAKERS) for turn in turns]
+        speaking = [
+            isinstance(turn, Mapping) and bool(turn.keys() & SPEAKERS) for turn in turns
+        ]
         return turns if all(speaking) else value
     except (ValueError, RecursionError) as error:
         if name not in TURNS[:3]:  # other columns may hold a question
@@ -198,15 +260,28 @@ def _transposed(lists: Mapping[str, Any]) -> Any:
     if not all(isinstance(items, list) for items in lists.values()):
         return lists
     if len({len(items) for items in lists.values()}) > 1:
-        raise BadRowError("conversation of lists", f"the lists of {', '.join(lists)} differ in length")
-    return [dict(zip(lists, items, strict=True)) for items in zip(*lists.values(), strict=True)]
+        raise BadRowError(
+            "conversation of lists", f"the lists of {', '.join(lists)} differ in length"
+        )
+    return [
+        dict(zip(lists, items, strict=True))
+        for items in zip(*lists.values(), strict=True)
+    ]
 
 
 def _spread(item: Any) -> list[Any]:
     """The turns of one item: a turn, or a pair such as {"user": ..., "assistant": ...}."""
-    if not isinstance(item, Mapping) or item.keys() & {"role", "from"} or "assistant" not in item:
+    if (
+        not isinstance(item, Mapping)
+        or item.keys() & {"role", "from"}
+        or "assistant" not in item
+    ):
         return [item]
-    asked = {name: one for name, one in item.items() if name not in ("user", "human", "assistant")}
+    asked = {
+        name: one
+        for name, one in item.items()
+        if name not in ("user", "human", "assistant")
+    }
     asked |= {"role": "user", "content": item.get("user", item.get("human"))}
     return [asked, {"role": "assistant", "content": item["assistant"]}]
 
@@ -217,13 +292,24 @@ def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
     spoken = [message for message in messages if message["role"] != "system"]
     if system and messages[: len(system)] != system:
         raise BadRowError("late system turn")
-    first = next(index for index, message in enumerate(spoken) if message["role"] == "user")
-    if any(part["type"] in FILES for message in spoken[:first] for part in message["content"]):
-        raise BadRowError("image before the first question", "the assistant shows it: give it to a user")
+    first = next(
+        index for index, message in enumerate(spoken) if message["role"] == "user"
+    )
+    if any(
+        part["type"] in FILES
+        for message in spoken[:first]
+        for part in message["content"]
+    ):
+        raise BadRowError(
+            "image before the first question",
+            "the assistant shows it: give it to a user",
+        )
     kept = spoken[first:]
     for before, after in pairwise(kept):
         if before["role"] == after["role"]:
-            raise BadRowError("roles do not alternate", f"two {after['role']} turns in a row")
+            raise BadRowError(
+                "roles do not alternate", f"two {after['role']} turns in a row"
+            )
     return Conversation(system + kept, first > 0, unread)
 
 
@@ -233,13 +319,22 @@ class _MediaOfRow:
     A part may also name one by its `index`, from 0, again and again.
     """
 
-    def __init__(self, value: Mapping[str, Any], kind: Format, sampling: Sampling | None) -> None:
+    def __init__(
+        self, value: Mapping[str, Any], kind: Format, sampling: Sampling | None
+    ) -> None:
         self.value, self.kind, self.sampling = value, kind, sampling
-        found = {what: next((n for n in names if value.get(n)), "") for what, names in FILES.items()}
-        self.given = {what: _listed(value.get(name) or []) for what, name in found.items()}
+        found = {
+            what: next((n for n in names if value.get(n)), "")
+            for what, names in FILES.items()
+        }
+        self.given = {
+            what: _listed(value.get(name) or []) for what, name in found.items()
+        }
         self.placed: Counter[str] = Counter()  # by tags, and by parts without an index
         self.indexed = {what: set[int]() for what in FILES}
-        named = any(name in value for names in FILES.values() for name in names)  # maybe null
+        named = any(
+            name in value for names in FILES.values() for name in names
+        )  # maybe null
         self.tagged = kind == "llava" or named  # else <image> is ordinary text
         self.columns = {*found.values(), *(SAMPLING if self.given["video"] else ())}
         self.unread: list[str] = []  # keys of parts
@@ -254,7 +349,8 @@ class _MediaOfRow:
         given = self.given[what]
         if not 0 <= index < len(given):
             raise BadRowError(
-                f"{what} count", f"a part shows the {what} of index {index}, the row has {len(given)}"
+                f"{what} count",
+                f"a part shows the {what} of index {index}, the row has {len(given)}",
             )
         self.indexed[what].add(index)
         return given[index]
@@ -266,7 +362,8 @@ class _MediaOfRow:
         given, at = self.given[what], self.placed[what]
         if at >= len(given):
             raise BadRowError(
-                f"{what} count", f"the text has more <{what}> than the row has files ({len(given)})"
+                f"{what} count",
+                f"the text has more <{what}> than the row has files ({len(given)})",
             )
         self.placed[what] += 1
         return given[at]
@@ -280,12 +377,20 @@ class _MediaOfRow:
     def part(self, what: str, keys: Mapping[str, Any], media: Media) -> dict[str, Any]:
         """The part of an image or video with its own keys."""
         used = {"type", what, f"{what}_url", "path", "url", "bytes", "index", *SAMPLING}
-        self.unread += [f"{what}.{key}" for key in keys if keys[key] not in (None, "") and key not in used]
+        self.unread += [
+            f"{what}.{key}"
+            for key in keys
+            if keys[key] not in (None, "") and key not in used
+        ]
         if what == "image":
             return {"type": what, "media": media}
         _whole(keys)
         _whole(self.value)
-        return {"type": what, "media": media, **(self.sampling or _sampling(keys) or _sampling(self.value))}
+        return {
+            "type": what,
+            "media": media,
+            **(self.sampling or _sampling(keys) or _sampling(self.value)),
+        }
 
     def untagged(self) -> list[dict[str, Any]]:
         """The parts of media without tags, put first as in LLaVA. BadRowError if only some have tags."""
@@ -309,11 +414,16 @@ def _index(value: Any, what: str) -> int | None:
             return int(float(value))
     except (TypeError, ValueError, OverflowError):
         pass
-    raise BadRowError(f"{what} count", f"the index of a part is {str(value)[:40]!r}: give a number from 0")
+    raise BadRowError(
+        f"{what} count",
+        f"the index of a part is {str(value)[:40]!r}: give a number from 0",
+    )
 
 
 def _half_indexed(what: str) -> BadRowError:
-    return BadRowError(f"{what} count", f"some parts name their {what} by an index, and some do not")
+    return BadRowError(
+        f"{what} count", f"some parts name their {what} by an index, and some do not"
+    )
 
 
 def _listed(found: Any) -> list[Media]:
@@ -330,13 +440,19 @@ def _media(item: Any) -> Media:
     if isinstance(item, str) and item.startswith("data:"):
         return _from_base64(item.partition(",")[2])
     if isinstance(item, str) and item.startswith("file://"):
-        return unquote(item.removeprefix("file://").removeprefix("localhost"), errors="surrogateescape")
+        return unquote(
+            item.removeprefix("file://").removeprefix("localhost"),
+            errors="surrogateescape",
+        )
     if isinstance(item, str) and item:
         return item
     if isinstance(item, bytes):
         return item
     if isinstance(item, list):
-        raise BadRowError("list of frames", "put the frames of a video into a folder and give its path")
+        raise BadRowError(
+            "list of frames",
+            "put the frames of a video into a folder and give its path",
+        )
     raise BadRowError("no media file", f"neither path nor bytes: {str(item)[:60]}")
 
 
@@ -345,12 +461,18 @@ def _from_base64(text: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except ValueError as error:
-        raise BadRowError("no media file", f"its bytes are text, but not base64: {error}") from None
+        raise BadRowError(
+            "no media file", f"its bytes are text, but not base64: {error}"
+        ) from None
 
 
 def _role(turn: Any) -> str:
     """The role of a turn in lower case; empty if it is not a turn."""
-    return str(turn.get("role") or turn.get("from")).lower() if isinstance(turn, Mapping) else ""
+    return (
+        str(turn.get("role") or turn.get("from")).lower()
+        if isinstance(turn, Mapping)
+        else ""
+    )
 
 
 def _message(turn: Any, media: _MediaOfRow) -> Message:
@@ -361,20 +483,31 @@ def _message(turn: Any, media: _MediaOfRow) -> Message:
     if role in TOOLS or turn.get("tool_calls") or turn.get("function_call"):
         raise BadRowError("tool call", f"a turn of '{role}': prompts cannot call tools")
     if role not in ROLES:
-        raise BadRowError("unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}")
-    name = next((name for name in ("content", "value", "text") if turn.get(name) is not None), "content")
+        raise BadRowError(
+            "unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}"
+        )
+    name = next(
+        (name for name in ("content", "value", "text") if turn.get(name) is not None),
+        "content",
+    )
     content, outer = _parts_of_text(turn.get(name)), media
     own = _MediaOfRow(turn, media.kind, media.sampling)
     if any(own.given.values()):
         media = own
     parts: list[dict[str, Any]] = []
-    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+    for part in (
+        content if isinstance(content, list) else [{"type": "text", "text": content}]
+    ):
         parts += _parts(part, media, tagged=media.tagged and ROLES[role] != "assistant")
     if media is own:
         parts = own.untagged() + parts
         outer.unread += own.unread
-    outer.unread += [f"turn.{one}" for one in _unread(turn, {"role", "from", name, *own.columns})]
-    if not parts or (ROLES[role] != "user" and not any(part["type"] == "text" for part in parts)):
+    outer.unread += [
+        f"turn.{one}" for one in _unread(turn, {"role", "from", name, *own.columns})
+    ]
+    if not parts or (
+        ROLES[role] != "user" and not any(part["type"] == "text" for part in parts)
+    ):
         raise BadRowError("empty turn", role)
     return {"role": ROLES[role], "content": parts}
 
@@ -387,9 +520,13 @@ def _parts_of_text(content: Any) -> Any:
         parts = json.loads(content)
     except (ValueError, RecursionError):
         return content
-    kinds = [str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts]
+    kinds = [
+        str(part.get("type")) if isinstance(part, Mapping) else "" for part in parts
+    ]
     kinds = [kind.removeprefix("input_").removesuffix("_url") for kind in kinds]
-    return parts if kinds and all(kind in ("text", *FILES) for kind in kinds) else content
+    return (
+        parts if kinds and all(kind in ("text", *FILES) for kind in kinds) else content
+    )
 
 
 def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
@@ -400,7 +537,9 @@ def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = ""
-    if isinstance(part, Mapping):  # without a type as in Qwen's examples: {"image": path}
+    if isinstance(
+        part, Mapping
+    ):  # without a type as in Qwen's examples: {"image": path}
         named = (what for what in FILES if part.get(what) or part.get(f"{what}_url"))
         kind = str(part.get("type") or next(named, "text"))
     what = kind.removeprefix("input_").removesuffix("_url")
@@ -412,7 +551,9 @@ def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
         if not isinstance(text, str):
             raise BadRowError("text is not a string", type(text).__name__)
         if position := lone_surrogate(text):
-            raise BadRowError("text is not Unicode", f"unpaired surrogate at character {position}")
+            raise BadRowError(
+                "text is not Unicode", f"unpaired surrogate at character {position}"
+            )
         made: list[dict[str, Any]] = []
         for index, piece in enumerate(TAG.split(text) if tagged else [text]):
             if index % 2:
@@ -425,25 +566,38 @@ def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
     names = (what, f"{what}_url", "path", "url", "bytes")
     name = next((name for name in names if part.get(name)), None)
     given = {"bytes": part[name]} if name == "bytes" else part[name] if name else None
-    return [media.part(what, part, media.of_part(what, part) if given is None else _media(given))]
+    return [
+        media.part(
+            what, part, media.of_part(what, part) if given is None else _media(given)
+        )
+    ]
 
 
 def _whole(keys: Mapping[str, Any]) -> None:
     """BadRowError if the row uses only a part of a video, which prompts do not support."""
     if bounds := [f"{name} {keys[name]}" for name in CLIPS if keys.get(name)]:
-        raise BadRowError("part of a video", f"{', '.join(bounds)}: cut it into a separate file")
+        raise BadRowError(
+            "part of a video", f"{', '.join(bounds)}: cut it into a separate file"
+        )
 
 
 def _sampling(keys: Mapping[str, Any]) -> dict[str, float | int]:
     """The video sampling of a row: frames per second, a number of frames, or empty."""
     fps: Any = keys.get("fps")
-    count: Any = next((keys[name] for name in COUNTS if keys.get(name) is not None), None)
+    count: Any = next(
+        (keys[name] for name in COUNTS if keys.get(name) is not None), None
+    )
     if fps is None and count is None:
         return {}
     if fps is not None and count is not None:
-        raise BadRowError("video sampling", f"fps {fps} and frames {count}: give one of them, or --fps")
+        raise BadRowError(
+            "video sampling",
+            f"fps {fps} and frames {count}: give one of them, or --fps",
+        )
     try:
-        sampling: dict[str, float | int] = {"frames": int(count)} if fps is None else {"fps": float(fps)}
+        sampling: dict[str, float | int] = (
+            {"frames": int(count)} if fps is None else {"fps": float(fps)}
+        )
     except (TypeError, ValueError, OverflowError):
         sampling = {}
     if not sampling or not 0 < min(sampling.values()) <= MOST:

@@ -20,7 +20,14 @@ from typing import Any, Literal
 from vlmdistill.pipelines.data.prompts import augment, formats
 from vlmdistill.pipelines.data.prompts.augment import Message
 from vlmdistill.pipelines.data.prompts.formats import MOST, Conversation, Format
-from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, Split, load, media_parts, read, write
+from vlmdistill.pipelines.data.prompts.prompt_table import (
+    Prompt,
+    Split,
+    load,
+    media_parts,
+    read,
+    write,
+)
 from vlmdistill.pipelines.data.prompts.sources import Row, walk
 from vlmdistill.pipelines.data.prompts.sources import read as read_rows
 from vlmdistill.pipelines.media.images import large_images
@@ -31,7 +38,10 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
-CHUNK, CHUNK_BYTES = 256, 2**28  # rows whose images are checked together, and those in the rows themselves
+CHUNK, CHUNK_BYTES = (
+    256,
+    2**28,
+)  # rows whose images are checked together, and those in the rows themselves
 SAMPLING = ("fps", "frames")  # what a part may say about its video
 
 
@@ -45,35 +55,51 @@ class Choices:
     limit: int | None = None  # prompts to import
     turns: Literal["first", "all", "last"] = "first"
     ask: str | None = None  # about images and videos without a question
-    augment: Sequence[str] = ("none",)  # one prompt each, for rows with images or videos
+    augment: Sequence[str] = (
+        "none",
+    )  # one prompt each, for rows with images or videos
     augment_text: Sequence[str] = ("none",)  # the same for text-only rows
     eval_share: float = 0.05
     split: Split | None = None  # of all prompts, instead of `eval_share`
     by_dataset: bool = False  # the same prompt in two datasets is two prompts
     images_only: str = ""  # the family of a target that reads no videos
-    media: str = "images"  # the folder beside the file that keeps media of the rows themselves
+    media: str = (
+        "images"  # the folder beside the file that keeps media of the rows themselves
+    )
     private: bool = False  # list no skipped rows
 
     @property
     def sampling(self) -> dict[str, float | int]:
         """The sampling of all videos; empty: the row's, else the target's."""
-        return {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
+        return {
+            name: getattr(self, name)
+            for name in SAMPLING
+            if getattr(self, name) is not None
+        }
 
     def check(self) -> None:
         """DataError if a value is out of range."""
         if self.limit is not None and self.limit < 1:
             raise DataError(f"--limit {self.limit}: give a number of prompts above 0")
         if not 0 <= self.eval_share < 1:
-            raise DataError(f"--eval-share {self.eval_share}: give a share from 0 to below 1")
+            raise DataError(
+                f"--eval-share {self.eval_share}: give a share from 0 to below 1"
+            )
         if self.fps is not None and self.frames is not None:
-            raise DataError(f"--fps {self.fps} and --frames {self.frames}: give one of them")
+            raise DataError(
+                f"--fps {self.fps} and --frames {self.frames}: give one of them"
+            )
         for name, value in (("--fps", self.fps), ("--frames", self.frames)):
             if value is not None and not 0 < value <= MOST:
-                raise DataError(f"{name} {value}: give a number above 0, at most {MOST}")
+                raise DataError(
+                    f"{name} {value}: give a number above 0, at most {MOST}"
+                )
         if self.images and not self.images.is_dir():
             raise DataError(f"--images {self.images}: the folder does not exist")
         if self.ask is not None and not self.ask.strip():
-            raise DataError("--ask is empty: give the question about the images and videos")
+            raise DataError(
+                "--ask is empty: give the question about the images and videos"
+            )
         for name in (*self.augment, *self.augment_text):
             augment.find(name)
 
@@ -89,7 +115,9 @@ class ImportSummary:
     outdated: int  # prompts that were removed, since their images or videos have other content now
     trimmed: int  # conversations without the assistant turn before their first question
     skipped: Counter[str]  # by reason
-    unread_columns: Counter[str]  # columns with text, and keys of media parts, that were not used
+    unread_columns: Counter[
+        str
+    ]  # columns with text, and keys of media parts, that were not used
     total: int
     train: int
     eval: int
@@ -97,7 +125,11 @@ class ImportSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return {**vars(self), "out": str(self.out), "skipped_file": str(self.skipped_file)}
+        return {
+            **vars(self),
+            "out": str(self.out),
+            "skipped_file": str(self.skipped_file),
+        }
 
 
 def import_prompts(
@@ -114,9 +146,14 @@ def import_prompts(
     """
     choices = choices or Choices()
     choices.check()
-    kinds = [formats.detect(source, kind, choices.ask) for source in sources]  # all, before any is read
+    kinds = [
+        formats.detect(source, kind, choices.ask) for source in sources
+    ]  # all, before any is read
     asked = choices.ask is not None
-    named = [(source, read_rows(source, asked), its) for source, its in zip(sources, kinds, strict=True)]
+    named = [
+        (source, read_rows(source, asked), its)
+        for source, its in zip(sources, kinds, strict=True)
+    ]
     return import_rows(named, out, choices, progress)
 
 
@@ -139,26 +176,48 @@ def import_rows(
             if job.left:
                 job.read(rows, its_kind)
         skipped_file = out.with_suffix(".skipped.jsonl")
-        _write_skipped(skipped_file, [] if choices.private else job.skipped, job.sources)
+        _write_skipped(
+            skipped_file, [] if choices.private else job.skipped, job.sources
+        )
         reasons = Counter(entry["reason"] for entry in job.skipped)
         if not (job.made or gate):
-            counts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common()) or "no rows"
-            cure = "; ".join(text for reason, text in _cures(choices).items() if reason in reasons)
-            more = (f"; row by row in {skipped_file}" if job.skipped else "") + (cure and f"; {cure}")
-            raise DataError(f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}")
+            counts = (
+                ", ".join(
+                    f"{reason} ({count})" for reason, count in reasons.most_common()
+                )
+                or "no rows"
+            )
+            cure = "; ".join(
+                text for reason, text in _cures(choices).items() if reason in reasons
+            )
+            more = (f"; row by row in {skipped_file}" if job.skipped else "") + (
+                cure and f"; {cure}"
+            )
+            raise DataError(
+                f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}"
+            )
         present = len(prompts.keys() & job.made.keys())
-        now = {part["path"]: part["digest"] for made, _ in job.made.values() for part in made.media}
+        now = {
+            part["path"]: part["digest"]
+            for made, _ in job.made.values()
+            for part in made.media
+        }
         outdated = {
             key
             for key in prompts.keys() - job.made.keys()
             for part in prompts[key].media
             if part["path"] in now
-            and part.get("digest") not in (None, now[part["path"]])  # None in older files
+            and part.get("digest")
+            not in (None, now[part["path"]])  # None in older files
         }
-        prompts = {key: prompt for key, prompt in prompts.items() if key not in outdated}
+        prompts = {
+            key: prompt for key, prompt in prompts.items() if key not in outdated
+        }
         for key, (prompt, tie) in job.made.items():
             earlier = prompts.get(key)
-            if earlier and earlier.time is not None:  # its response is traffic's, and deleted with it
+            if (
+                earlier and earlier.time is not None
+            ):  # its response is traffic's, and deleted with it
                 continue
             # The split stays; the paths may have changed.
             split = earlier.split if earlier else job.sides.of(tie, choices.eval_share)
@@ -201,13 +260,17 @@ def _cures(choices: Choices) -> dict[str, str]:
     spelling = "write names as they are on this disk, with / and without %20"
     cures = {f"{kind} of another spelling": spelling for kind in ("image", "video")}
     if choices.images_only:
-        cures["video"] = f"targets of the family {choices.images_only} support images alone: choose another"
+        cures["video"] = (
+            f"targets of the family {choices.images_only} support images alone: choose another"
+        )
     if choices.images is None:
         cures["missing image"] = cures["missing video"] = (
             "if paths start at another folder, name it: --images DIR"
         )
     if choices.ask is None:
-        cures["no conversation"] = "images without a question need one: --ask 'Describe the image.'"
+        cures["no conversation"] = (
+            "images without a question need one: --ask 'Describe the image.'"
+        )
     return cures
 
 
@@ -242,7 +305,10 @@ def resplit(out: Path, eval_share: float, fixed: Collection[str] = ()) -> SplitS
     splits = Counter(prompt.split for prompt in new)
     return SplitSummary(
         out=out,
-        moved=sum(before.split != after.split for before, after in zip(prompts, new, strict=True)),
+        moved=sum(
+            before.split != after.split
+            for before, after in zip(prompts, new, strict=True)
+        ),
         kept=sum(sides.known(its[0]) for its in ties),
         train=splits["train"],
         eval=splits["eval"],
@@ -308,7 +374,9 @@ class _Import:
     progress: Progress
     present: Mapping[str, Prompt]
     gate: ImportGate
-    made: dict[str, tuple[Prompt, str]] = field(default_factory=dict)  # and an image of it, for the split
+    made: dict[str, tuple[Prompt, str]] = field(
+        default_factory=dict
+    )  # and an image of it, for the split
     skipped: list[dict[str, Any]] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     unread: Counter[str] = field(default_factory=Counter)
@@ -328,7 +396,10 @@ class _Import:
         """Take the rows of one source, until the limit."""
         for chunk in self._chunks((row, self._conversation(row, kind)) for row in rows):
             self.resolver.check_all(
-                (part, row.folder) for row, talk in chunk if talk for part in media_parts(talk.messages)
+                (part, row.folder)
+                for row, talk in chunk
+                if talk
+                for part in media_parts(talk.messages)
             )
             for row, talk in chunk:
                 self.sources.add(row.source)
@@ -341,11 +412,16 @@ class _Import:
 
     def _conversation(self, row: Row, kind: Format) -> Conversation | None:
         try:
-            talk = formats.conversation(row, kind, self.choices.sampling, self.choices.ask)
+            talk = formats.conversation(
+                row, kind, self.choices.sampling, self.choices.ask
+            )
             if (family := self.choices.images_only) and any(
                 part["type"] == "video" for part in media_parts(talk.messages)
             ):
-                raise BadRowError("video", f"targets of the family {family} support images, not videos")
+                raise BadRowError(
+                    "video",
+                    f"targets of the family {family} support images, not videos",
+                )
             return talk
         except BadRowError as error:
             self._skip(row, error)
@@ -359,7 +435,10 @@ class _Import:
     def _take(self, row: Row, talk: Conversation) -> None:
         """Make the prompts of one conversation."""
         try:
-            digests = [self.resolver.resolve(part, row.folder) for part in media_parts(talk.messages)]
+            digests = [
+                self.resolver.resolve(part, row.folder)
+                for part in media_parts(talk.messages)
+            ]
         except BadRowError as error:
             self._skip(row, error)
             return
@@ -370,13 +449,17 @@ class _Import:
         if self.choices.split and not digests:  # the user may put texts anywhere
             ties = [f"!{self.choices.split}"]
         agreed = self.sides.join(ties, self.choices.split)
-        for turn, (asked, reference) in enumerate(_questions(talk.messages, self.choices.turns), 1):
+        for turn, (asked, reference) in enumerate(
+            _questions(talk.messages, self.choices.turns), 1
+        ):
             for name in names:
                 augmentation = augment.find(name)
                 messages = augmentation.apply(asked)
                 content = _content(messages)
                 prompt = Prompt(
-                    key=content_hash([row.dataset, content] if self.choices.by_dataset else content),
+                    key=content_hash(
+                        [row.dataset, content] if self.choices.by_dataset else content
+                    ),
                     dataset=row.dataset,
                     split="train",  # decided when all rows are read
                     messages=[_bare(message) for message in messages],
@@ -388,8 +471,17 @@ class _Import:
                     turn=turn,
                 )
                 if not agreed and prompt.key not in self.present:
-                    where = "train and eval" if not self.choices.split else f"not in {self.choices.split}"
-                    self._skip(row, BadRowError("images of the other split", f"they are {where} already"))
+                    where = (
+                        "train and eval"
+                        if not self.choices.split
+                        else f"not in {self.choices.split}"
+                    )
+                    self._skip(
+                        row,
+                        BadRowError(
+                            "images of the other split", f"they are {where} already"
+                        ),
+                    )
                     continue
                 if prompt.key in self.made:
                     earlier, _ = self.made[prompt.key]
@@ -411,7 +503,9 @@ class _Import:
         size = 0
         for row, talk in rows:
             chunk.append((row, talk))
-            media = [part["media"] for part in media_parts(talk.messages)] if talk else []
+            media = (
+                [part["media"] for part in media_parts(talk.messages)] if talk else []
+            )
             size += sum(len(one) for one in media if isinstance(one, bytes))
             if len(chunk) >= self.left or size > CHUNK_BYTES:
                 yield chunk
@@ -426,7 +520,11 @@ def _content(messages: Iterable[Message]) -> list[Any]:
         [
             message["role"],
             [
-                [part["type"], part.get("digest") or part["text"], *_only(part, SAMPLING).items()]
+                [
+                    part["type"],
+                    part.get("digest") or part["text"],
+                    *_only(part, SAMPLING).items(),
+                ]
                 for part in message["content"]
             ],
         ]
@@ -436,7 +534,10 @@ def _content(messages: Iterable[Message]) -> list[Any]:
 
 def _bare(message: Message) -> Message:
     """The message as stored: type, text or path, hash of the file, and video sampling."""
-    parts = [_only(part, ("type", "text", "path", "digest", *SAMPLING)) for part in message["content"]]
+    parts = [
+        _only(part, ("type", "text", "path", "digest", *SAMPLING))
+        for part in message["content"]
+    ]
     return {"role": message["role"], "content": parts}
 
 
@@ -458,16 +559,26 @@ def _questions(
             return
 
 
-def _write_skipped(path: Path, skipped: list[dict[str, Any]], sources: set[str]) -> None:
+def _write_skipped(
+    path: Path, skipped: list[dict[str, Any]], sources: set[str]
+) -> None:
     """Replace the entries of `sources` in the list of skipped rows; other entries stay."""
     lines = path.read_text().splitlines() if path.is_file() else []
     kept = [entry for entry in map(json.loads, lines) if entry["source"] not in sources]
     with atomic_write(path) as file:
-        file.write_text("".join(json.dumps(entry) + "\n" for entry in [*kept, *skipped]))
+        file.write_text(
+            "".join(json.dumps(entry) + "\n" for entry in [*kept, *skipped])
+        )
 
 
 def media_of(prompts: Path, folder: Path | None = None) -> list[str]:
     """The images and videos of the prompts in a file, if there is one, or all files of a folder."""
     if folder is not None:
-        return [str(path.absolute()) for path, _ in walk(folder)] or [str(folder.absolute())]
-    return [path for prompt in (load(prompts) if prompts.is_file() else ()) for path in prompt.files]
+        return [str(path.absolute()) for path, _ in walk(folder)] or [
+            str(folder.absolute())
+        ]
+    return [
+        path
+        for prompt in (load(prompts) if prompts.is_file() else ())
+        for path in prompt.files
+    ]

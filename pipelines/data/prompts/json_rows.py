@@ -20,7 +20,9 @@ MOST_SKIPPED = 2**30  # bytes of a longer line that are read to find the next on
 AT_ONCE = 2**20  # bytes that are read of an array
 BLANK = re.compile(r"\s*")
 
-Numbered = tuple[int, tuple[Any, int, BadRowError | None]]  # row number: value, line, problem
+Numbered = tuple[
+    int, tuple[Any, int, BadRowError | None]
+]  # row number: value, line, problem
 
 
 def rows_of(file: IO[bytes], path: Path) -> Iterator[Numbered]:
@@ -50,7 +52,11 @@ class Decoder(json.JSONDecoder):
     def problem(self) -> BadRowError | None:
         """What is wrong with what was read since the last call."""
         twice, self._twice = self._twice, []
-        return BadRowError("a key twice", f"'{twice[0]}' has two values") if twice else None
+        return (
+            BadRowError("a key twice", f"'{twice[0]}' has two values")
+            if twice
+            else None
+        )
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
@@ -66,7 +72,10 @@ def parse(text: str) -> tuple[Any, BadRowError | None]:
         return decoder.decode(text), decoder.problem()
     except json.JSONDecodeError as error:
         where = f"{error.msg} at column {error.colno}: {text[:40].strip()!r}"
-    except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of too many digits; nested too deeply
         where = one_line(error)
     return None, BadRowError("invalid JSON", where)
 
@@ -102,7 +111,14 @@ def _lines(file: IO[bytes], path: Path, is_json: bool) -> Iterator[Numbered]:
         number += 1
         if len(line) > MOST_ROW and not line.endswith(b"\n"):
             start += len(line) + _skip_line(file, path, number)
-            yield number, (None, number, BadRowError("line too long", f"more than {MOST_ROW} bytes"))
+            yield (
+                number,
+                (
+                    None,
+                    number,
+                    BadRowError("line too long", f"more than {MOST_ROW} bytes"),
+                ),
+            )
             continue
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -125,14 +141,20 @@ def _skip_line(file: IO[bytes], path: Path, number: int) -> int:
         if part.endswith(b"\n"):
             break
         if skipped > MOST_SKIPPED:
-            raise DataError(f"{path} is no JSON lines: line {number} has more than {MOST_SKIPPED} bytes")
+            raise DataError(
+                f"{path} is no JSON lines: line {number} has more than {MOST_SKIPPED} bytes"
+            )
     return skipped
 
 
 def _no_text(path: Path, reason: str, at: int) -> DataError:
     if kind_of(path.name):
-        return DataError(f"{path} is an image or a video: give its folder, or a file of rows that name it")
-    return DataError(f"{path} is neither UTF-8 text nor Parquet ({reason} at byte {at})")
+        return DataError(
+            f"{path} is an image or a video: give its folder, or a file of rows that name it"
+        )
+    return DataError(
+        f"{path} is neither UTF-8 text nor Parquet ({reason} at byte {at})"
+    )
 
 
 @dataclass
@@ -166,11 +188,17 @@ class _Array:
                     self._at += 1
             self._at += 1
             if self._next_character():
-                raise json.JSONDecodeError("Text after the end of the array", self._text, self._at)
+                raise json.JSONDecodeError(
+                    "Text after the end of the array", self._text, self._at
+                )
         except json.JSONDecodeError as error:
-            raise self._invalid(f"{error.msg} at line {self._line_at(error.pos)}") from None
+            raise self._invalid(
+                f"{error.msg} at line {self._line_at(error.pos)}"
+            ) from None
         except (ValueError, RecursionError) as error:
-            raise self._invalid(f"{one_line(error)} at line {self._line_at(self._at)}") from None
+            raise self._invalid(
+                f"{one_line(error)} at line {self._line_at(self._at)}"
+            ) from None
 
     def _item(self) -> Any:
         """The item at this place: it ends before a comma or bracket, since `12` may go on as `123`."""
@@ -208,7 +236,9 @@ class _Array:
         try:
             self._text += self._decode.decode(content, final=self._ended)
         except UnicodeDecodeError as error:
-            raise _no_text(self.path, error.reason, self._bytes - waiting + error.start) from None
+            raise _no_text(
+                self.path, error.reason, self._bytes - waiting + error.start
+            ) from None
         self._bytes += len(content)
         return not self._ended
 

@@ -53,12 +53,20 @@ def import_set(
             f"{published.name} in {folder}: {published.files} has no rows to use: download it again"
         )
     order = np.random.default_rng(paper.seed or 0).permutation(len(places)).tolist()
-    most = len(order) if paper.samples == "all" or paper.name in published.whole else paper.samples
+    most = (
+        len(order)
+        if paper.samples == "all" or paper.name in published.whole
+        else paper.samples
+    )
     wanted = sorted(order[: min(limit or most, most)])
     rows = _rows(published, paper, folder, [places[i] for i in wanted], label)
     choices = Choices(split="eval", by_dataset=True, fps=fps, frames=frames)
     summary = import_rows([(label, rows, "chat")], out, choices, progress)
-    if lost := {reason: count for reason, count in summary.skipped.items() if reason != "duplicate"}:
+    if lost := {
+        reason: count
+        for reason, count in summary.skipped.items()
+        if reason != "duplicate"
+    }:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in lost.items())
         raise DataError(
             f"{published.name}: {sum(lost.values())} of {len(wanted)} samples cannot be used, {reasons}: see "
@@ -73,7 +81,12 @@ def _copy(published: EvaluationSet, data: Path | None) -> Path:
     hub = "://" not in repository
     wanted = [published.files, *(published.images or ())[:1]]
     if data is not None:
-        for folder in (data / name, data / repository, data / Path(repository).name, data):
+        for folder in (
+            data / name,
+            data / repository,
+            data / Path(repository).name,
+            data,
+        ):
             if next(folder.glob(published.files), None) is not None:
                 return folder
     elif hub and published.kind == "image":
@@ -81,16 +94,27 @@ def _copy(published: EvaluationSet, data: Path | None) -> Path:
 
         try:
             return Path(
-                huggingface_hub.snapshot_download(repository, repo_type="dataset", allow_patterns=wanted)
+                huggingface_hub.snapshot_download(
+                    repository, repo_type="dataset", allow_patterns=wanted
+                )
             )
         except Exception as error:  # noqa: BLE001 - the hub's client raises anything; the user needs one line
-            reason = f", nor could it be downloaded ({one_line(error).partition('. ')[0]})"
+            reason = (
+                f", nor could it be downloaded ({one_line(error).partition('. ')[0]})"
+            )
     where = f"{data or 'DIR'}/{name}"
     get = f"git clone {repository} {where}"
     if hub:
         options = [f"--revision {published.revision}"] if published.revision else []
         options += [f"--include '{one}'" for one in wanted if published.kind == "image"]
-        get = " ".join(["hf download --repo-type dataset", repository, *options, f"--local-dir {where}"])
+        get = " ".join(
+            [
+                "hf download --repo-type dataset",
+                repository,
+                *options,
+                f"--local-dir {where}",
+            ]
+        )
     unpack = f", unpack {published.unpack} there" if published.unpack else ""
     raise DataError(
         f"there is no copy of {name} (with {published.files}){f' in {data}' if data else ''}{reason}: "
@@ -105,7 +129,11 @@ def _complete(published: EvaluationSet, folder: Path, files: Sequence[Path]) -> 
     for file in files:
         if shards := re.search(r"^(.*-)\d{5}-of-(\d{5})", file.stem):
             numbers = {stem.removeprefix(shards[1])[:5] for stem in stems}
-            missing += [f"{shards[1]}{n:05}" for n in range(int(shards[2])) if f"{n:05}" not in numbers]
+            missing += [
+                f"{shards[1]}{n:05}"
+                for n in range(int(shards[2]))
+                if f"{n:05}" not in numbers
+            ]
             break
     if missing:
         raise DataError(
@@ -122,7 +150,9 @@ def _places(published: EvaluationSet, files: Sequence[Path]) -> list[Place]:
     for file in files:
         column, value = published.only or ("", "")
         if file.suffix != ".parquet":
-            places += [(file, number) for number, _ in enumerate(sources.read(str(file)))]
+            places += [
+                (file, number) for number, _ in enumerate(sources.read(str(file)))
+            ]
             continue
         with sources.reading_parquet(file, AGAIN):
             if column and column not in (names := pq.read_schema(regular(file)).names):
@@ -130,12 +160,20 @@ def _places(published: EvaluationSet, files: Sequence[Path]) -> list[Place]:
             kept: Any = range(pq.read_metadata(file).num_rows)
             if column:
                 kept = pq.read_table(file, columns=[column])[column].to_pylist()
-        places += [(file, number) for number, has in enumerate(kept) if not column or has == value]
+        places += [
+            (file, number)
+            for number, has in enumerate(kept)
+            if not column or has == value
+        ]
     return places
 
 
 def _rows(
-    published: EvaluationSet, paper: Paper, folder: Path, places: Sequence[Place], label: str
+    published: EvaluationSet,
+    paper: Paper,
+    folder: Path,
+    places: Sequence[Place],
+    label: str,
 ) -> Iterator[Row]:
     """The chosen rows as chat messages."""
     read = list(_read(places))
@@ -144,9 +182,13 @@ def _rows(
         try:
             if published.images:
                 row = {**row, "image": looked_up[row[published.images[1]]]}
-            texts: list[Any] = [{"type": "text", "text": text} for text in published.texts(paper.name, row)]
+            texts: list[Any] = [
+                {"type": "text", "text": text}
+                for text in published.texts(paper.name, row)
+            ]
             shown = [
-                {"type": published.kind, published.kind: one} for one in _media(published, folder, file, row)
+                {"type": published.kind, published.kind: one}
+                for one in _media(published, folder, file, row)
             ]
             group = f"{label}/{row[published.by]}" if published.by else label
         except BadRowError as error:
@@ -154,8 +196,14 @@ def _rows(
             continue
         except (jinja2.UndefinedError, KeyError, TypeError, IndexError) as error:
             raise _other_layout(published, file, error, list(row)) from None
-        parts = [*texts, *shown] if paper.image_last and published.kind == "image" else [*shown, *texts]
-        messages: list[Any] = [{"role": "system", "content": paper.system}] if paper.system else []
+        parts = (
+            [*texts, *shown]
+            if paper.image_last and published.kind == "image"
+            else [*shown, *texts]
+        )
+        messages: list[Any] = (
+            [{"role": "system", "content": paper.system}] if paper.system else []
+        )
         messages.append({"role": "user", "content": parts})
         yield Row(str(file), group, number + 1, {"messages": messages})
 
@@ -170,21 +218,33 @@ def _read(places: Sequence[Place]) -> Iterator[tuple[Place, dict[str, Any]]]:
         if file.suffix != ".parquet":
             for number, row in enumerate(sources.read(str(file))):
                 if number in wanted:
-                    yield (file, number), row.value if isinstance(row.value, dict) else {}
+                    yield (
+                        (file, number),
+                        row.value if isinstance(row.value, dict) else {},
+                    )
             continue
         with sources.reading_parquet(file, AGAIN):
             parquet, start = pq.ParquetFile(regular(file)), 0
         for group in range(parquet.num_row_groups):
             size = parquet.metadata.row_group(group).num_rows
-            if inside := [number for number in numbers if start <= number < start + size]:
+            if inside := [
+                number for number in numbers if start <= number < start + size
+            ]:
                 with sources.reading_parquet(file, AGAIN):
-                    table = parquet.read_row_group(group).take([number - start for number in inside])
+                    table = parquet.read_row_group(group).take(
+                        [number - start for number in inside]
+                    )
                     rows = sources.python_rows(table)
-                yield from (((file, number), row) for number, row in zip(inside, rows, strict=True))
+                yield from (
+                    ((file, number), row)
+                    for number, row in zip(inside, rows, strict=True)
+                )
             start += size
 
 
-def _images(published: EvaluationSet, folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+def _images(
+    published: EvaluationSet, folder: Path, rows: Sequence[Mapping[str, Any]]
+) -> dict[Any, Any]:
     """The images of the rows by key, of a set that has them in files of their own."""
     import pyarrow.parquet as pq
 
@@ -195,14 +255,20 @@ def _images(published: EvaluationSet, folder: Path, rows: Sequence[Mapping[str, 
         return found
     for file in sorted(folder.glob(files)):
         with sources.reading_parquet(file, AGAIN):
-            table = pq.read_table(regular(file), columns=[theirs, "image"], filters=[(theirs, "in", keys)])
+            table = pq.read_table(
+                regular(file), columns=[theirs, "image"], filters=[(theirs, "in", keys)]
+            )
             found |= {row[theirs]: row["image"] for row in sources.python_rows(table)}
     if not found:
-        raise DataError(f"{published.name} in {folder}: {files} has none of its images: download it too")
+        raise DataError(
+            f"{published.name} in {folder}: {files} has none of its images: download it too"
+        )
     return found
 
 
-def _media(published: EvaluationSet, folder: Path, file: Path, row: Mapping[str, Any]) -> list[Any]:
+def _media(
+    published: EvaluationSet, folder: Path, file: Path, row: Mapping[str, Any]
+) -> list[Any]:
     """The images or videos of a row: contents of a column, or paths."""
     if "{" not in published.media:
         if not (found := row[published.media]):
@@ -211,16 +277,28 @@ def _media(published: EvaluationSet, folder: Path, file: Path, row: Mapping[str,
     values = {**row, "folder": published.folders.get(file.stem, "")}
     path = published.media.format_map(values)
     if Path(path).is_absolute() or ".." in Path(path).parts:
-        raise DataError(f"{published.name}: {file} names the file {path}, which is not in its folder")
-    pattern = published.media.format_map({name: glob.escape(str(value)) for name, value in values.items()})
+        raise DataError(
+            f"{published.name}: {file} names the file {path}, which is not in its folder"
+        )
+    pattern = published.media.format_map(
+        {name: glob.escape(str(value)) for name, value in values.items()}
+    )
     file_found = min(folder.absolute().glob(pattern), default=None)
     if file_found is None:
-        get = f"unpack {published.unpack} there" if published.unpack else "download it again"
-        raise DataError(f"{published.name}: {folder} has no {path}, which {file.name} names: {get}")
+        get = (
+            f"unpack {published.unpack} there"
+            if published.unpack
+            else "download it again"
+        )
+        raise DataError(
+            f"{published.name}: {folder} has no {path}, which {file.name} names: {get}"
+        )
     return [str(file_found)]
 
 
-def _other_layout(published: EvaluationSet, file: Path, problem: object, columns: Sequence[str]) -> DataError:
+def _other_layout(
+    published: EvaluationSet, file: Path, problem: object, columns: Sequence[str]
+) -> DataError:
     return DataError(
         f"{published.name}: the layout of {file} is not the published one ({problem}; its columns are "
         f"{', '.join(columns)}): download it again, or import it with --prompts"

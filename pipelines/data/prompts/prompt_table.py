@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     import polars as pl
 
 Split = Literal["train", "eval"]
-LENGTHS = {"image": 2000, "video": 20000}  # of media, in characters of text, to sort prompts by length
+LENGTHS = {
+    "image": 2000,
+    "video": 20000,
+}  # of media, in characters of text, to sort prompts by length
 BATCH = 1 << 13  # prompts in memory at once
 LATER = ("time",)  # columns that files of earlier versions lack
 TRAFFIC = "traffic-"  # begins the dataset of harvested prompts
@@ -35,14 +38,18 @@ class Prompt:
     key: str
     dataset: str
     split: Split
-    messages: list[Message]  # parts: {"type": "text", "text"} or {"type": "image"|"video", "path", "digest"}
+    messages: list[
+        Message
+    ]  # parts: {"type": "text", "text"} or {"type": "image"|"video", "path", "digest"}
     augmentation: str
     augmentation_text: str
     reference: str | None  # the dataset's own response
     source: str
     row: int
     turn: int  # which user turn of the row it ends with, from 1
-    time: int | None = None  # when it was asked, in seconds since 1970; None: it is no traffic
+    time: int | None = (
+        None  # when it was asked, in seconds since 1970; None: it is no traffic
+    )
 
     @property
     def files(self) -> list[str]:
@@ -66,11 +73,23 @@ def schema() -> Any:
     import pyarrow as pa
 
     text = pa.string()
-    sampling = {"fps": pa.float64(), "frames": pa.int32()}  # of a video; both null: the target's own
-    part = pa.struct({"type": text, "text": text, "path": text, "digest": text, **sampling})
+    sampling = {
+        "fps": pa.float64(),
+        "frames": pa.int32(),
+    }  # of a video; both null: the target's own
+    part = pa.struct(
+        {"type": text, "text": text, "path": text, "digest": text, **sampling}
+    )
     message = pa.struct({"role": text, "content": pa.list_(part)})
-    columns = dict.fromkeys((column.name for column in dataclasses.fields(Prompt)), text)
-    columns |= {"messages": pa.list_(message), "row": pa.int64(), "turn": pa.int32(), "time": pa.int64()}
+    columns = dict.fromkeys(
+        (column.name for column in dataclasses.fields(Prompt)), text
+    )
+    columns |= {
+        "messages": pa.list_(message),
+        "row": pa.int64(),
+        "turn": pa.int32(),
+        "time": pa.int64(),
+    }
     return pa.schema(columns, metadata={"vlmdistill.prompts": "1"})
 
 
@@ -107,9 +126,15 @@ def _file(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(path)
-    missing = [name for name in schema().names if name not in file.schema_arrow.names and name not in LATER]
+    missing = [
+        name
+        for name in schema().names
+        if name not in file.schema_arrow.names and name not in LATER
+    ]
     if missing:
-        raise DataError(f"{path} is not a prompts file: it lacks the columns {', '.join(missing)}")
+        raise DataError(
+            f"{path} is not a prompts file: it lacks the columns {', '.join(missing)}"
+        )
     return file
 
 
@@ -121,10 +146,14 @@ def _columns(file: Any) -> list[str]:
 def _prompt(row: dict[str, Any], base: str) -> Prompt:
     """The prompt of a row; its paths may be relative to `base`, a folder or URL."""
     for message in row["messages"]:
-        message["content"] = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
+        message["content"] = [
+            {k: v for k, v in p.items() if v is not None} for p in message["content"]
+        ]
     for part in media_parts(row["messages"]):
         if not is_url(part["path"]):
-            part["path"] = posixpath.join(base, part["path"])  # which leaves absolute paths as they are
+            part["path"] = posixpath.join(
+                base, part["path"]
+            )  # which leaves absolute paths as they are
     return Prompt(**row)
 
 
@@ -151,7 +180,11 @@ class Prompts(Sequence[Prompt]):
         """Those of other keys."""
         import polars as pl
 
-        return Prompts(self._spool, self._base, self.facts.filter(~pl.col("key").is_in(keys.implode())))
+        return Prompts(
+            self._spool,
+            self._base,
+            self.facts.filter(~pl.col("key").is_in(keys.implode())),
+        )
 
 
 def facts_of(prompts: Sequence[Prompt]) -> "pl.DataFrame":
@@ -163,14 +196,21 @@ def facts_of(prompts: Sequence[Prompt]) -> "pl.DataFrame":
     return pl.DataFrame(
         {
             "key": [prompt.key for prompt in prompts],
-            "chars": [_chars(message["content"] for message in prompt.messages) for prompt in prompts],
+            "chars": [
+                _chars(message["content"] for message in prompt.messages)
+                for prompt in prompts
+            ],
         },
         {"key": pl.String, "chars": pl.Int64},
     )
 
 
 def _chars(contents: Iterable[Iterable[dict[str, Any]]]) -> int:
-    return sum(LENGTHS.get(part["type"]) or len(part["text"]) for parts in contents for part in parts)
+    return sum(
+        LENGTHS.get(part["type"]) or len(part["text"])
+        for parts in contents
+        for part in parts
+    )
 
 
 def _chars_of(messages: Any) -> Array:
@@ -182,13 +222,17 @@ def _chars_of(messages: Any) -> Array:
     chars = pc.coalesce(pc.utf8_length(parts.field("text")), 0)
     for kind, length in LENGTHS.items():
         chars = pc.if_else(pc.equal(parts.field("type"), kind), length, chars)
-    totals = np.insert(np.cumsum(chars.to_numpy(zero_copy_only=False), dtype=np.int64), 0, 0)
+    totals = np.insert(
+        np.cumsum(chars.to_numpy(zero_copy_only=False), dtype=np.int64), 0, 0
+    )
     for lists in (contents, messages):
         totals = totals[np.insert(np.cumsum(lists.value_lengths().to_numpy()), 0, 0)]
     return np.diff(totals)
 
 
-def load(path: Path, model: str = "M", split: str = "all", limit: int | None = None) -> Prompts:
+def load(
+    path: Path, model: str = "M", split: str = "all", limit: int | None = None
+) -> Prompts:
     """The first `limit` prompts of a split (train, eval or all).
 
     DataError as from `read`, or if there are none.
@@ -210,7 +254,14 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
                 batch = batch.slice(0, left)
                 left = None if left is None else left - len(batch)
                 chars = _chars_of(batch["messages"])
-                facts.append(pl.DataFrame({"key": pl.Series(batch["key"], dtype=pl.String), "chars": chars}))
+                facts.append(
+                    pl.DataFrame(
+                        {
+                            "key": pl.Series(batch["key"], dtype=pl.String),
+                            "chars": chars,
+                        }
+                    )
+                )
                 yield batch
                 if left == 0:
                     return
@@ -222,7 +273,9 @@ def load(path: Path, model: str = "M", split: str = "all", limit: int | None = N
         spool = Spool(path.parent, kinds, batches())
     except OSError as error:
         where = f"{path.parent} or {tempfile.gettempdir()}"
-        raise DataError(f"the prompts of {path} cannot be copied to {where}: {error.strerror}") from None
+        raise DataError(
+            f"the prompts of {path} cannot be copied to {where}: {error.strerror}"
+        ) from None
     found = pl.concat(facts) if facts else facts_of([])
     if not len(found):
         total = file.metadata.num_rows
@@ -248,7 +301,9 @@ def write(out: Path, prompts: Iterable[Prompt]) -> None:
 
 def _row(prompt: Prompt, base: str) -> dict[str, Any]:
     """The row of a prompt, with paths relative to `base` where they are below it."""
-    messages = [turn | {"content": [*map(dict, turn["content"])]} for turn in prompt.messages]
+    messages = [
+        turn | {"content": [*map(dict, turn["content"])]} for turn in prompt.messages
+    ]
     for part in media_parts(messages):
         part["path"] = part["path"].removeprefix(base)
     return vars(prompt) | {"messages": messages}

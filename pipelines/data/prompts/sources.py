@@ -39,11 +39,27 @@ REFUSED = {  # first bytes of a file -> what it is
     b"ARROW1": "an Arrow file",
 }
 TAR = 257  # offset of the magic bytes of a tar archive
-FILES = (".json", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".tsv", ".txt")
+FILES = (
+    ".json",
+    ".jsonl",
+    ".parquet",
+    ".gz",
+    ".bz2",
+    ".xz",
+    ".zst",
+    ".zip",
+    ".tar",
+    ".csv",
+    ".tsv",
+    ".txt",
+)
 SAME = ("id", "key", "__key__")  # columns that two files of a sample may have
 ROWS = (".json", ".jsonl", ".parquet")  # of a folder that has images, too
 ROWS_AT_ONCE = 16  # of Parquet: they may hold images
-MOST_BYTES, MOST_NAME = 2**30, 2**20  # of a file in a tar archive, and of its name, which are read whole
+MOST_BYTES, MOST_NAME = (
+    2**30,
+    2**20,
+)  # of a file in a tar archive, and of its name, which are read whole
 
 
 @dataclass(frozen=True)
@@ -79,14 +95,20 @@ def check(source: str, hub: bool) -> Path:
     except RuntimeError as error:  # of a user that is not there
         raise DataError(f"{source}: {error}") from None
     if not source:
-        raise DataError("the name of a source is empty: give a file, a folder or a dataset")
+        raise DataError(
+            "the name of a source is empty: give a file, a folder or a dataset"
+        )
     if lone_surrogate(str(path)) or lone_surrogate(str(path.resolve())):
         raise DataError(f"{source}: the name is not UTF-8: rename the file")
     local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)
     if not path.exists() and (local or not hub):
         hint = "" if local else " (a Hugging Face dataset by name: add --format hf)"
-        there = [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise DataError(f"there is no file {source}{did_you_mean(path.name, there) or hint}")
+        there = (
+            [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else []
+        )
+        raise DataError(
+            f"there is no file {source}{did_you_mean(path.name, there) or hint}"
+        )
     return path
 
 
@@ -122,14 +144,21 @@ def read(source: str, media: bool = False) -> Iterator[Row]:
 
 def _unpacked(plain: IO[bytes], start: bytes, path: Path) -> Iterator[Row]:
     """The rows of an open file, which may be compressed, as its first bytes say."""
-    unpack = next((function for magic, function in COMPRESSED.items() if start.startswith(magic)), None)
+    unpack = next(
+        (function for magic, function in COMPRESSED.items() if start.startswith(magic)),
+        None,
+    )
     try:
         with nullcontext(plain) if unpack is None else unpack(plain, "rb") as file:
             yield from _file(file, path)
     except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # not of a decompressor
+        if (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # not of a decompressor
             raise
-        raise DataError(f"{path} cannot be decompressed ({one_line(error)}): download it again") from None
+        raise DataError(
+            f"{path} cannot be decompressed ({one_line(error)}): download it again"
+        ) from None
 
 
 def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
@@ -138,7 +167,9 @@ def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
     file.seek(0)
     if start[TAR:] == b"ustar":
         return _samples(file, path)
-    if what := next((name for magic, name in REFUSED.items() if start.startswith(magic)), None):
+    if what := next(
+        (name for magic, name in REFUSED.items() if start.startswith(magic)), None
+    ):
         raise DataError(
             f"{path} is {what}: unpack it and import the JSON or Parquet files in it, with --images for the "
             "folder of its images and videos"
@@ -171,7 +202,9 @@ def reading_parquet(path: Path, advice: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {one_line(error)}{advice}") from None
+        raise DataError(
+            f"{path} cannot be read as Parquet: {one_line(error)}{advice}"
+        ) from None
 
 
 def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
@@ -195,10 +228,19 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
     for at, its in enumerate(batch.schema):
         if pa.types.is_timestamp(its.type):
             batch = batch.set_column(at, its.name, batch.column(at).cast(pa.int64()))
-    batch = batch.select([at for at, its in enumerate(batch.schema) if not pa.types.is_temporal(its.type)])
+    batch = batch.select(
+        [
+            at
+            for at, its in enumerate(batch.schema)
+            if not pa.types.is_temporal(its.type)
+        ]
+    )
     try:
         values = python_rows(batch)
-    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date in a list
+    except (
+        ValueError,
+        OverflowError,
+    ) as error:  # text that is not UTF-8, a date in a list
         if batch.num_rows == 1:
             yield None, BadRowError("unreadable value", one_line(error))
         else:  # which row it is
@@ -239,7 +281,9 @@ def _without_json(value: Any, kind: Any) -> Any:
     if isinstance(kind, pa.JsonType):
         return json.loads(value)
     if pa.types.is_struct(kind):
-        return {field.name: _without_json(value[field.name], field.type) for field in kind}
+        return {
+            field.name: _without_json(value[field.name], field.type) for field in kind
+        }
     if pa.types.is_map(kind):
         return [(key, _without_json(item, kind.item_type)) for key, item in value]
     return [_without_json(item, kind.value_type) for item in value]
@@ -255,7 +299,11 @@ def walk(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
     def below(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
         try:
             facts = folder.stat()
-            inside = sorted(folder.iterdir()) if (at := (facts.st_dev, facts.st_ino)) not in seen else []
+            inside = (
+                sorted(folder.iterdir())
+                if (at := (facts.st_dev, facts.st_ino)) not in seen
+                else []
+            )
         except OSError as error:
             yield folder, error
             return
@@ -305,11 +353,17 @@ def _samples(file: IO[bytes], path: Path) -> Iterator[Row]:
             _check_order(_members(archive), path)
         file.seek(0)
         with _tar(file, "r|") as archive:
-            for number, (_, members) in enumerate(groupby(_members(archive), _SampleOf()), 1):
+            for number, (_, members) in enumerate(
+                groupby(_members(archive), _SampleOf()), 1
+            ):
                 value, problem = _sample(archive, members)
-                yield Row(str(path.resolve()), _stem(path), number, value, problem=problem)
+                yield Row(
+                    str(path.resolve()), _stem(path), number, value, problem=problem
+                )
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as a tar archive: {one_line(error)}") from None
+        raise DataError(
+            f"{path} cannot be read as a tar archive: {one_line(error)}"
+        ) from None
 
 
 def _tar(file: IO[bytes], mode: Literal["r:", "r|"]) -> tarfile.TarFile:
@@ -320,7 +374,10 @@ def _tar(file: IO[bytes], mode: Literal["r:", "r|"]) -> tarfile.TarFile:
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """The files of an archive. Hidden ones are ignored, such as those that macOS adds for each file."""
     for member in archive:
-        hidden = any(part.startswith(".") and part != ".." for part in PurePosixPath(member.name).parts)
+        hidden = any(
+            part.startswith(".") and part != ".."
+            for part in PurePosixPath(member.name).parts
+        )
         if not (member.isdir() or hidden):
             yield member
 
@@ -354,14 +411,19 @@ def _check_order(members: Iterator[tarfile.TarInfo], path: Path) -> None:
     """DataError if files of a sample do not follow each other, or lie in two folders."""
     kinds: dict[str, dict[str, str]] = {}  # of the files of each name, with one of them
     for (name, _), group in groupby(members, _SampleOf()):
-        new = {kind_of(member.name) or _ending(member.name): member.name for member in group}
+        new = {
+            kind_of(member.name) or _ending(member.name): member.name
+            for member in group
+        }
         before = kinds.setdefault(name, new)
         if before.keys() != new.keys():
             raise DataError(
                 f"{path}: {min(new.values())} does not follow {min(before.values())}, so that they would be "
                 "two samples: sort the archive by name, as tar --sort=name does"
             )
-    pictures: dict[str, str] = {}  # samples of images and videos alone, by the last part of their name
+    pictures: dict[
+        str, str
+    ] = {}  # samples of images and videos alone, by the last part of their name
     for name, its in kinds.items():
         if its.keys() <= KINDS.keys():
             pictures[PurePosixPath(name).name] = min(its.values())
@@ -382,10 +444,20 @@ def _sample(
     media: dict[str, dict[str, bytes]] = {}  # by kind and name
     problem = None
     for member in members:
-        content = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+        content = (
+            archive.extractfile(member)
+            if member.isreg() and not member.issparse()
+            else None
+        )
         if content is None or member.size > MOST_BYTES:
-            what = f"{member.size} bytes, more than {MOST_BYTES}" if content else "not an ordinary file"
-            problem = problem or BadRowError("not a file of a sample", f"{member.name[:200]}: {what}")
+            what = (
+                f"{member.size} bytes, more than {MOST_BYTES}"
+                if content
+                else "not an ordinary file"
+            )
+            problem = problem or BadRowError(
+                "not a file of a sample", f"{member.name[:200]}: {what}"
+            )
             continue
         data, ending = content.read(), PurePosixPath(member.name).suffix.lower()
         if kind := kind_of(member.name):
@@ -394,13 +466,21 @@ def _sample(
             try:
                 text = data.decode("utf-8-sig")
             except UnicodeDecodeError as error:
-                problem = problem or BadRowError("not UTF-8", f"{member.name[:200]}: {error.reason}")
+                problem = problem or BadRowError(
+                    "not UTF-8", f"{member.name[:200]}: {error.reason}"
+                )
                 continue
-            parsed, wrong = parse(text) if ending == ".json" else ({"caption": text}, None)
+            parsed, wrong = (
+                parse(text) if ending == ".json" else ({"caption": text}, None)
+            )
             if not isinstance(parsed, dict):
-                problem = problem or wrong or BadRowError("not an object", member.name[:200])
+                problem = (
+                    problem or wrong or BadRowError("not an object", member.name[:200])
+                )
                 continue
-            same = SAME if ending == ".json" else parsed.keys()  # a caption may be in both
+            same = (
+                SAME if ending == ".json" else parsed.keys()
+            )  # a caption may be in both
             if twice := [
                 name
                 for name in parsed.keys() & value.keys()
@@ -410,12 +490,19 @@ def _sample(
                 problem = problem or BadRowError("two files of one sample", detail)
             value |= parsed
         else:
-            value.setdefault(ending.lstrip(".") or member.name[:200], data[:1])  # counts as unread
-    for kind, files in media.items():  # instead of the names that the JSON file has for them
+            value.setdefault(
+                ending.lstrip(".") or member.name[:200], data[:1]
+            )  # counts as unread
+    for (
+        kind,
+        files,
+    ) in media.items():  # instead of the names that the JSON file has for them
         named = value.pop(f"{kind}s", None) or value.get(kind)
         shown = _shown(files, named)
         value[kind] = [files[name] for name in shown]
-        value |= {_ending(name): files[name][:1] for name in files if name not in shown}  # unread
+        value |= {
+            _ending(name): files[name][:1] for name in files if name not in shown
+        }  # unread
         if not shown:
             detail = f"{', '.join(files)[:200]}: number those of the prompt, as 000.0.png and 000.1.png"
             problem = problem or BadRowError(f"several {kind}s", detail)
@@ -436,7 +523,10 @@ def _shown(files: Collection[str], named: Any) -> list[str]:
         if len(leaves) == len(by_name) == len(files) and set(leaves) == set(by_name):
             return [by_name[leaf] for leaf in leaves]
     second = {file: _ending(file).rpartition(".")[0] for file in files}
-    numbers = {file: [int(digits) for digits in re.findall(r"\d+", second[file])] for file in files}
+    numbers = {
+        file: [int(digits) for digits in re.findall(r"\d+", second[file])]
+        for file in files
+    }
     shown = sorted(files, key=lambda file: numbers[file])
     if len(files) > 1 and len(names) != len(files):
         shown = [file for file in shown if not second[file] or numbers[file]]
@@ -461,7 +551,9 @@ def _own_files(folder: Path, split: str) -> list[Path]:
             return []  # the rows of such a folder, by a convention of `datasets`
         root = str(folder.resolve())
         patterns = get_data_patterns(root)
-        by_split = DataFilesDict.from_patterns(patterns, root, allowed_extensions=[*ROWS])
+        by_split = DataFilesDict.from_patterns(
+            patterns, root, allowed_extensions=[*ROWS]
+        )
     elif _is_plain(builder.config) and builder.name in ("json", "csv"):
         by_split = builder.config.data_files
     else:
@@ -469,8 +561,12 @@ def _own_files(folder: Path, split: str) -> list[Path]:
     files = by_split.get(split or "train", [])
     if not files and not split:  # `train` may name the folder of the images
         files = [str(path) for path, _ in walk(folder) if path.suffix.lower() in ROWS]
-    if not files and (csv := next((name for name in names if name.lower().endswith(".csv")), "")):
-        raise DataError(f"it has images and {csv}: move that into a folder of its own, and give --images")
+    if not files and (
+        csv := next((name for name in names if name.lower().endswith(".csv")), "")
+    ):
+        raise DataError(
+            f"it has images and {csv}: move that into a folder of its own, and give --images"
+        )
     return [Path(file) for file in files]
 
 
@@ -478,7 +574,9 @@ def _is_plain(config: Any) -> bool:
     """Whether a folder does not say how `datasets` shall read its JSON or CSV files."""
     settings, usual = vars(config), vars(type(config)())
     where = {"name", "version", "data_dir", "data_files", "description", "sep"}
-    return all(settings[name] == usual[name] for name in settings.keys() & usual.keys() - where)
+    return all(
+        settings[name] == usual[name] for name in settings.keys() & usual.keys() - where
+    )
 
 
 def _dataset(source: str) -> Iterator[Row]:
@@ -495,20 +593,26 @@ def _dataset(source: str) -> Iterator[Row]:
     else:
         name, _, split = source.partition("@")
         name, _, subset = name.partition(":")
-    saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    saved = (folder / "state.json").is_file() or (
+        folder / "dataset_dict.json"
+    ).is_file()
     number = 0
     try:
         for file in _own_files(folder, split) if folder.is_dir() and not saved else ():
             for row in read(str(file)):
                 number += 1
-                yield replace(row, source=source, dataset=Path(name).name, number=number)
+                yield replace(
+                    row, source=source, dataset=Path(name).name, number=number
+                )
         if number:
             return
         split = split or "train"
         if saved:
             loaded = datasets.load_from_disk(str(folder))
             if isinstance(loaded, Mapping) and split not in loaded:
-                raise DataError(f"no split '{split}': write {name}@SPLIT, with one of {', '.join(loaded)}")
+                raise DataError(
+                    f"no split '{split}': write {name}@SPLIT, with one of {', '.join(loaded)}"
+                )
             data = loaded[split] if isinstance(loaded, Mapping) else loaded
         else:
             data = datasets.load_dataset(name, subset or None, split=split)

@@ -16,7 +16,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 def separator_of(name: str) -> str:
     """What separates the values of a table by the name of its file; empty for other files."""
     endings = Path(name.lower()).suffixes
-    return next((separator for end, separator in SEPARATORS.items() if end in endings), "")
+    return next(
+        (separator for end, separator in SEPARATORS.items() if end in endings), ""
+    )
 
 
 def table_rows(file: IO[bytes], separator: str, path: Path) -> Iterator[Numbered]:
@@ -38,11 +40,20 @@ def table_rows(file: IO[bytes], separator: str, path: Path) -> Iterator[Numbered
                 number += 1
                 problem = None
                 if len(values) > len(names):
-                    problem = BadRowError("too many values", f"{len(values)}, for {len(names)} columns")
-                yield number, (dict(zip(names, values, strict=False)), reader.line_num, problem)
+                    problem = BadRowError(
+                        "too many values", f"{len(values)}, for {len(names)} columns"
+                    )
+                yield (
+                    number,
+                    (dict(zip(names, values, strict=False)), reader.line_num, problem),
+                )
     except csv.Error as error:
-        raise DataError(f"{path} is no table: {error} at line {reader.line_num}") from None
+        raise DataError(
+            f"{path} is no table: {error} at line {reader.line_num}"
+        ) from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error.reason} after line {reader.line_num}") from None
+        raise DataError(
+            f"{path} is not UTF-8 text: {error.reason} after line {reader.line_num}"
+        ) from None
     finally:
         text.detach()  # the file is closed by who opened it

@@ -65,7 +65,9 @@ class SamplingSettings:
         if not 0 < self.top_p <= 1:
             raise DataError(f"--top-p {self.top_p}: give a share above 0, at most 1")
         if self.max_new_tokens < 1:
-            raise DataError(f"--max-new-tokens {self.max_new_tokens}: give a number above 0")
+            raise DataError(
+                f"--max-new-tokens {self.max_new_tokens}: give a number above 0"
+            )
         check_thinking(self.thinking)
 
     def __str__(self) -> str:
@@ -100,7 +102,11 @@ def check_settings(out: Path, settings: Mapping[str, Any]) -> None:
     path = out / SETTINGS
     if not path.is_file():
         return
-    there = {"engine": "transformers", "thinking": "", **_flat(json.loads(path.read_text()))}
+    there = {
+        "engine": "transformers",
+        "thinking": "",
+        **_flat(json.loads(path.read_text())),
+    }
     for name, value in _flat(settings).items():
         if name in there and there[name] != value:
             raise DataError(
@@ -126,12 +132,16 @@ def read_settings(out: Path) -> tuple[SamplingSettings, Filters]:
     return SamplingSettings(**settings["sampling"]), Filters(**settings["filters"])
 
 
-def sampling(out: Path, max_new_tokens: int | None = None, seed: int = 0) -> SamplingSettings:
+def sampling(
+    out: Path, max_new_tokens: int | None = None, seed: int = 0
+) -> SamplingSettings:
     """How more responses in `out` are sampled: as those that exist, else with `seed`."""
     known = read_settings(out)[0]
     if not (out / SETTINGS).is_file():
         known = dataclasses.replace(known, seed=seed)
-    return dataclasses.replace(known, max_new_tokens=max_new_tokens or known.max_new_tokens)
+    return dataclasses.replace(
+        known, max_new_tokens=max_new_tokens or known.max_new_tokens
+    )
 
 
 def _shown(value: Any) -> str:
@@ -149,10 +159,21 @@ def schema() -> Any:
     """The Arrow schema of the Parquet files."""
     import pyarrow as pa
 
-    types: dict[Any, Any] = {str: pa.string(), int: pa.int32(), float: pa.float64(), bool: pa.bool_()}
-    special = {"ids": pa.list_(pa.int32()), "repetition": pa.float32(), "seed": pa.int64()}
+    types: dict[Any, Any] = {
+        str: pa.string(),
+        int: pa.int32(),
+        float: pa.float64(),
+        bool: pa.bool_(),
+    }
+    special = {
+        "ids": pa.list_(pa.int32()),
+        "repetition": pa.float32(),
+        "seed": pa.int64(),
+    }
     columns = dataclasses.fields(ResponseRow)
-    return pa.schema([(one.name, special.get(one.name) or types[one.type]) for one in columns])
+    return pa.schema(
+        [(one.name, special.get(one.name) or types[one.type]) for one in columns]
+    )
 
 
 def write_part(out: Path, name: str, rows: Sequence[ResponseRow]) -> bool:
@@ -160,7 +181,10 @@ def write_part(out: Path, name: str, rows: Sequence[ResponseRow]) -> bool:
     import pyarrow as pa
 
     if rows:
-        _write(out / PART.format(name), pa.Table.from_pylist([vars(row) for row in rows], schema()))
+        _write(
+            out / PART.format(name),
+            pa.Table.from_pylist([vars(row) for row in rows], schema()),
+        )
     return bool(rows)
 
 
@@ -210,8 +234,12 @@ def remove(out: Path, keys: Collection[str], *, dry_run: bool = False) -> int:
 
 def _damaged(path: Path, error: Exception) -> DataError:
     if isinstance(error, FileNotFoundError):
-        return GoneError(f"{path} is not there any more: another run has packed it, or it was removed")
-    return DataError(f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again")
+        return GoneError(
+            f"{path} is not there any more: another run has packed it, or it was removed"
+        )
+    return DataError(
+        f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again"
+    )
 
 
 def _paths(out: Path) -> list[Path]:
@@ -269,14 +297,22 @@ def table(out: Path, columns: Sequence[str] | None = None) -> Any:
 
     wanted = list(columns or schema().names)
     empty = pa.schema([schema().field(name) for name in wanted]).empty_table()
-    return _whole(out, lambda paths: pa.concat_tables([empty, *(_read(path, wanted) for path in paths)]))
+    return _whole(
+        out,
+        lambda paths: pa.concat_tables(
+            [empty, *(_read(path, wanted) for path in paths)]
+        ),
+    )
 
 
 def facts(out: Path) -> "pl.DataFrame":
     """Of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
     names = ("key", "keep", "reason", *COUNTS)
     found = _whole(
-        out, lambda paths: _frame((one for path in paths for one in _batches(path, (*names, "ids"))), names)
+        out,
+        lambda paths: _frame(
+            (one for path in paths for one in _batches(path, (*names, "ids"))), names
+        ),
     )
     return found.unique("key", keep="first", maintain_order=True)
 
@@ -287,10 +323,22 @@ def _frame(batches: Iterable[Any], names: Sequence[str]) -> "pl.DataFrame":
 
     def one(rows: Any) -> pl.DataFrame:
         columns = {name: pl.Series(rows[name], dtype=kinds[name]) for name in names}
-        return pl.DataFrame({**columns, "tokens": pl.Series(rows["ids"].value_lengths(), dtype=pl.Int32)})
+        return pl.DataFrame(
+            {
+                **columns,
+                "tokens": pl.Series(rows["ids"].value_lengths(), dtype=pl.Int32),
+            }
+        )
 
-    kinds = {"key": pl.String, "keep": pl.Boolean, "reason": pl.String, **dict.fromkeys(COUNTS, pl.Int32)}
-    empty = pl.DataFrame(schema={**{name: kinds[name] for name in names}, "tokens": pl.Int32})
+    kinds = {
+        "key": pl.String,
+        "keep": pl.Boolean,
+        "reason": pl.String,
+        **dict.fromkeys(COUNTS, pl.Int32),
+    }
+    empty = pl.DataFrame(
+        schema={**{name: kinds[name] for name in names}, "tokens": pl.Int32}
+    )
     return pl.concat([empty, *map(one, batches)])
 
 
@@ -325,7 +373,9 @@ def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
             ids = batch.column("ids")
             flat, lengths = ids.flatten().to_numpy(), ids.value_lengths().to_numpy()
             start = 0
-            for row, length in zip(batch.drop_columns(["ids"]).to_pylist(), lengths, strict=True):
+            for row, length in zip(
+                batch.drop_columns(["ids"]).to_pylist(), lengths, strict=True
+            ):
                 yield ResponseRow(ids=flat[start : start + length], **row)
                 start += length
 
@@ -374,4 +424,9 @@ def write_failed(out: Path, failed: Mapping[str, str]) -> None:
         path.unlink(missing_ok=True)
         return
     with atomic_write(path) as file:
-        file.write_text("".join(json.dumps({"key": k, "reason": why}) + "\n" for k, why in failed.items()))
+        file.write_text(
+            "".join(
+                json.dumps({"key": k, "reason": why}) + "\n"
+                for k, why in failed.items()
+            )
+        )

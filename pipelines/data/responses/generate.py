@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def recorded(
-    cycles: Iterable[Cycle], done: list[Cycle], ended: Callable[[], bool] = lambda: False
+    cycles: Iterable[Cycle],
+    done: list[Cycle],
+    ended: Callable[[], bool] = lambda: False,
 ) -> Iterator[Cycle]:
     """The cycles, one token of each at a time, until `ended`.
 
@@ -37,8 +39,12 @@ def recorded(
         done.append(cycle)
         seconds = cycle.seconds
         for end, token in enumerate(cycle.ids, start=1):
-            done[-1] = replace(cycle, ids=cycle.ids[:end], accepted=min(cycle.accepted, end))
-            yield replace(cycle, ids=[token], accepted=int(end <= cycle.accepted), seconds=seconds)
+            done[-1] = replace(
+                cycle, ids=cycle.ids[:end], accepted=min(cycle.accepted, end)
+            )
+            yield replace(
+                cycle, ids=[token], accepted=int(end <= cycle.accepted), seconds=seconds
+            )
             if ended():
                 return
             seconds = 0.0
@@ -91,11 +97,18 @@ def open_pair(
     target = load(workspace.model, **(how or Options()))
     loaded = target.drafter(folder)
     if tree == "auto":
-        under = tree_search.conditions(target, (how or Options()).get("compiled", False), temperature)
+        under = tree_search.conditions(
+            target, (how or Options()).get("compiled", False), temperature
+        )
         best = tree_search.kept(folder, under, any_threads=True)
         shape = Tree.parse(best.tree) if best else None
         found = best.conditions if best else f"none, so its own, under {under}"
-        logger.info("%s drafts %s, found by `eval --tree auto`: %s", folder.name, shape or loaded.tree, found)
+        logger.info(
+            "%s drafts %s, found by `eval --tree auto`: %s",
+            folder.name,
+            shape or loaded.tree,
+            found,
+        )
     return target, loaded, shape
 
 
@@ -125,9 +138,15 @@ def generate(
     for name, value in (sampling or {}).items():
         if not videos:
             raise DataError(f"--{name} {value}: it needs a --video")
-    target, guess, shape = open_pair(workspace, drafter, tree, load_options, temperature)
-    content: list[dict[str, Any]] = [{"type": "image", "path": str(image)} for image in images]
-    content += [{"type": "video", "path": str(video), **(sampling or {})} for video in videos]
+    target, guess, shape = open_pair(
+        workspace, drafter, tree, load_options, temperature
+    )
+    content: list[dict[str, Any]] = [
+        {"type": "image", "path": str(image)} for image in images
+    ]
+    content += [
+        {"type": "video", "path": str(video), **(sampling or {})} for video in videos
+    ]
     content.append({"type": "text", "text": text})
     prompt = target.encode([{"role": "user", "content": content}])
     generator = torch.Generator(target.device).manual_seed(seed)

@@ -18,12 +18,16 @@ class Piece:
 
     text: str
     drafted: bool
-    seconds: Amount | None = None  # since decoding began, by the decoder's clock; None: not recorded
+    seconds: Amount | None = (
+        None  # since decoding began, by the decoder's clock; None: not recorded
+    )
 
 
 def pieces(cycles: "Iterable[Cycle]", tokenizer: Any) -> Iterator[Piece]:
     """The text of each cycle; a character of several tokens is held back until its last token."""
-    shown: list[int] = []  # the tokens of the last piece: some tokenizers drop the space before a first word
+    shown: list[
+        int
+    ] = []  # the tokens of the last piece: some tokenizers drop the space before a first word
     held: list[int] = []  # those after them
     before, seconds = "", 0.0
     for cycle in cycles:

@@ -5,8 +5,13 @@ from dataclasses import dataclass
 
 from vlmdistill.stores.errors import DataError
 
-LENIENT = {"short": "--min-words 0", "repetition": "--max-repetition 1"}  # by the reason that they undo
-NGRAM = 8  # tokens: ordinary text repeats phrases, but hardly ever eight tokens in a row
+LENIENT = {
+    "short": "--min-words 0",
+    "repetition": "--max-repetition 1",
+}  # by the reason that they undo
+NGRAM = (
+    8  # tokens: ordinary text repeats phrases, but hardly ever eight tokens in a row
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,16 +20,22 @@ class Filters:
 
     min_words: int = 6  # HiViS drops multimodal responses of five words or fewer
     max_repetition: float = 0.5  # share of token n-grams that occurred before
-    max_length: int | None = None  # tokens of prompt and response; None: the target's limit
+    max_length: int | None = (
+        None  # tokens of prompt and response; None: the target's limit
+    )
 
     def check(self) -> None:
         """DataError if a threshold is out of range."""
         if self.min_words < 0:
             raise DataError(f"--min-words {self.min_words}: give 0 or more")
         if not 0 < self.max_repetition <= 1:
-            raise DataError(f"--max-repetition {self.max_repetition}: give a share above 0, at most 1")
+            raise DataError(
+                f"--max-repetition {self.max_repetition}: give a share above 0, at most 1"
+            )
         if self.max_length is not None and self.max_length < 1:
-            raise DataError(f"--max-length {self.max_length}: give a number of tokens above 0")
+            raise DataError(
+                f"--max-length {self.max_length}: give a number of tokens above 0"
+            )
 
     def reason(self, words: int, repeated: float, length: int, limit: int) -> str:
         """Why a response is dropped; empty if it is kept. `length` is in tokens, at most `limit`."""

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 GPU_TASK, CPU_TASK = 1024, 64
 """Prompts of one task: a minute or two of work with a 7B target on a GPU."""
 ENGINE_TOKENS = 8192  # in one forward pass of an engine
-HELD_BYTES = 1 << 30  # of encoded prompts in memory at once: a task of long videos would not fit
+HELD_BYTES = (
+    1 << 30
+)  # of encoded prompts in memory at once: a task of long videos would not fit
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class ResponseTask:
 
     def only(self, keys: Collection[str]) -> "ResponseTask":
         """The task of these prompts only."""
-        return ResponseTask.of([prompt for prompt in self.prompts if prompt.key in keys], self.seed)
+        return ResponseTask.of(
+            [prompt for prompt in self.prompts if prompt.key in keys], self.seed
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,9 @@ class ResponseResult:
 
     rows: list[ResponseRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
-    shards: list[Commit] = field(default_factory=list)  # of the kept ones, where they were captured as well
+    shards: list[Commit] = field(
+        default_factory=list
+    )  # of the kept ones, where they were captured as well
 
 
 class Responder:
@@ -112,7 +118,9 @@ class Responder:
         self.sampling = sampling
         self.filters = filters
         self.batch = batch
-        self.limit = min(self.filters.max_length or 2**31, self.target.info.max_position)
+        self.limit = min(
+            self.filters.max_length or 2**31, self.target.info.max_position
+        )
 
     def _load(
         self, model: str, how: Options, engine: EngineName
@@ -120,7 +128,9 @@ class Responder:
         from vlmdistill.pipelines.vllm.capture.engine_target import EngineTarget, loaded
 
         target = loaded(model, how, engine)
-        return target, EngineTarget(target, (), ENGINE_TOKENS) if engine == "vllm" else None
+        return target, EngineTarget(
+            target, (), ENGINE_TOKENS
+        ) if engine == "vllm" else None
 
     def facts(self) -> dict[str, Any]:
         """The fingerprint of the target, the dtype in which it runs, and what runs it."""
@@ -138,24 +148,34 @@ class Responder:
             try:
                 one = self.target.encode(prompt.messages)
                 if one.length >= self.limit:
-                    result.rows.append(self._row(prompt, reason="over length", **_tokens(one)))
+                    result.rows.append(
+                        self._row(prompt, reason="over length", **_tokens(one))
+                    )
                 else:
                     encoded.append((prompt, one))
-            except MediaError as error:  # the file may be readable later, or on another machine
+            except (
+                MediaError
+            ) as error:  # the file may be readable later, or on another machine
                 result.failed[prompt.key] = one_line(error)
             except DataError as error:
-                result.rows.append(self._row(prompt, reason="refused", detail=one_line(error)))
+                result.rows.append(
+                    self._row(prompt, reason="refused", detail=one_line(error))
+                )
             if sum(one.nbytes for _, one in encoded) > HELD_BYTES:
                 seed = self._generate_all(encoded, seed, result)
                 encoded = []
         self._generate_all(encoded, seed, result)
         return result
 
-    def _generate_all(self, encoded: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult) -> int:
+    def _generate_all(
+        self, encoded: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
+    ) -> int:
         """Generate prompts of similar length together, each such run with its own seed; returns the next."""
         from vlmdistill.pipelines.targets.batching import alike
 
-        for batch in alike(encoded, lambda item: item[1].length + self.sampling.max_new_tokens):
+        for batch in alike(
+            encoded, lambda item: item[1].length + self.sampling.max_new_tokens
+        ):
             left = list(batch)
             while left:
                 try:
@@ -167,7 +187,9 @@ class Responder:
             seed += len(batch)
         return seed
 
-    def _generate(self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult) -> None:
+    def _generate(
+        self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
+    ) -> None:
         prompts = [encoded for _, encoded in batch]
         generate: Callable[..., list[EncodedResponse]] = (
             self.engine.generate  # it makes its own batches
@@ -185,10 +207,18 @@ class Responder:
             result.rows.append(self._response(prompt, encoded, response, seed))
 
     def _response(
-        self, prompt: Prompt, encoded: "EncodedPrompt", response: "EncodedResponse", seed: int
+        self,
+        prompt: Prompt,
+        encoded: "EncodedPrompt",
+        response: "EncodedResponse",
+        seed: int,
     ) -> ResponseRow:
         ids = [int(i) for i in response.ids]
-        words, repeated, length = len(words_of(response.text)), repetition(ids), encoded.length + len(ids)
+        words, repeated, length = (
+            len(words_of(response.text)),
+            repetition(ids),
+            encoded.length + len(ids),
+        )
         return self._row(
             prompt,
             ids=ids,
@@ -202,9 +232,15 @@ class Responder:
         )
 
     def _row(self, prompt: Prompt, *, reason: str, **values: Any) -> ResponseRow:
-        settings = {**dataclasses.asdict(self.sampling), "target": str(self.target.fingerprint), "seed": 0}
+        settings = {
+            **dataclasses.asdict(self.sampling),
+            "target": str(self.target.fingerprint),
+            "seed": 0,
+        }
         del settings["thinking"]  # of all rows of a folder
-        return ResponseRow(key=prompt.key, keep=not reason, reason=reason, **{**settings, **values})
+        return ResponseRow(
+            key=prompt.key, keep=not reason, reason=reason, **{**settings, **values}
+        )
 
 
 def _tokens(encoded: "EncodedPrompt") -> dict[str, int]:
@@ -254,16 +290,30 @@ def respond(
         dataset.check_settings(out, settings)
         dataset.pack(out)
         missing = dataset.without_response(prompts, out)
-        start, done, tokens, failed = time.monotonic(), len(prompts) - len(missing), 0, dict[str, str]()
+        start, done, tokens, failed = (
+            time.monotonic(),
+            len(prompts) - len(missing),
+            0,
+            dict[str, str](),
+        )
         written = 0
         if missing:
             report(done, len(prompts), "starting")
             make = partial(
-                worker, absolute_model(model), sampling, filters, batch, options.load, options.engine
+                worker,
+                absolute_model(model),
+                sampling,
+                filters,
+                batch,
+                options.load,
+                options.engine,
             )
             check = shared(absolute_model(model), fingerprint, some_media(missing))
             weights = weight_bytes(model, options.load)
-            with options.session(), opened(make, check, options, weights=weights) as workers:
+            with (
+                options.session(),
+                opened(make, check, options, weights=weights) as workers,
+            ):
                 dataset.write_settings(out, {**workers.facts(), **settings})
                 start = time.monotonic()
                 size = task_size or _task_size(batch, workers.on_gpus)
@@ -278,13 +328,19 @@ def respond(
                     done += len(rows) + len(ended.failed)
                     tokens += sum(len(row.ids) for row in rows)
                     failed |= ended.failed
-                    report(done, len(prompts), f"{tokens / (time.monotonic() - start):.0f} tokens/s")
+                    report(
+                        done,
+                        len(prompts),
+                        f"{tokens / (time.monotonic() - start):.0f} tokens/s",
+                    )
         seconds = time.monotonic() - start
         dataset.write_failed(out, failed)
         if failed and len(failed) == len(prompts):
             key, why = next(iter(failed.items()))
             raise TargetError(f"all {len(failed)} prompts failed; {key}: {why}")
-        return _summary(out, prompts, len(missing) - len(failed), failed, tokens, seconds)
+        return _summary(
+            out, prompts, len(missing) - len(failed), failed, tokens, seconds
+        )
 
 
 def _task_size(batch: int | None, on_gpus: bool) -> int:
@@ -299,11 +355,18 @@ def plan(prompts: Sequence[Prompt], size: int, seed: int) -> Iterator[ResponseTa
     facts = facts_of(prompts).select("key", "chars").with_row_index("at")
     order = facts.sort("chars", "key", descending=[True, False])["at"].to_numpy()
     for start in (size * number for number in scattered(-(-len(order) // size))):
-        yield ResponseTask.of([prompts[int(at)] for at in order[start : start + size]], seed)
+        yield ResponseTask.of(
+            [prompts[int(at)] for at in order[start : start + size]], seed
+        )
 
 
 def _summary(
-    out: Path, prompts: Sequence[Prompt], new: int, failed: dict[str, str], tokens: int, seconds: float
+    out: Path,
+    prompts: Sequence[Prompt],
+    new: int,
+    failed: dict[str, str],
+    tokens: int,
+    seconds: float,
 ) -> ResponseSummary:
     facts = dataset.facts(out)
     kept = facts.filter("keep")

@@ -16,18 +16,35 @@ from vlmdistill.pipelines.targets.checkpoints.folder import weight_files
 from vlmdistill.stores.errors import TargetError
 
 METHOD = "awq"
-PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # of each of eight columns in an int32, four bits a place
+PLACE = (
+    0,
+    4,
+    1,
+    5,
+    2,
+    6,
+    3,
+    7,
+)  # of each of eight columns in an int32, four bits a place
 
 
-def weights(folder: Path, quantised: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def weights(
+    folder: Path, quantised: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
     """All tensors of an AWQ checkpoint, those of 4 bits unpacked in `dtype` on the CPU.
 
     `quantised` is its `quantization_config`; TargetError for another packing than AutoAWQ's.
     """
     for setting, ours in (("bits", 4), ("version", "gemm"), ("zero_point", True)):
         if (found := quantised.get(setting, ours)) != ours:
-            raise TargetError(f"{folder}: AWQ with {setting} {found} cannot be read, only with {ours}")
-    stored = {name: one for file in weight_files(folder) for name, one in load_file(file).items()}
+            raise TargetError(
+                f"{folder}: AWQ with {setting} {found} cannot be read, only with {ours}"
+            )
+    stored = {
+        name: one
+        for file in weight_files(folder)
+        for name, one in load_file(file).items()
+    }
     numbers = {}
     for name, one in stored.items():
         layer, _, kind = name.rpartition(".")
@@ -47,8 +64,15 @@ def weights(folder: Path, quantised: Mapping[str, Any], dtype: torch.dtype) -> d
 def _numbers(packed_IO: Tensor, zeros_GO: Tensor, scales_GO: Tensor) -> Tensor:
     """The weight float32 [out, in] of rows I in groups G."""
     groups, out = scales_GO.shape
-    four_GIO, zeros_G1O = _unpacked(packed_IO).view(groups, -1, out), _unpacked(zeros_GO).view(groups, 1, out)
-    return ((four_GIO - zeros_G1O) * scales_GO[:, None].float()).flatten(0, 1).T.contiguous()
+    four_GIO, zeros_G1O = (
+        _unpacked(packed_IO).view(groups, -1, out),
+        _unpacked(zeros_GO).view(groups, 1, out),
+    )
+    return (
+        ((four_GIO - zeros_G1O) * scales_GO[:, None].float())
+        .flatten(0, 1)
+        .T.contiguous()
+    )
 
 
 def _unpacked(packed_NO: Tensor) -> Tensor:

@@ -14,8 +14,17 @@ from vlmdistill.pipelines.targets.checkpoints.folder import (
 from vlmdistill.stores.schema import content_hash
 
 SMALL = 64 << 20  # bytes: files up to this size are hashed in full
-SAMPLES, SAMPLE = 32, 64 << 10  # of larger files: this many samples of this many bytes, evenly spread
-IGNORED_IN_CONFIG = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+SAMPLES, SAMPLE = (
+    32,
+    64 << 10,
+)  # of larger files: this many samples of this many bytes, evenly spread
+IGNORED_IN_CONFIG = (
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+)
 PROCESSING = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -44,7 +53,11 @@ class Fingerprint:
 
 def fingerprint(folder: Path, template: Any) -> Fingerprint:
     """Hash a complete checkpoint folder; `template` is the chat template in use."""
-    config = {k: v for k, v in read_json(folder, "config.json").items() if k not in IGNORED_IN_CONFIG}
+    config = {
+        k: v
+        for k, v in read_json(folder, "config.json").items()
+        if k not in IGNORED_IN_CONFIG
+    }
     digest = hashlib.sha256()
     for name in PROCESSING:
         if (folder / name).is_file():
@@ -66,7 +79,10 @@ def checkpoint(model: str) -> Fingerprint:
     """
     folder = resolve(model)
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    return fingerprint(folder, [(folder / name).read_text() for name in names if (folder / name).is_file()])
+    return fingerprint(
+        folder,
+        [(folder / name).read_text() for name in names if (folder / name).is_file()],
+    )
 
 
 def _weights_hash(files: list[Path]) -> str:

@@ -9,7 +9,12 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants
 
-from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, hub_id, shipped
+from vlmdistill.pipelines.targets.checkpoints.registry import (
+    HUB,
+    REGISTRY,
+    hub_id,
+    shipped,
+)
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.families import FAMILIES, FamilyEntry, entry
 from vlmdistill.stores.errors import DataError, TargetError
@@ -75,7 +80,9 @@ def locate(name: str) -> CheckpointLocation:
             f"nothing is known of {origin} here: it is not in {cache} and not a registered name"
         )
     if folder is None:
-        return CheckpointLocation(origin, config, None, f"not in {cache}: downloaded on first use")
+        return CheckpointLocation(
+            origin, config, None, f"not in {cache}: downloaded on first use"
+        )
     try:
         complete(folder)
     except TargetError as error:
@@ -91,8 +98,12 @@ def known() -> dict[str, dict[str, Any]]:
         published = REGISTRY.get(name)
         targets[name] = {
             "origin": location.origin,
-            "family": FAMILIES[published.model_type].name if published else family_of(location.config).name,
-            "parameters": published.parameters if published else parameters_in(location.config.parent),
+            "family": FAMILIES[published.model_type].name
+            if published
+            else family_of(location.config).name,
+            "parameters": published.parameters
+            if published
+            else parameters_in(location.config.parent),
             "folder": str(location.folder) if location.folder else None,
             "found": None if location.folder is None else not location.lacking,
             "lacking": location.lacking,
@@ -103,7 +114,9 @@ def known() -> dict[str, dict[str, Any]]:
 def cached(repository: str) -> Path | None:
     """The snapshot of a hub id in the local cache, complete or not; None if there is no snapshot."""
     try:
-        return Path(huggingface_hub.snapshot_download(repository, local_files_only=True))
+        return Path(
+            huggingface_hub.snapshot_download(repository, local_files_only=True)
+        )
     except OSError:
         return None
 
@@ -112,8 +125,12 @@ def family_of(config: Path) -> FamilyEntry:
     """The family of a `config.json`; TargetError if it is that of a language model."""
     settings = read_json(config.parent, config.name)
     family = entry(str(settings.get("model_type")))
-    seeing = any(word in name for name in settings for word in ("vision", "visual", "image"))
-    parts = {name for name in settings if name.endswith("_config")} - {"quantization_config"}
+    seeing = any(
+        word in name for name in settings for word in ("vision", "visual", "image")
+    )
+    parts = {name for name in settings if name.endswith("_config")} - {
+        "quantization_config"
+    }
     if family.kind == "Found" and "model_type" in settings and not (seeing or parts):
         raise TargetError(
             f"{config.parent} is a language model without images (model_type '{family.model_type}'): use a "
@@ -133,7 +150,9 @@ def known_family(name: str) -> FamilyEntry | None:
 def check_videos(name: str) -> None:
     """DataError if a target is known to read no videos."""
     if (family := known_family(name)) and not family.videos:
-        raise DataError(f"targets of the family {family.name} support images, not videos")
+        raise DataError(
+            f"targets of the family {family.name} support images, not videos"
+        )
 
 
 def complete(folder: Path) -> Path:
@@ -142,7 +161,9 @@ def complete(folder: Path) -> Path:
     for shard in weight_files(folder):
         _check_safetensors(shard)
     _one_of(folder, "tokenizer", "tokenizer.json", "tokenizer.model", "vocab.json")
-    inside = (folder / PROCESSOR).is_file() and "image_processor" in read_json(folder, PROCESSOR)
+    inside = (folder / PROCESSOR).is_file() and "image_processor" in read_json(
+        folder, PROCESSOR
+    )
     if not inside:
         _one_of(folder, "image processor", "preprocessor_config.json")
     return folder
@@ -153,20 +174,34 @@ def weight_files(folder: Path) -> list[Path]:
     shards = [WHOLE]
     if (folder / INDEX).is_file() and not (folder / WHOLE).is_file():
         names = read_json(folder, INDEX).get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
-            raise TargetError(f"{folder / INDEX} is corrupt (weight_map is invalid): download it again")
+        if not isinstance(names, dict) or not all(
+            isinstance(shard, str) for shard in names.values()
+        ):
+            raise TargetError(
+                f"{folder / INDEX} is corrupt (weight_map is invalid): download it again"
+            )
         shards = sorted(set(names.values()))
         if outside := [name for name in shards if Path(name).name != name]:
-            raise TargetError(f"{folder / INDEX} names '{outside[0]}', a file outside the folder")
+            raise TargetError(
+                f"{folder / INDEX} names '{outside[0]}', a file outside the folder"
+            )
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing or not shards:
         pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         if _only_gguf(folder):
             raise TargetError(f"{folder}: {GGUF}")
         if pickled and not any(folder.glob("*.safetensors")):
-            raise TargetError(f"{folder} has {pickled[0]} and no safetensors files: {CONVERT}")
-        which = f"{missing[0]} ({len(missing)} of {len(shards)} files)" if missing else INDEX
-        raise TargetError(f"{folder} lacks the weights {which}: the download is incomplete, repeat it")
+            raise TargetError(
+                f"{folder} has {pickled[0]} and no safetensors files: {CONVERT}"
+            )
+        which = (
+            f"{missing[0]} ({len(missing)} of {len(shards)} files)"
+            if missing
+            else INDEX
+        )
+        raise TargetError(
+            f"{folder} lacks the weights {which}: the download is incomplete, repeat it"
+        )
     return [folder / shard for shard in shards]
 
 
@@ -181,11 +216,15 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         if _only_gguf(folder):
             raise TargetError(f"{folder}: {GGUF}") from None
-        raise TargetError(f"{folder} has no {name}: not a checkpoint, or an incomplete download") from None
+        raise TargetError(
+            f"{folder} has no {name}: not a checkpoint, or an incomplete download"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise TargetError(f"{folder / name} cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise TargetError(f"{folder / name} is not a JSON object: download the checkpoint again")
+        raise TargetError(
+            f"{folder / name} is not a JSON object: download the checkpoint again"
+        )
     return value
 
 
@@ -197,7 +236,9 @@ def safetensors_header(path: Path) -> bytes:
 
 
 def _tensors(header: bytes) -> list[dict[str, Any]]:
-    return [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
+    return [
+        tensor for name, tensor in json.loads(header).items() if name != "__metadata__"
+    ]
 
 
 def parameters_in(folder: Path) -> int:
@@ -207,15 +248,23 @@ def parameters_in(folder: Path) -> int:
     """
     headers = map(safetensors_header, weight_files(folder))
     tensors = (one for header in headers for one in _tensors(header))
-    return sum(math.prod(one["shape"]) * (8 if one["dtype"] == "I32" else 1) for one in tensors)
+    return sum(
+        math.prod(one["shape"]) * (8 if one["dtype"] == "I32" else 1) for one in tensors
+    )
 
 
 def _check_safetensors(path: Path) -> None:
     size, header = path.stat().st_size, safetensors_header(path)
     try:
-        expected = 8 + len(header) + max((one["data_offsets"][1] for one in _tensors(header)), default=0)
+        expected = (
+            8
+            + len(header)
+            + max((one["data_offsets"][1] for one in _tensors(header)), default=0)
+        )
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        raise TargetError(f"{path} is corrupt (its header is unreadable): download it again") from None
+        raise TargetError(
+            f"{path} is corrupt (its header is unreadable): download it again"
+        ) from None
     if size != expected:
         raise TargetError(
             f"{path} is corrupt: it has {size} bytes and should have {expected}; download it again"
@@ -224,7 +273,9 @@ def _check_safetensors(path: Path) -> None:
 
 def _one_of(folder: Path, what: str, *names: str) -> None:
     if not any((folder / name).is_file() for name in names):
-        raise TargetError(f"{folder} has no {what} ({' or '.join(names)}): download the checkpoint again")
+        raise TargetError(
+            f"{folder} has no {what} ({' or '.join(names)}): download the checkpoint again"
+        )
 
 
 def _from_hub(name: str, repository: str) -> Path:
@@ -239,8 +290,12 @@ def _from_hub(name: str, repository: str) -> Path:
         files = [file.rfilename for file in info.siblings or ()]
         if files and not any(file.endswith(".safetensors") for file in files):
             gguf = any(file.endswith(".gguf") for file in files)
-            raise LookupError(GGUF if gguf else f"it has no safetensors files: {CONVERT}")
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED)))
+            raise LookupError(
+                GGUF if gguf else f"it has no safetensors files: {CONVERT}"
+            )
+        return Path(
+            huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED))
+        )
     except Exception as error:  # noqa: BLE001 - the hub's client raises anything; the user needs one line
         raise TargetError(
             f"could not download {repository} from the Hugging Face hub ({first_line(error)}): "

@@ -15,18 +15,25 @@ def target_info(name: str, family: Family, model: Any, tokenizer: Any) -> Target
     """
     text = text_model(model)
     config, rows = text.config, model.get_output_embeddings().weight.shape[0]
-    first = (getattr(config, "per_layer_config", None) or [config])[0]  # layers of Gemma 4 differ in heads
+    first = (getattr(config, "per_layer_config", None) or [config])[
+        0
+    ]  # layers of Gemma 4 differ in heads
 
     def fact(*names: str, default: Any = None) -> Any:
         """The first of these settings that the text model has: families name some of them differently."""
         found = (getattr(first, setting, None) for setting in names)
         value = next((one for one in found if one is not None), default)
         if value is None:
-            raise TargetError(f"{name}: the configuration of the text model has no {names[0]}")
+            raise TargetError(
+                f"{name}: the configuration of the text model has no {names[0]}"
+            )
         return value
 
     heads = fact("num_attention_heads")
-    queries = (getattr(getattr(layer, "self_attn", None), "q_proj", None) for layer in text.layers)
+    queries = (
+        getattr(getattr(layer, "self_attn", None), "q_proj", None)
+        for layer in text.layers
+    )
     query = next(filter(None, queries), None)
     return TargetInfo(
         name=name,
@@ -53,7 +60,9 @@ def _rope_theta(parameters: Any) -> float:
     return float(parameters.get("full_attention", parameters)["rope_theta"])
 
 
-def _eos_ids(name: str, rows: int, config: Any, generation: Any, tokenizer: Any) -> tuple[int, ...]:
+def _eos_ids(
+    name: str, rows: int, config: Any, generation: Any, tokenizer: Any
+) -> tuple[int, ...]:
     """The EOS ids of the generation config, or else those of the configuration and the tokenizer.
 
     The configuration comes second: its default for its class may be wrong or None.
@@ -63,7 +72,9 @@ def _eos_ids(name: str, rows: int, config: Any, generation: Any, tokenizer: Any)
         given = getattr(source, "eos_token_id", None)
         ids = given if isinstance(given, list | tuple) else (given,)
         if not all(isinstance(i, int | None) for i in ids):
-            raise TargetError(f"{name}: eos_token_id is {given!r}, not a token id or a list of them")
+            raise TargetError(
+                f"{name}: eos_token_id is {given!r}, not a token id or a list of them"
+            )
         return [int(i) for i in ids if i is not None and i < rows]
 
     known = named(generation) or [*named(config), *named(tokenizer)]

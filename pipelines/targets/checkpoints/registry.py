@@ -29,19 +29,39 @@ class PublishedModel:
 
 REGISTRY = MappingProxyType(
     {
-        "llava-1.5-7b": PublishedModel("llava-hf/llava-1.5-7b-hf", "llava", 7_063_427_072),
-        "llava-1.5-13b": PublishedModel("llava-hf/llava-1.5-13b-hf", "llava", 13_351_494_656),
-        "llava-next-7b": PublishedModel("llava-hf/llava-v1.6-vicuna-7b-hf", "llava_next", 7_063_431_168),
-        "llava-next-13b": PublishedModel("llava-hf/llava-v1.6-vicuna-13b-hf", "llava_next", 13_351_499_776),
+        "llava-1.5-7b": PublishedModel(
+            "llava-hf/llava-1.5-7b-hf", "llava", 7_063_427_072
+        ),
+        "llava-1.5-13b": PublishedModel(
+            "llava-hf/llava-1.5-13b-hf", "llava", 13_351_494_656
+        ),
+        "llava-next-7b": PublishedModel(
+            "llava-hf/llava-v1.6-vicuna-7b-hf", "llava_next", 7_063_431_168
+        ),
+        "llava-next-13b": PublishedModel(
+            "llava-hf/llava-v1.6-vicuna-13b-hf", "llava_next", 13_351_499_776
+        ),
         "llava-onevision-7b": PublishedModel(
             "llava-hf/llava-onevision-qwen2-7b-ov-hf", "llava_onevision", 8_030_807_584
         ),
-        "qwen2-vl-7b": PublishedModel("Qwen/Qwen2-VL-7B-Instruct", "qwen2_vl", 8_291_375_616),
-        "qwen2.5-vl-3b": PublishedModel("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl", 3_754_622_976),
-        "qwen2.5-vl-7b": PublishedModel("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", 8_292_166_656),
-        "qwen2.5-vl-32b": PublishedModel("Qwen/Qwen2.5-VL-32B-Instruct", "qwen2_5_vl", 33_452_718_336),
-        "qwen3-vl-4b": PublishedModel("Qwen/Qwen3-VL-4B-Instruct", "qwen3_vl", 4_437_815_808),
-        "qwen3-vl-8b": PublishedModel("Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", 8_767_123_696),
+        "qwen2-vl-7b": PublishedModel(
+            "Qwen/Qwen2-VL-7B-Instruct", "qwen2_vl", 8_291_375_616
+        ),
+        "qwen2.5-vl-3b": PublishedModel(
+            "Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl", 3_754_622_976
+        ),
+        "qwen2.5-vl-7b": PublishedModel(
+            "Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", 8_292_166_656
+        ),
+        "qwen2.5-vl-32b": PublishedModel(
+            "Qwen/Qwen2.5-VL-32B-Instruct", "qwen2_5_vl", 33_452_718_336
+        ),
+        "qwen3-vl-4b": PublishedModel(
+            "Qwen/Qwen3-VL-4B-Instruct", "qwen3_vl", 4_437_815_808
+        ),
+        "qwen3-vl-8b": PublishedModel(
+            "Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", 8_767_123_696
+        ),
     }
 )
 

@@ -20,17 +20,28 @@ def switch_of(processor: Any) -> str | None:
     """The variable of a processor's chat template that changes the prompt; None if it has none."""
 
     def prompt(name: str, value: bool) -> str:
-        text: str = processor.apply_chat_template([_PROBE], add_generation_prompt=True, **{name: value})
+        text: str = processor.apply_chat_template(
+            [_PROBE], add_generation_prompt=True, **{name: value}
+        )
         return text
 
     there = [name for name in VARIABLES if name in str(processor.chat_template)]
-    return next((name for name in there if prompt(name, True) != prompt(name, False)), None)
+    return next(
+        (name for name in there if prompt(name, True) != prompt(name, False)), None
+    )
 
 
 def thinks(mode: Thinking, messages: Sequence[Mapping[str, Any]]) -> bool | None:
     """Whether the target is to reason on a prompt, the same in every stage; None: as its template has it."""
     if mode == "mixed":
-        return int(content_hash([_words(message.get("content")) for message in messages]), 16) % 2 == 0
+        return (
+            int(
+                content_hash([_words(message.get("content")) for message in messages]),
+                16,
+            )
+            % 2
+            == 0
+        )
     return {"on": True, "off": False}.get(mode)
 
 
@@ -40,15 +51,23 @@ def template_of(folder: Path) -> str | None:
         return None
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
-    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+    for name in (
+        "chat_template.json",
+        "processor_config.json",
+        "tokenizer_config.json",
+    ):
         if (folder / name).is_file():
-            found = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
+            found = json.loads((folder / name).read_text(encoding="utf-8")).get(
+                "chat_template"
+            )
             if found:
                 return found if isinstance(found, str) else None
     return None
 
 
-def served_otherwise(trained: Provenance, folder: Path, arguments: Sequence[str] = ()) -> str:
+def served_otherwise(
+    trained: Provenance, folder: Path, arguments: Sequence[str] = ()
+) -> str:
     """What a server of `folder` does to prompts otherwise than in training, in a line; empty if nothing.
 
     `arguments` are those of `vllm serve`, which may name another template, or turn reasoning on and off.

@@ -35,7 +35,9 @@ FAMILIES = MappingProxyType(
         for one in (
             FamilyEntry("llava", "llava-1.5", "llava", "Llava", videos=False),
             FamilyEntry("llava_next", "llava-next", "llava", "LlavaNext", videos=False),
-            FamilyEntry("llava_onevision", "llava-onevision", "llava", "LlavaOnevision"),
+            FamilyEntry(
+                "llava_onevision", "llava-onevision", "llava", "LlavaOnevision"
+            ),
             FamilyEntry("qwen2_vl", "qwen2-vl", "qwen_vl", "Qwen2VL"),
             FamilyEntry("qwen2_5_vl", "qwen2.5-vl", "qwen_vl", "Qwen25VL"),
             FamilyEntry("qwen3_vl", "qwen3-vl", "qwen_vl", "Qwen3VL"),
@@ -68,4 +70,6 @@ SHOWN = (
 
 def entry(model_type: str) -> FamilyEntry:
     """The family of a `model_type`: described here, or else to be found from the model."""
-    return FAMILIES.get(model_type) or FamilyEntry(model_type, model_type, "found", "Found", videos=False)
+    return FAMILIES.get(model_type) or FamilyEntry(
+        model_type, model_type, "found", "Found", videos=False
+    )

@@ -17,7 +17,11 @@ from torch import Tensor
 from transformers.utils import is_torchvision_available
 
 from vlmdistill.drafters.core.transfer import place
-from vlmdistill.pipelines.targets.families.video import FrameProcessor, concatenated, settings
+from vlmdistill.pipelines.targets.families.video import (
+    FrameProcessor,
+    concatenated,
+    settings,
+)
 from vlmdistill.stores.errors import TargetError
 
 Inputs = Mapping[str, Tensor]
@@ -30,19 +34,31 @@ class Visual:
     """The vision tower's output for the language model, in reading order."""
 
     embed_UD: Tensor  # replaces the embeddings of the placeholders
-    deepstack: tuple[Tensor, ...] = ()  # each [U, D]: added to the output of layers 0, 1, ...
+    deepstack: tuple[
+        Tensor, ...
+    ] = ()  # each [U, D]: added to the output of layers 0, 1, ...
 
 
 class Family(abc.ABC):
     """One family: its processor, its visual tokens and their positions, its vision tower."""
 
-    text_types: ClassVar[tuple[str, ...]] = ()  # the model_type of text models that the decoder can fuse
+    text_types: ClassVar[
+        tuple[str, ...]
+    ] = ()  # the model_type of text models that the decoder can fuse
     processor_class: str  # in transformers
-    image_processors: ClassVar[tuple[str, ...]] = ()  # classes without the suffix of a backend; none: any
-    frame_processor: ClassVar[type[FrameProcessor] | None] = None  # of videos; None: images only
-    oldest_transformers: ClassVar[str] = "5.23"  # with which this project has run the family
+    image_processors: ClassVar[
+        tuple[str, ...]
+    ] = ()  # classes without the suffix of a backend; none: any
+    frame_processor: ClassVar[type[FrameProcessor] | None] = (
+        None  # of videos; None: images only
+    )
+    oldest_transformers: ClassVar[str] = (
+        "5.23"  # with which this project has run the family
+    )
     mrope: bool = False  # visual tokens have (time, height, width) positions
-    host_inputs: ClassVar[tuple[str, ...]] = ()  # visual inputs that are read on the CPU
+    host_inputs: ClassVar[
+        tuple[str, ...]
+    ] = ()  # visual inputs that are read on the CPU
 
     def __init__(self, model_type: str, name: str) -> None:
         self.model_type, self.name = model_type, name
@@ -78,7 +94,10 @@ class Family(abc.ABC):
         if self.frame_processor is not None:
             # Always this project's own: features must not depend on whether torchvision is installed.
             processor.video_processor = self.frame_processor(settings(folder))
-            processor.skip_tensor_conversion = [*processor.skip_tensor_conversion, "pixel_values_videos"]
+            processor.skip_tensor_conversion = [
+                *processor.skip_tensor_conversion,
+                "pixel_values_videos",
+            ]
         return processor
 
     def image_lengths(
@@ -88,7 +107,9 @@ class Family(abc.ABC):
 
         None if it is not known: then images without a token between them are one.
         """
-        placed = (processor.replace_image_token(inputs, image_idx=i) for i in range(images))
+        placed = (
+            processor.replace_image_token(inputs, image_idx=i) for i in range(images)
+        )
         placeholder = processor.tokenizer.convert_ids_to_tokens(config.image_token_id)
         return [text.count(placeholder) for text in placed]
 
@@ -134,13 +155,18 @@ class Family(abc.ABC):
         rule = model.model.get_rope_index
         known = signature(rule).parameters
         given = {name: value for name, value in inputs.items() if name in known}
-        rope_3BL, _ = rule(input_ids=ids_L[None], mm_token_type_ids=kind_L[None], **given)
+        rope_3BL, _ = rule(
+            input_ids=ids_L[None], mm_token_type_ids=kind_L[None], **given
+        )
         rope_3L: Tensor = rope_3BL[:, 0]
         return rope_3L
 
     def visual_ids(self, config: Any) -> tuple[int, ...]:
         """The ids of the image placeholder and, if the family has one, of the video placeholder."""
-        ids = (getattr(config, "image_token_id", None), getattr(config, "video_token_id", None))
+        ids = (
+            getattr(config, "image_token_id", None),
+            getattr(config, "video_token_id", None),
+        )
         return tuple(int(i) for i in ids if i is not None)
 
 
@@ -150,7 +176,9 @@ def _without_video_processor(base: Any) -> Any:
     class ImageProcessorOnly(base):  # type: ignore[misc]
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return [name for name in super().get_attributes() if name != "video_processor"]
+            return [
+                name for name in super().get_attributes() if name != "video_processor"
+            ]
 
     return ImageProcessorOnly
 
@@ -211,4 +239,7 @@ def encode_visual(family: Family, model: Any, inputs: Inputs, kind_U: Tensor) ->
         return all_UD
 
     levels = zip(*(visual.deepstack for _, visual in parts), strict=True)
-    return Visual(merged([visual.embed_UD for _, visual in parts]), tuple(merged(level) for level in levels))
+    return Visual(
+        merged([visual.embed_UD for _, visual in parts]),
+        tuple(merged(level) for level in levels),
+    )

@@ -34,7 +34,9 @@ class Found(Family):
                 f"vision-language model of that name, as it has {', '.join(FAMILIES)} and others"
             )
         super().__init__(model_type, name)
-        self.processor_class = str(processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type) or "AutoProcessor")
+        self.processor_class = str(
+            processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type) or "AutoProcessor"
+        )
 
     @cached_property
     def mrope(self) -> bool:  # type: ignore[override]
@@ -45,7 +47,9 @@ class Found(Family):
     def encode_images(self, model: Any, inputs: Inputs) -> Visual:
         """All images, by the model's own interface."""
         known = signature(model.model.get_image_features).parameters
-        out = model.model.get_image_features(**{k: v for k, v in inputs.items() if k in known})
+        out = model.model.get_image_features(
+            **{k: v for k, v in inputs.items() if k in known}
+        )
         embed = out.pooler_output
         rows = torch.cat(tuple(embed)) if isinstance(embed, list | tuple) else embed
         return Visual(rows.flatten(0, -2))
@@ -71,10 +75,17 @@ class Found(Family):
 
     def kind_inputs(self, model: Any) -> tuple[str, ...]:
         """By the arguments of the forward pass."""
-        known = {*signature(model.forward).parameters, *signature(model.model.forward).parameters}
+        known = {
+            *signature(model.forward).parameters,
+            *signature(model.model.forward).parameters,
+        }
         return tuple(name for name in KINDS if name in known)
 
     def one_batch(self, samples: Sequence[Inputs]) -> bool:
         """Images of one size or number of tiles are concatenated, others take a pass each."""
-        shapes = [{name: value.shape[1:] for name, value in one.items()} for one in samples if one]
+        shapes = [
+            {name: value.shape[1:] for name, value in one.items()}
+            for one in samples
+            if one
+        ]
         return all(shape == shapes[0] for shape in shapes)

@@ -88,7 +88,9 @@ def attend_packed(
 
 
 @lru_cache(maxsize=16)  # every layer asks again
-def sequences_by_length(bounds: tuple[int, ...], device: torch.device) -> list[SequencesOfOneLength]:
+def sequences_by_length(
+    bounds: tuple[int, ...], device: torch.device
+) -> list[SequencesOfOneLength]:
     """Sequences between each two of `bounds`, grouped by length."""
     starts: defaultdict[int, list[int]] = defaultdict(list)
     for start, end in pairwise(bounds):

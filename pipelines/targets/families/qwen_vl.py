@@ -11,12 +11,20 @@ from torch import Tensor
 from transformers import vision_utils
 
 from vlmdistill.drafters.core.transfer import place
-from vlmdistill.pipelines.targets.families.family import Fact, Family, Inputs, Visual, placeholders
+from vlmdistill.pipelines.targets.families.family import (
+    Fact,
+    Family,
+    Inputs,
+    Visual,
+    placeholders,
+)
 from vlmdistill.pipelines.targets.families.packed_attention import packed_attention
 from vlmdistill.pipelines.targets.families.video import GridFrames, TimedGridFrames
 from vlmdistill.stores.errors import TargetError
 
-PATCHES = 16384  # that the vision tower encodes at once, unless one pair of frames has more
+PATCHES = (
+    16384  # that the vision tower encodes at once, unless one pair of frames has more
+)
 
 
 class QwenVLFamily(Family):
@@ -32,12 +40,21 @@ class QwenVLFamily(Family):
         """The same patches, merged alike, for images and videos."""
         vision, size = config.vision_config, dict(processor.image_processor.size or {})
         if not {"shortest_edge", "longest_edge"} <= {*size}:
-            raise TargetError(f"the size of images is {size} and needs shortest_edge and longest_edge")
+            raise TargetError(
+                f"the size of images is {size} and needs shortest_edge and longest_edge"
+            )
         facts = placeholders(config, processor, ["image", "video"])
-        for part, kind in ((processor.image_processor, ""), (processor.video_processor, " of videos")):
+        for part, kind in (
+            (processor.image_processor, ""),
+            (processor.video_processor, " of videos"),
+        ):
             facts += [
                 (f"patch_size{kind}", part.patch_size, vision.patch_size),
-                (f"temporal_patch_size{kind}", part.temporal_patch_size, vision.temporal_patch_size),
+                (
+                    f"temporal_patch_size{kind}",
+                    part.temporal_patch_size,
+                    vision.temporal_patch_size,
+                ),
                 (f"merge_size{kind}", part.merge_size, vision.spatial_merge_size),
             ]
         return facts
@@ -52,7 +69,9 @@ class QwenVLFamily(Family):
 
     def encode_videos(self, model: Any, inputs: Inputs) -> Visual:
         """All videos, packed."""
-        return self._encode(model, inputs["pixel_values_videos"], inputs["video_grid_thw"])
+        return self._encode(
+            model, inputs["pixel_values_videos"], inputs["video_grid_thw"]
+        )
 
     def _encode(self, model: Any, pixels_PE: Tensor, grid_G3: Tensor) -> Visual:
         tower = model.model.visual
@@ -80,7 +99,9 @@ class QwenVLFamily(Family):
 
         Bounds of sequences stay on the CPU, where `packed_attention` reads them.
         """
-        position_P2 = vision_utils.get_vision_position_ids(grid_G3, tower.spatial_merge_size)
+        position_P2 = vision_utils.get_vision_position_ids(
+            grid_G3, tower.spatial_merge_size
+        )
         bounds = vision_utils.get_vision_cu_seqlens(grid_G3)
         return {
             "position_ids": place(position_P2, tower.device),
@@ -141,7 +162,11 @@ class Qwen3VL(QwenVLFamily):
 
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
         """A pair of frames is one run: the text between two pairs is the time of the second."""
-        return [frame for time, frame in _video_sizes(processor, inputs) for _ in range(time)]
+        return [
+            frame
+            for time, frame in _video_sizes(processor, inputs)
+            for _ in range(time)
+        ]
 
 
 def _video_sizes(processor: Any, inputs: Inputs) -> list[tuple[int, int]]:

@@ -19,7 +19,9 @@ def text_model(model: Any) -> Any:
     """
     text = model.get_decoder()
     if not isinstance(getattr(text, "layers", None), nn.ModuleList):
-        raise TargetError(f"{type(model).__name__} has no list of text layers: this model is not supported")
+        raise TargetError(
+            f"{type(model).__name__} has no list of text layers: this model is not supported"
+        )
     return text
 
 
@@ -42,7 +44,11 @@ class LogitRule:
 
     def limited(self, logits_NV: Tensor) -> Tensor:
         """Scaled logits within the soft limit."""
-        return logits_NV if self.limit is None else torch.tanh(logits_NV / self.limit) * self.limit
+        return (
+            logits_NV
+            if self.limit is None
+            else torch.tanh(logits_NV / self.limit) * self.limit
+        )
 
 
 def logit_rules(config: Any) -> list[LogitRule]:

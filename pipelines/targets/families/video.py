@@ -25,7 +25,9 @@ from transformers.image_utils import (
     OPENAI_CLIP_STD,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_all
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
+    smart_resize as smart_resize_all,
+)
 from transformers.video_utils import VideoMetadata
 
 from vlmdistill.pipelines.media.frames import Footage, read
@@ -33,7 +35,10 @@ from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.schema import Array
 
 CHUNK = 32  # frames resized at once
-RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers, as in configuration files
+RESAMPLING = {
+    2: "bilinear",
+    3: "bicubic",
+}  # Pillow's numbers, as in configuration files
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,9 @@ class FrameProcessor(abc.ABC):
         values = {"resample": 3, "rescale_factor": 1 / 255, **self.stock, **known}
         for name in ("do_resize", "do_rescale", "do_normalize"):
             if not values.get(name, True):
-                raise TargetError(f"a video processor with {name} false is not supported")
+                raise TargetError(
+                    f"a video processor with {name} false is not supported"
+                )
         if values.get("do_center_crop") or values["resample"] not in RESAMPLING:
             raise TargetError(
                 "a video processor that crops, or with a resample other than 2 or 3, is not supported"
@@ -107,7 +114,9 @@ class FrameProcessor(abc.ABC):
         """The indices of `count` frames out of `total`."""
 
     @abc.abstractmethod
-    def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
+    def __call__(
+        self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any
+    ) -> dict[str, Any]:
         """The pixel tensors of videos uint8 [F, H, W, C], which may be in nested lists."""
 
     def sample(
@@ -126,15 +135,21 @@ class FrameProcessor(abc.ABC):
         timed = fps is None or (isinstance(fps, int | float) and 0 < fps < math.inf)
         counted = frames is None or (isinstance(frames, int) and frames > 0)
         if not (timed and counted):
-            raise DataError(f"a video cannot be sampled by fps {fps} or frames {frames}: give more than 0")
+            raise DataError(
+                f"a video cannot be sampled by fps {fps} or frames {frames}: give more than 0"
+            )
         clip = read(source, lambda footage: self.choose(footage, fps, frames))
         rate = clip.footage.fps or fps or self.fps or 2.0
         return clip.frames_FHWC, FrameSampling(clip.indices, clip.footage.total, rate)
 
-    def choose(self, footage: Footage, fps: float | None = None, frames: int | None = None) -> list[int]:
+    def choose(
+        self, footage: Footage, fps: float | None = None, frames: int | None = None
+    ) -> list[int]:
         """The indices of the frames that `sample` takes."""
         if fps is None and frames is None:
-            fps, frames = (None, self.num_frames) if self.num_frames else (self.fps, None)
+            fps, frames = (
+                (None, self.num_frames) if self.num_frames else (self.fps, None)
+            )
         if footage.fps is None and frames is None:
             count = min(footage.total, self.max_frames)
         else:
@@ -146,7 +161,11 @@ class FrameProcessor(abc.ABC):
         frames_FCHW = frames_FHWC.permute(0, 3, 1, 2)
         if frames_FCHW.shape[2:] != (height, width):
             frames_FCHW = torch.nn.functional.interpolate(
-                frames_FCHW, (height, width), mode=self.mode, align_corners=False, antialias=True
+                frames_FCHW,
+                (height, width),
+                mode=self.mode,
+                align_corners=False,
+                antialias=True,
             )
         return frames_FCHW.to(torch.float32).sub_(self._mean_C11).div_(self._std_C11)
 
@@ -170,8 +189,12 @@ class GridFrames(FrameProcessor):
 
     def _read(self, values: Mapping[str, Any]) -> None:
         size = values["size"]
-        self.min_pixels: int = values.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"]
-        self.max_pixels: int = values.get("max_pixels") or size.get("longest_edge") or size["max_pixels"]
+        self.min_pixels: int = (
+            values.get("min_pixels") or size.get("shortest_edge") or size["min_pixels"]
+        )
+        self.max_pixels: int = (
+            values.get("max_pixels") or size.get("longest_edge") or size["max_pixels"]
+        )
         self.patch_size: int = values["patch_size"]
         self.temporal_patch_size: int = values["temporal_patch_size"]
         self.merge_size: int = values["merge_size"]
@@ -197,7 +220,8 @@ class GridFrames(FrameProcessor):
             return self.max_pixels
         budget = int(self.max_video_tokens * self._factor**2 * 0.9)
         return max(
-            min(self.max_pixels, budget * self.temporal_patch_size // count), int(self.min_pixels * 1.05)
+            min(self.max_pixels, budget * self.temporal_patch_size // count),
+            int(self.min_pixels * 1.05),
         )
 
     @property
@@ -207,11 +231,17 @@ class GridFrames(FrameProcessor):
     def target_size(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Height and width that the frames are resized to."""
         size: tuple[int, int] = smart_resize(
-            height, width, factor=self._factor, min_pixels=self.min_pixels, max_pixels=self.pixels(count)
+            height,
+            width,
+            factor=self._factor,
+            min_pixels=self.min_pixels,
+            max_pixels=self.pixels(count),
         )
         return size
 
-    def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
+    def __call__(
+        self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any
+    ) -> dict[str, Any]:
         """Patches of all videos [P, E], and the grid (time, height, width) of each."""
         made = [self._patches(video) for video in flat(videos)]
         return {
@@ -224,7 +254,9 @@ class GridFrames(FrameProcessor):
         step, patch, merge = self.temporal_patch_size, self.patch_size, self.merge_size
         count, height, width, _ = frames_FHWC.shape
         if lacking := -count % step:  # repeat the last frame
-            frames_FHWC = torch.cat([frames_FHWC, frames_FHWC[-1:].expand(lacking, -1, -1, -1)])
+            frames_FHWC = torch.cat(
+                [frames_FHWC, frames_FHWC[-1:].expand(lacking, -1, -1, -1)]
+            )
         height, width = self.target_size(count, height, width)
         grid = [len(frames_FHWC) // step, height // patch, width // patch]
         all_PE = torch.empty(math.prod(grid), 3 * step * patch * patch)
@@ -233,7 +265,15 @@ class GridFrames(FrameProcessor):
         for number, start in enumerate(range(0, len(frames_FHWC), part)):
             frames_FCHW = self.resized(frames_FHWC[start : start + part], height, width)
             cut = frames_FCHW.view(
-                -1, step, 3, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
+                -1,
+                step,
+                3,
+                grid[1] // merge,
+                merge,
+                patch,
+                grid[2] // merge,
+                merge,
+                patch,
             ).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
             patches_PE = cut.reshape(-1, all_PE.shape[1])
             all_PE[number * rows : number * rows + len(patches_PE)] = patches_PE
@@ -268,7 +308,9 @@ class TimedGridFrames(GridFrames):
     def target_size(self, count: int, height: int, width: int) -> tuple[int, int]:
         """Both limits count the pixels of all frames."""
         size: tuple[int, int] = smart_resize_all(
-            max(count, self.temporal_patch_size),  # the stock rule refuses a single frame
+            max(
+                count, self.temporal_patch_size
+            ),  # the stock rule refuses a single frame
             height,
             width,
             temporal_factor=self.temporal_patch_size,
@@ -303,18 +345,24 @@ class SquareFrames(FrameProcessor):
         """From the first one in equal steps, rounded down."""
         return [index * total // count for index in range(count)]
 
-    def __call__(self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any) -> dict[str, Any]:
+    def __call__(
+        self, videos: Any, video_metadata: Sequence[VideoMetadata] = (), **_: Any
+    ) -> dict[str, Any]:
         """All videos [videos, F, C, height, width]; a list of them if they differ in F."""
         resized: list[Tensor] = []
         for frames_FHWC in flat(videos):
             out_FCHW = torch.empty(len(frames_FHWC), 3, self.height, self.width)
             for start in range(0, len(frames_FHWC), CHUNK):
                 part = frames_FHWC[start : start + CHUNK]
-                out_FCHW[start : start + CHUNK] = self.resized(part, self.height, self.width)
+                out_FCHW[start : start + CHUNK] = self.resized(
+                    part, self.height, self.width
+                )
             resized.append(out_FCHW)
         equal = len({len(out_FCHW) for out_FCHW in resized}) == 1
         return {
-            "pixel_values_videos": concatenated([video[None] for video in resized]) if equal else resized,
+            "pixel_values_videos": concatenated([video[None] for video in resized])
+            if equal
+            else resized,
             "video_metadata": list(video_metadata),
         }
 
@@ -340,7 +388,11 @@ def settings(folder: Path) -> dict[str, Any]:
     """A checkpoint's video settings, from the file that the stock processor would read them from."""
     files = {
         name: json.loads((folder / name).read_text(encoding="utf-8"))
-        for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+        for name in (
+            "processor_config.json",
+            "video_preprocessor_config.json",
+            "preprocessor_config.json",
+        )
         if (folder / name).is_file()
     }
     nested = files.pop("processor_config.json", {}).get("video_processor")

@@ -39,29 +39,47 @@ class StockDecoder:
 
     def start(self, length: int, next_rope: int) -> transformers.DynamicCache:
         """An empty cache; the caller runs a prompt of `length` into it."""
-        self.cache, self.length, self.next_rope = whole_cache(self.text.config), length, next_rope
-        self._written: Tensor | None = None  # the tokens of the last pass, as far as they are not committed
+        self.cache, self.length, self.next_rope = (
+            whole_cache(self.text.config),
+            length,
+            next_rope,
+        )
+        self._written: Tensor | None = (
+            None  # the tokens of the last pass, as far as they are not committed
+        )
         self._saved: State = []
         return self.cache
 
     def extend(
-        self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None, sources: Collection[str]
+        self,
+        ids_N: Tensor,
+        depth_N: Tensor,
+        visible_NN: Tensor | None,
+        sources: Collection[str],
     ) -> dict[str, Tensor]:
         """See `Target.extend`."""
         self.passes += 1
         self._rewind()
-        if visible_NN is None or torch.equal(visible_NN, torch.ones_like(visible_NN).tril()):
+        if visible_NN is None or torch.equal(
+            visible_NN, torch.ones_like(visible_NN).tril()
+        ):
             return self._run(ids_N, depth_N, None, sources)  # a chain
         if not self._recurrent:
             return self._run(ids_N, depth_N, visible_NN, sources)
         states: dict[str, Tensor] = {}
-        ancestors = visible_NN & ~torch.eye(len(ids_N), dtype=torch.bool, device=ids_N.device)
+        ancestors = visible_NN & ~torch.eye(
+            len(ids_N), dtype=torch.bool, device=ids_N.device
+        )
         for leaf in torch.nonzero(~ancestors.any(0)).flatten().tolist():
             path = torch.nonzero(visible_NN[leaf]).flatten()
             path = path[depth_N[path].argsort()]
             self._rewind()
-            for source, rows in self._run(ids_N[path], depth_N[path], None, sources).items():
-                states.setdefault(source, rows.new_empty(len(ids_N), rows.shape[1]))[path] = rows
+            for source, rows in self._run(
+                ids_N[path], depth_N[path], None, sources
+            ).items():
+                states.setdefault(source, rows.new_empty(len(ids_N), rows.shape[1]))[
+                    path
+                ] = rows
         self._rewind()
         self._written = ids_N
         return states
@@ -90,10 +108,20 @@ class StockDecoder:
     @property
     def _beyond(self) -> int:
         """Positions in the cache that are not committed."""
-        return max((layer.get_seq_length() for layer in self._attending()), default=self.length) - self.length
+        return (
+            max(
+                (layer.get_seq_length() for layer in self._attending()),
+                default=self.length,
+            )
+            - self.length
+        )
 
     def _run(
-        self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None, sources: Collection[str]
+        self,
+        ids_N: Tensor,
+        depth_N: Tensor,
+        visible_NN: Tensor | None,
+        sources: Collection[str],
     ) -> dict[str, Tensor]:
         self._saved = [_copied(layer) for layer in self._stateful()]
         self._written = ids_N
@@ -102,11 +130,16 @@ class StockDecoder:
             out = self.text(
                 input_ids=ids_N[None],
                 attention_mask=None if visible_NN is None else self._masks(visible_NN),
-                position_ids=rope_1N if self._axes == 1 else rope_1N.expand(self._axes, 1, -1),
+                position_ids=rope_1N
+                if self._axes == 1
+                else rope_1N.expand(self._axes, 1, -1),
                 use_cache=True,
                 **{cache_argument(self.text): self.cache},
             )
-        return {name: state[0] for name, state in {**states, "hidden": out.last_hidden_state}.items()}
+        return {
+            name: state[0]
+            for name, state in {**states, "hidden": out.last_hidden_state}.items()
+        }
 
     def _rewind(self) -> None:
         """Forget the last pass as far as it is not committed."""
@@ -123,7 +156,11 @@ class StockDecoder:
             layer.values = layer.values[..., : self.length, :]
 
     def _attending(self) -> Iterator[Any]:
-        layers = (one for one in self.cache.layers if isinstance(one, cache_utils.DynamicLayer))
+        layers = (
+            one
+            for one in self.cache.layers
+            if isinstance(one, cache_utils.DynamicLayer)
+        )
         return (layer for layer in layers if layer.keys is not None)
 
     def _stateful(self) -> Iterator[Any]:
@@ -132,7 +169,9 @@ class StockDecoder:
 
     def _masks(self, visible_NN: Tensor) -> Any:
         """Additive masks [1, 1, N, S] in the model's dtype: one, or one per kind of layer."""
-        row_N = visible_NN.sum(1) + (self.length - 1)  # the position of each token: its ancestors are visible
+        row_N = visible_NN.sum(1) + (
+            self.length - 1
+        )  # the position of each token: its ancestors are visible
         column_S = torch.cat([torch.arange(self.length, device=row_N.device), row_N])
         far_NS = row_N[:, None] - column_S
         open_NS = F.pad(visible_NN, (self.length, 0), value=True)
@@ -144,7 +183,9 @@ class StockDecoder:
             elif kind == CHUNKED:
                 size = config.attention_chunk_size
                 seen_NS = open_NS & (row_N[:, None] // size == column_S // size)
-            closed_NS = torch.zeros(seen_NS.shape, dtype=self.text.dtype, device=row_N.device)
+            closed_NS = torch.zeros(
+                seen_NS.shape, dtype=self.text.dtype, device=row_N.device
+            )
             closed_NS.masked_fill_(~seen_NS, torch.finfo(self.text.dtype).min)
             masks[kind] = closed_NS[None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
@@ -152,7 +193,11 @@ class StockDecoder:
 
 def layer_kinds(config: Any) -> set[str]:
     """The kinds of layers of a text model, as a cache tells them apart."""
-    return {kind for kind in cache_utils.get_layer_types_and_kwargs(config)[0] if kind != "dummy"}
+    return {
+        kind
+        for kind in cache_utils.get_layer_types_and_kwargs(config)[0]
+        if kind != "dummy"
+    }
 
 
 def whole_cache(config: Any) -> transformers.DynamicCache:
@@ -167,9 +212,14 @@ def whole_cache(config: Any) -> transformers.DynamicCache:
     for number, layer in enumerate(cache.layers):
         if type(layer) is cache_utils.DynamicSlidingWindowLayer:
             cache.layers[number] = cache_utils.DynamicLayer()
-        elif type(layer) not in (*known, cache_utils.LinearAttentionAndFullAttentionLayer):
+        elif type(layer) not in (
+            *known,
+            cache_utils.LinearAttentionAndFullAttentionLayer,
+        ):
             kind = type(layer).__name__
-            raise TargetError(f"layers with a cache of type {kind} cannot be rolled back after a draft")
+            raise TargetError(
+                f"layers with a cache of type {kind} cannot be rolled back after a draft"
+            )
     return cache
 
 
@@ -180,13 +230,18 @@ def watched(layers: Any, sources: Collection[str]) -> Iterator[dict[str, Tensor]
 
     def watch(names: list[str]) -> Any:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states.update(dict.fromkeys(names, (args[0] if args else kwargs["hidden_states"]).clone()))
+            states.update(
+                dict.fromkeys(
+                    names, (args[0] if args else kwargs["hidden_states"]).clone()
+                )
+            )
 
         return hook
 
     taps = tapped(sources, len(layers))
     handles = [
-        layers[k].register_forward_pre_hook(watch(names), with_kwargs=True) for k, names in taps.items()
+        layers[k].register_forward_pre_hook(watch(names), with_kwargs=True)
+        for k, names in taps.items()
     ]
     try:
         yield states

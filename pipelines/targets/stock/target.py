@@ -38,15 +38,30 @@ class StockTarget(VisionLanguageTarget):
         inputs = self._stock_inputs(prompts, sequences)
         if inputs is None:  # images of different sizes
             self._check_readable(prompts)
-            parts = [self._states([p], [s], sources) for p, s in zip(prompts, sequences, strict=True)]
-            return {name: pad([part[name][0].T for part in parts], 0).transpose(1, 2) for name in parts[0]}
-        with self._hidden_placeholders(inputs, sequences), watched(self._text.layers, sources) as states:
-            caching = {cache_argument(self.model.model): cache, "use_cache": cache is not None}
+            parts = [
+                self._states([p], [s], sources)
+                for p, s in zip(prompts, sequences, strict=True)
+            ]
+            return {
+                name: pad([part[name][0].T for part in parts], 0).transpose(1, 2)
+                for name in parts[0]
+            }
+        with (
+            self._hidden_placeholders(inputs, sequences),
+            watched(self._text.layers, sources) as states,
+        ):
+            caching = {
+                cache_argument(self.model.model): cache,
+                "use_cache": cache is not None,
+            }
             out = self.model.model(**inputs, **caching)
         return {**states, "hidden": out.last_hidden_state}
 
     def _prefill(
-        self, prompt: EncodedPrompt, sources: Collection[str], on_encoded: Callable[[], None]
+        self,
+        prompt: EncodedPrompt,
+        sources: Collection[str],
+        on_encoded: Callable[[], None],
     ) -> dict[str, Tensor]:
         cache = self._decoder.start(prompt.length, prompt.next_rope)
         first = self._text.layers[0].register_forward_pre_hook(lambda *_: on_encoded())

@@ -51,23 +51,33 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
     """Sends rows of hidden states to the socket `states` of its extra configuration; loads nothing."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        super().__init__(
+            vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config
+        )
         groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
-        (self._group,) = (i for i, names in enumerate(groups) if any(LAYER in name for name in names))
+        (self._group,) = (
+            i for i, names in enumerate(groups) if any(LAYER in name for name in names)
+        )
         spec = vllm_config.speculative_config.draft_model_config.hf_config
         self._layers = list(spec.eagle_aux_hidden_state_layer_ids)
         self._path = self._kv_transfer_config.get_from_extra_config("states", "")
         self._done: list[Done] = []  # of the scheduler
         self._cache: torch.Tensor | None = None  # of the worker
-        self._queue: queue.Queue[tuple[str, dict[str, torch.Tensor]]] = queue.Queue(HELD)
+        self._queue: queue.Queue[tuple[str, dict[str, torch.Tensor]]] = queue.Queue(
+            HELD
+        )
 
     # In the scheduler
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         """No token is loaded."""
         return 0, False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
         """Nothing is loaded into these blocks."""
 
     def request_finished_all_groups(
@@ -79,7 +89,9 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
         """
         asked = request.kv_transfer_params
         prompt = list(request.prompt_token_ids)
-        ids = prompt + through_stop(list(request.output_token_ids)[:-1], asked["stop_ids"])
+        ids = prompt + through_stop(
+            list(request.output_token_ids)[:-1], asked["stop_ids"]
+        )
         self._done.append(
             Done(
                 request=request.request_id,
@@ -108,7 +120,9 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache = kv_caches[name]
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
-        threading.Thread(target=self._send, args=(Channel(connection),), daemon=True).start()
+        threading.Thread(
+            target=self._send, args=(Channel(connection),), daemon=True
+        ).start()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded."""
@@ -116,13 +130,17 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is loaded."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """The model has saved the states itself."""
 
     def wait_for_save(self) -> None:
         """Rows are copied when a sequence is done."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
         """Copy the rows of finished sequences; their blocks are then free."""
         if self._cache is None or not self.has_connector_metadata():
             return None, None
@@ -143,14 +161,18 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = torch.tensor(done.blocks)
         rows = {"ids": torch.tensor(done.ids, dtype=torch.int32)}
         for layer, positions in done.rows.items():
-            at_N = torch.from_numpy(np.frombuffer(positions, dtype=np.int32).astype(np.int64))
+            at_N = torch.from_numpy(
+                np.frombuffer(positions, dtype=np.int32).astype(np.int64)
+            )
             if layer in done.grows:
                 at_N = torch.cat([at_N, torch.tensor(done.grown, dtype=torch.long)])
             block_N, offset_N = (
                 blocks[at_N // size].to(self._cache.device),
                 (at_N % size).to(self._cache.device),
             )
-            rows[str(layer)] = self._cache[block_N, self._layers.index(layer), offset_N].cpu()
+            rows[str(layer)] = self._cache[
+                block_N, self._layers.index(layer), offset_N
+            ].cpu()
         return rows
 
     def _send(self, channel: Channel) -> None:

@@ -51,7 +51,12 @@ class EngineProcess:
     """One process in the engine environment, with one loaded target. TargetError when it fails or ends."""
 
     def __init__(
-        self, folder: Path, dtype: str, layers: tuple[int, ...], batch_tokens: int, tensor_parallel: int
+        self,
+        folder: Path,
+        dtype: str,
+        layers: tuple[int, ...],
+        batch_tokens: int,
+        tensor_parallel: int,
     ) -> None:
         python = engine_python()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
@@ -87,7 +92,9 @@ class EngineProcess:
                 self._control.send(start)
                 ready = self._answer(Ready)
                 if ready.protocol != PROTOCOL:
-                    raise TargetError("the engine environment has another vlmdistill: run `make engine`")
+                    raise TargetError(
+                        "the engine environment has another vlmdistill: run `make engine`"
+                    )
                 if layers:
                     self._states = Channel(listener.accept()[0])
         except BaseException:
@@ -113,7 +120,11 @@ class EngineProcess:
                 message, tensors = self._states.receive()
                 assert isinstance(message, States)
                 ids_L = tensors.pop("ids")
-                yield Captured(message.key, ids_L, {int(layer): rows for layer, rows in tensors.items()})
+                yield Captured(
+                    message.key,
+                    ids_L,
+                    {int(layer): rows for layer, rows in tensors.items()},
+                )
 
     def chosen(self) -> dict[str, Chosen]:
         """What follows each sequence of this run, by key."""

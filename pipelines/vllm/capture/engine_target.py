@@ -23,8 +23,16 @@ from vlmdistill.stores.errors import PromptError, TargetError
 from vlmdistill.stores.loader.tensors import as_numpy, as_torch
 from vlmdistill.stores.schema import Array, Feature, Sample, Span
 
-ALLOWED = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}  # relative difference of states or logits
-LOGPROBS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # mean difference over a response
+ALLOWED = {
+    "float32": 1e-3,
+    "bfloat16": 5e-2,
+    "float16": 5e-2,
+}  # relative difference of states or logits
+LOGPROBS = {
+    "float32": 1e-3,
+    "bfloat16": 0.1,
+    "float16": 0.1,
+}  # mean difference over a response
 HIDDEN_TEXT = Feature("hidden", "text")
 ADVICE = "capture this target with --engine transformers"
 
@@ -35,17 +43,27 @@ class EngineTarget:
     Without features it only generates.
     """
 
-    def __init__(self, target: TargetModel, features: Collection[Feature], batch_tokens: int) -> None:
+    def __init__(
+        self, target: TargetModel, features: Collection[Feature], batch_tokens: int
+    ) -> None:
         self._target = target
         self._features = sorted(features)
-        last = target.info.num_layers  # the number that vLLM gives to the output of the last layer
+        last = (
+            target.info.num_layers
+        )  # the number that vLLM gives to the output of the last layer
         taps = tapped({feature.source for feature in self._features}, last)
-        self._layer_of = {source: layer for layer, sources in taps.items() for source in sources}
+        self._layer_of = {
+            source: layer for layer, sources in taps.items() for source in sources
+        }
         self._layer_of["hidden"] = last  # the last row is checked, whatever is stored
-        self._grown = {self._layer_of[f.source] for f in self._features if f.where == "text"} | {last}
+        self._grown = {
+            self._layer_of[f.source] for f in self._features if f.where == "text"
+        } | {last}
         layers = tuple(sorted(set(self._layer_of.values()))) if features else ()
         devices = max(1, torch.cuda.device_count())
-        self._engine = EngineProcess(target.folder, target.dtype_name, layers, batch_tokens, devices)
+        self._engine = EngineProcess(
+            target.folder, target.dtype_name, layers, batch_tokens, devices
+        )
 
     @property
     def name(self) -> str:
@@ -74,7 +92,9 @@ class EngineTarget:
         samples = dict[str, Sample]()
 
         def receive(captured: Captured) -> Tensor:
-            samples[captured.key], last_1D = self._sample(captured, transcripts[captured.key], dtype)
+            samples[captured.key], last_1D = self._sample(
+                captured, transcripts[captured.key], dtype
+            )
             return last_1D
 
         self._run(len(keys), receive)
@@ -113,7 +133,9 @@ class EngineTarget:
         def receive(captured: Captured) -> Tensor:
             prompt = by_key[captured.key]
             response = self._target.response(captured.ids_L[prompt.length :].tolist())
-            sample, last_1D = self._sample(captured, Transcript.of(prompt, response.ids), dtype)
+            sample, last_1D = self._sample(
+                captured, Transcript.of(prompt, response.ids), dtype
+            )
             if captured.key == checked:
                 telling.append(sample)
             keep(captured.key, response, sample)
@@ -123,7 +145,9 @@ class EngineTarget:
         self._check_logprobs(by_key[checked], chosen)
         self.check([by_key[checked]], [chosen.ids], telling, dtype)
 
-    def _run(self, sequences: int, receive: Callable[[Captured], Tensor]) -> dict[str, Chosen]:
+    def _run(
+        self, sequences: int, receive: Callable[[Captured], Tensor]
+    ) -> dict[str, Chosen]:
         """Run what was submitted. `receive` gets each sequence and returns its last state, to be checked."""
         last, failed = dict[str, Tensor](), list[Exception]()
         self._engine.run()
@@ -155,7 +179,9 @@ class EngineTarget:
         checked = _telling(prompts)
         transcripts = [Transcript.of(prompt) for prompt in prompts]
         self._check_lengths(transcripts)
-        for at, (prompt, transcript) in enumerate(zip(prompts, transcripts, strict=True)):
+        for at, (prompt, transcript) in enumerate(
+            zip(prompts, transcripts, strict=True)
+        ):
             draw = Draw(
                 max_tokens=max_new_tokens,
                 temperature=temperature,
@@ -168,7 +194,9 @@ class EngineTarget:
         self._engine.run()
         chosen = self._engine.chosen()
         self._check_logprobs(prompts[checked], chosen[str(checked)])
-        return [self._target.response(chosen[str(at)].ids) for at in range(len(prompts))]
+        return [
+            self._target.response(chosen[str(at)].ids) for at in range(len(prompts))
+        ]
 
     def check(
         self,
@@ -180,12 +208,18 @@ class EngineTarget:
         """Compare one sample with the target's own capture; TargetError when they differ beyond rounding."""
         at = _telling(prompts)
         sample = samples[at]
-        (own,) = self._target.capture([prompts[at]], [responses[at]], self._features, dtype, [sample.key])
+        (own,) = self._target.capture(
+            [prompts[at]], [responses[at]], self._features, dtype, [sample.key]
+        )
         for feature in self._features:
-            mine_ND, theirs_ND = (as_torch(s.features[feature], dtype).float() for s in (sample, own))
+            mine_ND, theirs_ND = (
+                as_torch(s.features[feature], dtype).float() for s in (sample, own)
+            )
             if not len(theirs_ND):
                 continue
-            difference_N = (mine_ND - theirs_ND).norm(dim=1) / theirs_ND.norm(dim=1).clamp_min(1e-30)
+            difference_N = (mine_ND - theirs_ND).norm(dim=1) / theirs_ND.norm(
+                dim=1
+            ).clamp_min(1e-30)
             worst, allowed = float(difference_N.mean()), self._allowed(dtype)
             if not worst <= allowed:
                 raise TargetError(
@@ -203,23 +237,34 @@ class EngineTarget:
         for at, transcript in enumerate(transcripts):
             if (length := len(transcript.ids_L)) > most:
                 raise PromptError(
-                    f"a sequence has {length} tokens, and vLLM takes {most} at most: use a larger GPU", at
+                    f"a sequence has {length} tokens, and vLLM takes {most} at most: use a larger GPU",
+                    at,
                 )
 
     def _submit(
-        self, key: str, transcript: Transcript, prompt: EncodedPrompt, draw: Draw, grown: bool = False
+        self,
+        key: str,
+        transcript: Transcript,
+        prompt: EncodedPrompt,
+        draw: Draw,
+        grown: bool = False,
     ) -> None:
         """Hand over a sequence. `grown`: what is drawn after it is kept as well."""
         rows = self._positions(transcript) if self._features else {}
         visual = {
-            name: value.to(self._target.dtype) if name.startswith("pixel_values") else value
+            name: value.to(self._target.dtype)
+            if name.startswith("pixel_values")
+            else value
             for name, value in prompt.inputs.items()
         }
         sequence = Submit(
             key=key,
             ids=transcript.ids_L.tolist(),
             media=media_of(prompt),
-            rows={layer: at_N.numpy().astype(np.int32).tobytes() for layer, at_N in rows.items()},
+            rows={
+                layer: at_N.numpy().astype(np.int32).tobytes()
+                for layer, at_N in rows.items()
+            },
             grown=tuple(self._grown) if grown else (),
             draw=draw,
         )
@@ -227,23 +272,42 @@ class EngineTarget:
 
     def _positions(self, transcript: Transcript) -> dict[int, Tensor]:
         """The positions to keep of each layer, sorted: the union of what its features need."""
-        parts = {self._layer_of["hidden"]: [transcript.positions("text")]}  # the last of them is checked
+        parts = {
+            self._layer_of["hidden"]: [transcript.positions("text")]
+        }  # the last of them is checked
         for feature in self._features:
-            parts.setdefault(self._layer_of[feature.source], []).append(transcript.positions(feature.where))
-        return {layer: torch.unique(torch.cat(places)) for layer, places in parts.items()}
+            parts.setdefault(self._layer_of[feature.source], []).append(
+                transcript.positions(feature.where)
+            )
+        return {
+            layer: torch.unique(torch.cat(places)) for layer, places in parts.items()
+        }
 
-    def _sample(self, captured: Captured, transcript: Transcript, dtype: str) -> tuple[Sample, Tensor]:
+    def _sample(
+        self, captured: Captured, transcript: Transcript, dtype: str
+    ) -> tuple[Sample, Tensor]:
         """The sample, and the last position's state after the final norm [1, D]."""
         if captured.ids_L.tolist() != transcript.ids_L.tolist():
-            raise TargetError(f"sample {captured.key}: vLLM ran other tokens than were sent")
+            raise TargetError(
+                f"sample {captured.key}: vLLM ran other tokens than were sent"
+            )
         kept = self._positions(transcript)
-        states = {source: captured.states[layer] for source, layer in self._layer_of.items()}
-        if any(len(captured.states[layer]) != len(places) for layer, places in kept.items()):
-            raise TargetError(f"sample {captured.key}: vLLM sent other rows than were asked for")
+        states = {
+            source: captured.states[layer] for source, layer in self._layer_of.items()
+        }
+        if any(
+            len(captured.states[layer]) != len(places) for layer, places in kept.items()
+        ):
+            raise TargetError(
+                f"sample {captured.key}: vLLM sent other rows than were asked for"
+            )
         states["hidden"] = self._target.norm(states["hidden"])
         rows = dict[Feature, Array]()
         for feature in self._features:
-            at = torch.searchsorted(kept[self._layer_of[feature.source]], transcript.positions(feature.where))
+            at = torch.searchsorted(
+                kept[self._layer_of[feature.source]],
+                transcript.positions(feature.where),
+            )
             rows[feature] = as_numpy(states[feature.source][at].to(DTYPES[dtype]))
         return transcript.sample(captured.key, rows), states["hidden"][-1:].clone()
 
@@ -259,10 +323,16 @@ class EngineTarget:
 
     def _check_logprobs(self, prompt: EncodedPrompt, chosen: Chosen) -> None:
         """The target gives the chosen tokens the log-probabilities that the engine gives them."""
-        (sample,) = self._target.capture([prompt], [chosen.ids], [HIDDEN_TEXT], "float32")
-        hidden_ND = as_torch(sample.features[HIDDEN_TEXT], "float32").to(self._target.dtype)
+        (sample,) = self._target.capture(
+            [prompt], [chosen.ids], [HIDDEN_TEXT], "float32"
+        )
+        hidden_ND = as_torch(sample.features[HIDDEN_TEXT], "float32").to(
+            self._target.dtype
+        )
         logits_RV = self._target.logits(hidden_ND[-len(chosen.ids) - 1 : -1])
-        own_R = logits_RV.log_softmax(-1).gather(1, torch.tensor(chosen.ids)[:, None])[:, 0]
+        own_R = logits_RV.log_softmax(-1).gather(1, torch.tensor(chosen.ids)[:, None])[
+            :, 0
+        ]
         worst = float((own_R - torch.tensor(chosen.logprobs)).abs().mean())
         if not worst <= (allowed := LOGPROBS[self._target.dtype_name]):
             raise TargetError(
@@ -281,18 +351,24 @@ def loaded(model: str, how: Options, engine: EngineName) -> TargetModel:
     dtype = how.get("dtype", "auto")
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return load_for_capture(model, device="cpu", dtype=dtype, thinking=how.get("thinking", ""))
+    return load_for_capture(
+        model, device="cpu", dtype=dtype, thinking=how.get("thinking", "")
+    )
 
 
 def _telling(prompts: Sequence[EncodedPrompt]) -> int:
     """Which prompt to check: the shortest that shows something, else the shortest."""
-    return min(range(len(prompts)), key=lambda at: (not prompts[at].spans, prompts[at].length))
+    return min(
+        range(len(prompts)), key=lambda at: (not prompts[at].spans, prompts[at].length)
+    )
 
 
 def media_of(prompt: EncodedPrompt) -> tuple[Medium, ...]:
     """The images and videos of a prompt, in reading order. The runs of one video are one medium."""
     media = [
-        Medium("image", span.start, span.length) for span in prompt.spans if _kind(prompt, span) == IMAGE
+        Medium("image", span.start, span.length)
+        for span in prompt.spans
+        if _kind(prompt, span) == IMAGE
     ]
     runs = [span for span in prompt.spans if _kind(prompt, span) == VIDEO]
     frames = [int(grid[0]) for grid in prompt.inputs.get("video_grid_thw", ())]
@@ -300,7 +376,11 @@ def media_of(prompt: EncodedPrompt) -> tuple[Medium, ...]:
     for count in counts:
         first, last, runs = runs[0], runs[count - 1], runs[count:]
         end = last.start + last.length
-        mask = (prompt.kind_L[first.start : end] == VIDEO).numpy().tobytes() if count > 1 else b""
+        mask = (
+            (prompt.kind_L[first.start : end] == VIDEO).numpy().tobytes()
+            if count > 1
+            else b""
+        )
         media.append(Medium("video", first.start, end - first.start, mask))
     return tuple(sorted(media, key=lambda medium: medium.start))
 

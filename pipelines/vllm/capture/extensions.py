@@ -12,7 +12,9 @@ from typing import Any
 from vllm import ModelRegistry
 from vllm.model_executor.models.interfaces import SupportsEagle, SupportsEagle3
 from vllm.model_executor.models.llava_next import LlavaNextForConditionalGeneration
-from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration
+from vllm.model_executor.models.llava_onevision import (
+    LlavaOnevisionForConditionalGeneration,
+)
 from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -28,11 +30,15 @@ class CapturedQwen2VL(Qwen2VLForConditionalGeneration, SupportsEagle, SupportsEa
     """Qwen2-VL."""
 
 
-class CapturedLlavaNext(LlavaNextForConditionalGeneration, SupportsEagle, SupportsEagle3):
+class CapturedLlavaNext(
+    LlavaNextForConditionalGeneration, SupportsEagle, SupportsEagle3
+):
     """LLaVA-NeXT."""
 
 
-class CapturedLlavaOnevision(LlavaOnevisionForConditionalGeneration, SupportsEagle, SupportsEagle3):
+class CapturedLlavaOnevision(
+    LlavaOnevisionForConditionalGeneration, SupportsEagle, SupportsEagle3
+):
     """LLaVA-OneVision."""
 
 

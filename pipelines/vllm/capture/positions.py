@@ -25,7 +25,9 @@ def take_positions(model: Any) -> None:
         return
     stock = model.get_mrope_input_positions
 
-    def positions(input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
+    def positions(
+        input_tokens: list[int], mm_features: list[Any]
+    ) -> tuple[torch.Tensor, int]:
         if not mm_features:
             given: tuple[torch.Tensor, int] = stock(input_tokens, mm_features)
             return given

@@ -19,8 +19,15 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vlmdistill.pipelines.vllm.capture.extensions import UndraftedScheduler, register_models
-from vlmdistill.pipelines.vllm.capture.positions import identifier, set_positions, take_positions
+from vlmdistill.pipelines.vllm.capture.extensions import (
+    UndraftedScheduler,
+    register_models,
+)
+from vlmdistill.pipelines.vllm.capture.positions import (
+    identifier,
+    set_positions,
+    take_positions,
+)
 from vlmdistill.pipelines.vllm.capture.wire import (
     PROTOCOL,
     ROPE,
@@ -62,9 +69,13 @@ class VllmEngine:
         self._engine = LLMEngine.from_engine_args(arguments)
         self._engine.apply_model(take_positions)
         self._captures = bool(start.layers)
-        self._positions = dict[str, torch.Tensor]()  # of the sequences that were submitted
+        self._positions = dict[
+            str, torch.Tensor
+        ]()  # of the sequences that were submitted
         self._drawn = dict[str, Drawn]()
-        self._processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
+        self._processor = MULTIMODAL_REGISTRY.create_processor(
+            self._engine.model_config
+        )
 
     @property
     def max_length(self) -> int:
@@ -96,7 +107,9 @@ class VllmEngine:
                 }
             },
         )
-        self._engine.add_request(sequence.key, self._input(sequence, visual), parameters)
+        self._engine.add_request(
+            sequence.key, self._input(sequence, visual), parameters
+        )
 
     def run(self) -> dict[str, Chosen]:
         """Run all that was submitted; what follows each sequence, by key."""
@@ -116,8 +129,12 @@ class VllmEngine:
     def _input(self, sequence: Submit, visual: dict[str, Any]) -> Any:
         if not sequence.media:
             return tokens_input(sequence.ids)
-        if (frames := visual.pop("video_frames", None)) is not None:  # LLaVA-OneVision: of each video
-            visual["pixel_values_videos"] = visual["pixel_values_videos"].split(frames.tolist())
+        if (
+            frames := visual.pop("video_frames", None)
+        ) is not None:  # LLaVA-OneVision: of each video
+            visual["pixel_values_videos"] = visual["pixel_values_videos"].split(
+                frames.tolist()
+            )
         inputs = BatchFeature(visual)
         fields = self._processor._get_mm_fields_config(inputs, {})
         ranges: dict[str, list[PlaceholderRange]] = {}
@@ -125,7 +142,12 @@ class VllmEngine:
         for number, medium in enumerate(sequence.media):
             ranges.setdefault(medium.kind, []).append(_range(medium))
             hashes.setdefault(medium.kind, []).append(identifier(sequence.key, number))
-        return mm_input(sequence.ids, MultiModalKwargsItems.from_hf_inputs(inputs, fields), hashes, ranges)
+        return mm_input(
+            sequence.ids,
+            MultiModalKwargsItems.from_hf_inputs(inputs, fields),
+            hashes,
+            ranges,
+        )
 
 
 def capturing(start: Start) -> dict[str, Any]:
@@ -135,7 +157,9 @@ def capturing(start: Start) -> dict[str, Any]:
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(start.layers)}},
+            "draft_model_config": {
+                "hf_config": {"eagle_aux_hidden_state_layer_ids": list(start.layers)}
+            },
         },
         "kv_transfer_config": {
             "kv_connector": "RowConnector",
@@ -152,8 +176,12 @@ class Drawn:
     def __init__(self, stop_ids: frozenset[int]) -> None:
         self._stop_ids = stop_ids
         self._ids: list[int] = []
-        self._logprobs: list[dict[int, Any]] = []  # of each token, and of the most likely one
-        self.stopped = False  # the token that ends the response was run: its state is kept
+        self._logprobs: list[
+            dict[int, Any]
+        ] = []  # of each token, and of the most likely one
+        self.stopped = (
+            False  # the token that ends the response was run: its state is kept
+        )
 
     def add(self, output: Any) -> None:
         """The tokens of one step."""
@@ -165,13 +193,23 @@ class Drawn:
     def chosen(self, captured: bool) -> Chosen:
         """The response, and what is most likely after it if it was captured."""
         ids = through_stop(self._ids[:-1] if captured else self._ids, self._stop_ids)
-        logprobs = [of[token].logprob for of, token in zip(self._logprobs, ids, strict=False)]
+        logprobs = [
+            of[token].logprob for of, token in zip(self._logprobs, ids, strict=False)
+        ]
         after = self._logprobs[len(ids)] if captured else {}
-        return Chosen(ids, logprobs, max(after, key=lambda token: after[token].logprob, default=-1))
+        return Chosen(
+            ids,
+            logprobs,
+            max(after, key=lambda token: after[token].logprob, default=-1),
+        )
 
 
 def _range(medium: Medium) -> PlaceholderRange:
-    mask = torch.frombuffer(bytearray(medium.mask), dtype=torch.bool) if medium.mask else None
+    mask = (
+        torch.frombuffer(bytearray(medium.mask), dtype=torch.bool)
+        if medium.mask
+        else None
+    )
     return PlaceholderRange(medium.start, medium.length, mask)
 
 
@@ -182,7 +220,9 @@ def serve(channel: Channel) -> None:
     start, _ = inbox.get()
     assert isinstance(start, Start)
     engine = VllmEngine(start)
-    channel.send(Ready(protocol=PROTOCOL, version=vllm.__version__, max_length=engine.max_length))
+    channel.send(
+        Ready(protocol=PROTOCOL, version=vllm.__version__, max_length=engine.max_length)
+    )
     while True:
         message, tensors = inbox.get()
         if isinstance(message, Submit):

@@ -52,7 +52,9 @@ class _TextContext(DFlashSpeculator):
         """Draft a block from the states of text."""
         if aux_hidden_states and self.model_state.supports_mm_inputs and not dummy_run:
             batch, shown = input_batch, self.model_state.encoder_cache.mm_features
-            fused_ND = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
+            fused_ND = self.model.combine_hidden_states(
+                torch.cat(aux_hidden_states, dim=-1)
+            )
             context_ND = fused_ND[: batch.num_tokens].clone()
             feed = self._feeder.feed(
                 reading(batch, shown),
@@ -64,7 +66,10 @@ class _TextContext(DFlashSpeculator):
                 shown,
             )
             if feed is not None:
-                input_batch, context_ND = without_dropped(batch, feed), context_ND[feed.kept_K]
+                input_batch, context_ND = (
+                    without_dropped(batch, feed),
+                    context_ND[feed.kept_K],
+                )
             last_hidden_states, aux_hidden_states = context_ND, None
         drafted: Tensor = super().propose(
             input_batch,

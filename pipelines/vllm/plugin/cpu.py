@@ -38,7 +38,9 @@ def constraints(top_k_top_p: Filter) -> Callable[[Tensor, Tensor, Any], Tensor]:
 
         heat_N = each(torch.where(sampling.temperature == 0, 1.0, sampling.temperature))
         assert heat_N is not None
-        return top_k_top_p(logits_NV.div_(heat_N[:, None]), each(sampling.top_k), each(sampling.top_p))
+        return top_k_top_p(
+            logits_NV.div_(heat_N[:, None]), each(sampling.top_k), each(sampling.top_p)
+        )
 
     return apply
 
@@ -46,5 +48,7 @@ def constraints(top_k_top_p: Filter) -> Callable[[Tensor, Tensor, Any], Tensor]:
 def normed_keys(model: Any, key_LTKd: Tensor) -> Tensor:
     """What takes the place of `_normalize_context_k`: the keys of each layer by its own weight."""
     weight_Ld: Tensor = model._k_norm_weights
-    normed_LTKd = torch.nn.functional.rms_norm(key_LTKd, key_LTKd.shape[-1:], eps=model._rms_norm_eps)
+    normed_LTKd = torch.nn.functional.rms_norm(
+        key_LTKd, key_LTKd.shape[-1:], eps=model._rms_norm_eps
+    )
     return normed_LTKd * weight_Ld[:, None, None]

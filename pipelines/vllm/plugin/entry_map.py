@@ -99,7 +99,9 @@ class EntryMap:
         text token before it, and dropped where no text comes before.
         """
         own_P = np.arange(len(visual_P))
-        text_P = own_P if drafter.after_image == "visual" else np.where(visual_P, -1, own_P)
+        text_P = (
+            own_P if drafter.after_image == "visual" else np.where(visual_P, -1, own_P)
+        )
         source_P = np.maximum.accumulate(text_P)
         next_is_visual_P = np.append(visual_P, False)[1:]
         kept_P = ~next_is_visual_P & (source_P >= 0)
@@ -107,7 +109,9 @@ class EntryMap:
         if drafter.compresses is not None:
             for start, length in images:
                 # The last rows of an image carry its entries: by then all its states are known.
-                (place_C,) = drafter.places(torch.tensor([start]), torch.tensor([length])).numpy()
+                (place_C,) = drafter.places(
+                    torch.tensor([start]), torch.tensor([length])
+                ).numpy()
                 place_C = place_C[place_C >= 0][:length]
                 query_C = np.arange(len(place_C))
                 row_C = start - 1 + length - len(place_C) + query_C
@@ -117,7 +121,15 @@ class EntryMap:
                 turned_P[row_X] = (np.maximum(place_C - 1, 0) - row_C)[inside_C]
         starts = [image.start for image in images]
         image_P = np.searchsorted(starts, own_P + 1, side="right") - 1
-        return cls(kept_P, source_P, np.cumsum(kept_P) - kept_P, query_P, image_P, turned_P, images)
+        return cls(
+            kept_P,
+            source_P,
+            np.cumsum(kept_P) - kept_P,
+            query_P,
+            image_P,
+            turned_P,
+            images,
+        )
 
     @property
     def dropped(self) -> int:

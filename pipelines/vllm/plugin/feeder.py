@@ -59,7 +59,9 @@ class Feed:
     @property
     def starts(self) -> Tensor:
         """The first row of each request, and the number of all, on the CPU."""
-        return torch.from_numpy(np.append(0, np.cumsum(self.lengths_B)).astype(np.int32))
+        return torch.from_numpy(
+            np.append(0, np.cumsum(self.lengths_B)).astype(np.int32)
+        )
 
 
 class Feeder:
@@ -88,15 +90,21 @@ class Feeder:
         steps = self._steps(read, starts, alive)
         if self.drafter.compresses is not None:
             self._compress(read, steps, starts, hidden_ND, block, embeds)
-        if self.drafter.after_image == "text":  # a step of text alone has the state for an image after it
+        if (
+            self.drafter.after_image == "text"
+        ):  # a step of text alone has the state for an image after it
             self._pair_with_text(read, steps, starts, hidden_ND, alive)
         if not any(step.changed for step in steps):
             return None
         kept_N = np.concatenate([step.kept_N for step in steps])
         lengths_B = np.array([int(step.kept_N.sum()) for step in steps])
         kept_K = self.tensor(np.flatnonzero(kept_N))
-        dropped_K = self.tensor(np.concatenate([step.dropped_N for step in steps]))[kept_K]
-        turned_K = self.tensor(np.concatenate([step.turned_N for step in steps]))[kept_K]
+        dropped_K = self.tensor(np.concatenate([step.dropped_N for step in steps]))[
+            kept_K
+        ]
+        turned_K = self.tensor(np.concatenate([step.turned_N for step in steps]))[
+            kept_K
+        ]
         compact = self.drafter.config.positions == "compact"
         return Feed(
             steps=steps,
@@ -119,12 +127,17 @@ class Feeder:
         """The rows of each request of the batch, [B]; what is known of one that is not in it is kept."""
         self._known = {name: one for name, one in self._known.items() if name in alive}
         for name, reading in read.items():
-            if name not in self._known or self._known[name].features is not reading.features:
+            if (
+                name not in self._known
+                or self._known[name].features is not reading.features
+            ):
                 self._known[name] = self._request(reading)
         everything = EntryMap.of(np.zeros(0, dtype=bool), self.drafter)
         return [
             (self._known[name].entries or everything).step(one.first, end - start)
-            for (start, end), (name, one) in zip(pairwise(starts), read.items(), strict=True)
+            for (start, end), (name, one) in zip(
+                pairwise(starts), read.items(), strict=True
+            )
         ]
 
     def _request(self, read: Reading) -> _Request:
@@ -135,9 +148,15 @@ class Feeder:
         images, sources = list[Shown](), list[tuple[str, int]]()
         for feature in read.features:
             shown = feature.mm_position
-            own_L = np.ones(shown.length, bool) if shown.is_embed is None else shown.is_embed.cpu().numpy()
+            own_L = (
+                np.ones(shown.length, bool)
+                if shown.is_embed is None
+                else shown.is_embed.cpu().numpy()
+            )
             visual_P[shown.offset : shown.offset + shown.length] |= own_L
-            edges = np.flatnonzero(np.diff(np.concatenate([[False], own_L, [False]]))).tolist()
+            edges = np.flatnonzero(
+                np.diff(np.concatenate([[False], own_L, [False]]))
+            ).tolist()
             for start, end in zip(edges[::2], edges[1::2], strict=True):
                 images.append(Shown(shown.offset + start, end - start))
                 sources.append((feature.identifier, int(own_L[:start].sum())))
@@ -156,7 +175,9 @@ class Feeder:
         """Compress the images that rows of this step carry, or that their states are joined with."""
         first = 0
         rows, carried = list[int](), list[Tensor]()
-        for (start, end), step, (name, reading) in zip(pairwise(starts), steps, read.items(), strict=True):
+        for (start, end), step, (name, reading) in zip(
+            pairwise(starts), steps, read.items(), strict=True
+        ):
             one, rows_ND = self._known[name], hidden_ND[start:end]
             kept_K = np.flatnonzero(step.kept_N)
             image_K, query_K = step.image_N[kept_K], step.query_N[kept_K]
@@ -172,7 +193,9 @@ class Feeder:
                         # The row before an image carries an entry if the image has no more tokens than it
                         # has entries. Where a step ends at that row, it stays as it is.
                         continue
-                    span_L = torch.zeros(len(visual_LD), dtype=torch.long, device=self.device)
+                    span_L = torch.zeros(
+                        len(visual_LD), dtype=torch.long, device=self.device
+                    )
                     (out_QD,) = self.drafter.compress(visual_LD, span_L, 1)
                     rows += (first + carries_K).tolist()
                     carried.append(out_QD[query_K[carries_K].tolist()])
@@ -182,10 +205,18 @@ class Feeder:
                     block.joined_ND[here][self.tensor(of_K)] = one.joined[image]
             first += len(kept_K)
         if rows:
-            block.compressed = torch.tensor(rows, device=self.device), torch.cat(carried)
+            block.compressed = (
+                torch.tensor(rows, device=self.device),
+                torch.cat(carried),
+            )
 
     def _visual(
-        self, one: _Request, image: int, first: int, hidden_ND: Tensor, embeds: Mapping[str, Tensor]
+        self,
+        one: _Request,
+        image: int,
+        first: int,
+        hidden_ND: Tensor,
+        embeds: Mapping[str, Tensor],
     ) -> Tensor | None:
         """The visual tokens of an image as the drafter reads them, [L, D]; None: not known in this step.
 
@@ -219,14 +250,24 @@ class Feeder:
         the prompt is read.
         """
         # A request that was aborted leaves its state behind.
-        self._text_states = {name: held for name, held in self._text_states.items() if name in alive}
-        given_ND = hidden_ND.clone() if any(_moves(step) for step in steps) else hidden_ND
-        for (start, end), step, (name, one) in zip(pairwise(starts), steps, read.items(), strict=True):
+        self._text_states = {
+            name: held for name, held in self._text_states.items() if name in alive
+        }
+        given_ND = (
+            hidden_ND.clone() if any(_moves(step) for step in steps) else hidden_ND
+        )
+        for (start, end), step, (name, one) in zip(
+            pairwise(starts), steps, read.items(), strict=True
+        ):
             held_1D = self._text_states.pop(name, None)
             row_N, source_N = np.arange(end - start), step.source_N
             for row in np.flatnonzero(step.kept_N & (source_N != row_N)):
-                paired_1D = held_1D if source_N[row] < 0 else given_ND[start + source_N[row]]
-                if paired_1D is not None:  # no text before: the row is there only because a step needs one
+                paired_1D = (
+                    held_1D if source_N[row] < 0 else given_ND[start + source_N[row]]
+                )
+                if (
+                    paired_1D is not None
+                ):  # no text before: the row is there only because a step needs one
                     hidden_ND[start + row] = paired_1D
             if one.first + end - start < one.prompt:
                 last = source_N[-1]

@@ -34,7 +34,9 @@ def check_version(version: str) -> str:
 def feeding_of(vllm_config: Any) -> Feeding | None:
     """How the drafter that vLLM is to run must be fed; None when it is not one of ours."""
     speculative = vllm_config.speculative_config
-    settings = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    settings = getattr(
+        getattr(speculative, "draft_model_config", None), "hf_config", None
+    )
     found = getattr(settings, KEY, None)
     if found is None:
         return None
@@ -48,7 +50,9 @@ def feeding_of(vllm_config: Any) -> Feeding | None:
 
 def drafter_of(feeding: Feeding) -> EagleDrafter:
     """The exported drafter, without its weights; its tables are the target's, which vLLM holds."""
-    assert feeding.built is not None, "vLLM builds this class only for drafters that are one EagleBlock"
+    assert feeding.built is not None, (
+        "vLLM builds this class only for drafters that are one EagleBlock"
+    )
     none_0D = torch.empty(0, feeding.built.target.hidden_size)
     try:
         kind = catalogue.trained(feeding.drafter)
@@ -62,7 +66,9 @@ def drafter_of(feeding: Feeding) -> EagleDrafter:
     return drafter.eval()
 
 
-def check(vllm_config: Any, warn: Callable[[str], object], *, v2_only: bool = False) -> None:
+def check(
+    vllm_config: Any, warn: Callable[[str], object], *, v2_only: bool = False
+) -> None:
     """ValueError when vLLM is to run an exported drafter otherwise than it was trained, or as nobody can.
 
     A drafter of other origin passes. `warn` gets a line on what cannot be compared. `v2_only`: the plugin has
@@ -86,7 +92,9 @@ def check_target(model: str, feeding: Feeding, warn: Callable[[str], object]) ->
     """
     trained = feeding.trained
     if trained is None:
-        raise ValueError(f"{feeding.drafter}: its config.json names no target: export it again")
+        raise ValueError(
+            f"{feeding.drafter}: its config.json names no target: export it again"
+        )
     try:
         location = locate(model)
         if location.folder is None:
@@ -95,7 +103,9 @@ def check_target(model: str, feeding: Feeding, warn: Callable[[str], object]) ->
             warn(f"{feeding.drafter}: {otherwise}")
         found = fingerprint(location.folder, None)
     except TargetError as error:
-        warn(f"vlmdistill cannot tell whether {feeding.drafter} was trained for this target: {error}")
+        warn(
+            f"vlmdistill cannot tell whether {feeding.drafter} was trained for this target: {error}"
+        )
         return
     for field, mine in (("config_hash", found.config), ("weights_hash", found.weights)):
         theirs = getattr(trained, field)
@@ -105,7 +115,9 @@ def check_target(model: str, feeding: Feeding, warn: Callable[[str], object]) ->
                 f"{mine}, not {theirs}: few of its tokens would be accepted"
             )
             if os.environ.get(OTHER_TARGET) != "1":
-                raise ValueError(f"{line}. Serve it with its own target, or set {OTHER_TARGET}=1")
+                raise ValueError(
+                    f"{line}. Serve it with its own target, or set {OTHER_TARGET}=1"
+                )
             warn(line)
             return
 
@@ -113,7 +125,11 @@ def check_target(model: str, feeding: Feeding, warn: Callable[[str], object]) ->
 def check_limits(vllm_config: Any, feeding: Feeding) -> None:
     """ValueError when vLLM is to run the drafter in a way that the plugin does not support."""
     parallel = vllm_config.parallel_config
-    sizes = ["tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"]
+    sizes = [
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+    ]
     if vllm_config.use_v2_model_runner:
         sizes += ["prefill_context_parallel_size", "data_parallel_size"]
         if vllm_config.speculative_config.enable_adaptive_verification:
@@ -127,7 +143,9 @@ def check_limits(vllm_config: Any, feeding: Feeding) -> None:
         )
     for name in sizes:
         if (size := getattr(parallel, name)) > 1:
-            raise ValueError(f"vlmdistill's drafters do not run with {name}={size}: set it to 1")
+            raise ValueError(
+                f"vlmdistill's drafters do not run with {name}={size}: set it to 1"
+            )
     if feeding.visual == "dropped" and vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
             f"{feeding.drafter} drops visual tokens from the drafter's KV cache, which prefix caching cannot "
@@ -139,7 +157,10 @@ def check_limits(vllm_config: Any, feeding: Feeding) -> None:
             f"num_speculative_tokens={asked}, and {feeding.drafter} drafts at most {feeding.draft_tokens} "
             f"tokens: set it to {feeding.draft_tokens}"
         )
-    if feeding.whole_images and not vllm_config.scheduler_config.disable_chunked_mm_input:
+    if (
+        feeding.whole_images
+        and not vllm_config.scheduler_config.disable_chunked_mm_input
+    ):
         raise ValueError(
             f"{feeding.drafter} compresses an image from the states of all its tokens, which must be in one "
             "step: start vLLM with --disable-chunked-mm-input"

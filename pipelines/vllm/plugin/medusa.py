@@ -26,7 +26,9 @@ class ServedMedusaProposer(MedusaProposer):
         super().load_model(target_model)
         if feeding_of(self.vllm_config) is not None:
             language = (
-                target_model.get_language_model() if supports_multimodal(target_model) else target_model
+                target_model.get_language_model()
+                if supports_multimodal(target_model)
+                else target_model
             )
             self.model.head = (language.lm_head,)
 
@@ -34,14 +36,17 @@ class ServedMedusaProposer(MedusaProposer):
 class MedusaVlmdistill(nn.Module):
     """Medusa's heads, with the target's LM head, which `ServedMedusaProposer` sets."""
 
-    head: tuple[nn.Module]  # in a tuple: it is no part of the drafter, whose weights another version replaces
+    head: tuple[
+        nn.Module
+    ]  # in a tuple: it is no part of the drafter, whose weights another version replaces
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.speculative_config.draft_model_config.hf_config
         # vLLM has set `num_heads` to the number of drafted tokens.
         self.blocks = nn.ModuleList(
-            ResidualBlock(config, config.hidden_size, 1) for _ in range(config.num_heads)
+            ResidualBlock(config, config.hidden_size, 1)
+            for _ in range(config.num_heads)
         )
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
@@ -52,9 +57,15 @@ class MedusaVlmdistill(nn.Module):
     def compute_logits(self, hidden_states: list[Tensor]) -> list[Tensor]:
         """Scores of each guess, [N, V]."""
         (head,) = self.head
-        return [self.logits_processor(head, estimate_ND) for estimate_ND in hidden_states]
+        return [
+            self.logits_processor(head, estimate_ND) for estimate_ND in hidden_states
+        ]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load the heads that are used; ValueError when the folder lacks one."""
         names = {name for name, _ in self.named_parameters()}
-        load_all(self, ((name, weight) for name, weight in weights if name in names), WeightsMapper())
+        load_all(
+            self,
+            ((name, weight) for name, weight in weights if name in names),
+            WeightsMapper(),
+        )

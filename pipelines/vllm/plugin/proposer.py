@@ -17,15 +17,22 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
-from vlmdistill.pipelines.vllm.plugin.served_model import BesideAnyTarget, with_last_state
+from vlmdistill.pipelines.vllm.plugin.served_model import (
+    BesideAnyTarget,
+    with_last_state,
+)
 
 
 class ChosenProposer(BesideAnyTarget, EagleProposer):
     """vLLM's proposer for its own drafters, and `ServedProposer` for exported ones."""
 
-    def __new__(cls, vllm_config: VllmConfig, *_: object, **__: object) -> "ChosenProposer":
+    def __new__(
+        cls, vllm_config: VllmConfig, *_: object, **__: object
+    ) -> "ChosenProposer":
         """Choose by the drafter's folder."""
-        return object.__new__(cls if feeding_of(vllm_config) is None else ServedProposer)
+        return object.__new__(
+            cls if feeding_of(vllm_config) is None else ServedProposer
+        )
 
 
 class ServedProposer(ChosenProposer):
@@ -36,7 +43,9 @@ class ServedProposer(ChosenProposer):
     an image both lag. Here positions and slots follow from the length of the sequence.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, runner: Any = None
+    ) -> None:
         super().__init__(vllm_config, device, runner)
         feeding = feeding_of(vllm_config)
         assert feeding is not None
@@ -54,7 +63,9 @@ class ServedProposer(ChosenProposer):
             if drafter.taps:
                 target_model.register_forward_hook(with_last_state)
 
-    def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, Tensor, CommonAttentionMetadata]:
+    def set_inputs_first_pass(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Shift tokens as vLLM does, correct the positions, and drop entries where the drafter has none."""
         count, sampled_B, batch = super().set_inputs_first_pass(*args, **kwargs)
         position_N = _positions(batch, count)
@@ -79,7 +90,10 @@ class ServedProposer(ChosenProposer):
         return count, sampled_B, batch
 
     def build_model_inputs_first_pass(
-        self, num_tokens: int, num_input_tokens: int, mm_embed_inputs: tuple[list[Tensor], Tensor] | None
+        self,
+        num_tokens: int,
+        num_input_tokens: int,
+        mm_embed_inputs: tuple[list[Tensor], Tensor] | None,
     ) -> tuple[dict[str, Any], int]:
         """Mark the rows of bare visual embeddings, and start to count guesses."""
         if self.feeding.visual == "raw" and mm_embed_inputs is not None:
@@ -107,12 +121,18 @@ class ServedProposer(ChosenProposer):
         over_B = positions + 1 >= self.max_model_len
         position_B = torch.where(over_B, 0, positions + 1)
         index_B = torch.where(over_B, 0, batch.seq_lens).long()
-        slot_B = _slots(index_B, torch.arange(batch_size, device=self.device), batch, block_size)
+        slot_B = _slots(
+            index_B, torch.arange(batch_size, device=self.device), batch, block_size
+        )
         self.positions[:batch_size] = position_B
-        self._slot_mapping_buffer[:batch_size] = torch.where(over_B, PADDING_SLOT_ID, slot_B)
+        self._slot_mapping_buffer[:batch_size] = torch.where(
+            over_B, PADDING_SLOT_ID, slot_B
+        )
         self._slot_mapping_buffer[batch_size:input_batch_size] = PADDING_SLOT_ID
         batch.slot_mapping = self._slot_mapping_buffer[:batch_size]
-        batch.seq_lens = torch.where(over_B, 1, batch.seq_lens + 1).to(batch.seq_lens.dtype)
+        batch.seq_lens = torch.where(over_B, 1, batch.seq_lens + 1).to(
+            batch.seq_lens.dtype
+        )
         batch.max_seq_len = min(batch.max_seq_len + 1, self.max_model_len)
         if batch.seq_lens_cpu_upper_bound is not None:
             batch.seq_lens_cpu_upper_bound = batch.seq_lens_cpu_upper_bound + 1
@@ -128,7 +148,9 @@ class ServedProposer(ChosenProposer):
         vLLM takes the prompt's last token (llm_base_proposer.py `prepare_next_token_ids_padded`), which stays
         in the drafter's KV cache at the end of each step.
         """
-        for (start, end), state in zip(pairwise(starts), _requests(self.runner).values(), strict=True):
+        for (start, end), state in zip(
+            pairwise(starts), _requests(self.runner).values(), strict=True
+        ):
             read = state.num_computed_tokens + end - start
             if read < state.num_prompt_tokens:
                 self.input_ids[end - 1] = state.get_token_id(read)
@@ -152,7 +174,9 @@ class ChosenBlockProposer(BesideAnyTarget, DFlashProposer):
     See `ServedProposer` on positions: slots of the context follow from them.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, runner: Any = None
+    ) -> None:
         super().__init__(vllm_config, device, runner)
         self.runner, self._feeder = runner, Feeder(TextStates(), device)
 
@@ -182,16 +206,24 @@ class ChosenBlockProposer(BesideAnyTarget, DFlashProposer):
                 self.runner.requests,
             )
             if feed is not None:
-                target_token_ids, context_ND = target_token_ids[feed.kept_K], context_ND[feed.kept_K]
-                target_positions, cad = feed.index_K, _without_dropped(cad, feed, cad.slot_mapping)
-        made: tuple[int, Tensor, CommonAttentionMetadata] = super().set_inputs_first_pass(
-            target_token_ids,
-            next_token_ids,
-            target_positions,
-            context_ND,
-            token_indices_to_sample,
-            cad,
-            num_rejected_tokens_gpu,
+                target_token_ids, context_ND = (
+                    target_token_ids[feed.kept_K],
+                    context_ND[feed.kept_K],
+                )
+                target_positions, cad = (
+                    feed.index_K,
+                    _without_dropped(cad, feed, cad.slot_mapping),
+                )
+        made: tuple[int, Tensor, CommonAttentionMetadata] = (
+            super().set_inputs_first_pass(
+                target_token_ids,
+                next_token_ids,
+                target_positions,
+                context_ND,
+                token_indices_to_sample,
+                cad,
+                num_rejected_tokens_gpu,
+            )
         )
         return made
 
@@ -212,12 +244,16 @@ def _requests(runner: Any) -> dict[str, Any]:
 def _reading(runner: Any) -> dict[str, Reading]:
     """What the batch reads of them."""
     return {
-        name: Reading(state.mm_features, state.num_prompt_tokens, state.num_computed_tokens)
+        name: Reading(
+            state.mm_features, state.num_prompt_tokens, state.num_computed_tokens
+        )
         for name, state in _requests(runner).items()
     }
 
 
-def _without_dropped(batch: CommonAttentionMetadata, feed: Feed, slots: Tensor) -> CommonAttentionMetadata:
+def _without_dropped(
+    batch: CommonAttentionMetadata, feed: Feed, slots: Tensor
+) -> CommonAttentionMetadata:
     """The batch as if the dropped tokens had never been read."""
     starts_cpu, upper_B = feed.starts, batch.seq_lens_cpu_upper_bound
     if upper_B is not None:
@@ -236,7 +272,9 @@ def _without_dropped(batch: CommonAttentionMetadata, feed: Feed, slots: Tensor) 
     return made
 
 
-def _slots(index_N: Tensor, request_N: Tensor, batch: CommonAttentionMetadata, block_size: int) -> Tensor:
+def _slots(
+    index_N: Tensor, request_N: Tensor, batch: CommonAttentionMetadata, block_size: int
+) -> Tensor:
     """Where the drafter's KV cache holds entry `index_N` of each row's request, [N]."""
     block_N: Tensor = batch.block_table_tensor[request_N, index_N // block_size].long()
     return block_N * block_size + index_N % block_size

@@ -42,7 +42,11 @@ class Recording:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on, and keep what is answered with status 200."""
-        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
+        if (
+            scope["type"] != "http"
+            or scope["path"] != PATH
+            or scope["method"] != "POST"
+        ):
             await self.app(scope, receive, send)
             return
         asked, said, status = bytearray(), bytearray(), 0
@@ -51,10 +55,16 @@ class Recording:
             if not message.get("more_body", False):
                 break
         sent = with_tokens(bytes(asked))
-        left: list[Message] = [{"type": "http.request", "body": sent, "more_body": False}]
+        left: list[Message] = [
+            {"type": "http.request", "body": sent, "more_body": False}
+        ]
         if message["type"] != "http.request":  # the client has gone
             left = [message]
-        headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+        headers = [
+            (name, value)
+            for name, value in scope["headers"]
+            if name.lower() != b"content-length"
+        ]
         headers.append((b"content-length", str(len(sent)).encode()))
 
         async def again() -> Message:
@@ -67,8 +77,13 @@ class Recording:
             elif message["type"] == "http.response.body" and status == 200:
                 said.extend(message.get("body", b""))
                 if not message.get("more_body", False):
-                    texts = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-                    self.recorder.add(partial(exchange, bytes(asked), bytes(said), texts))
+                    texts = [
+                        (name.decode("latin-1"), value.decode("latin-1"))
+                        for name, value in headers
+                    ]
+                    self.recorder.add(
+                        partial(exchange, bytes(asked), bytes(said), texts)
+                    )
             await send(message)
 
         await self.app({**scope, "headers": headers}, again, kept)
@@ -85,11 +100,17 @@ def with_tokens(body: bytes) -> bytes:
 def exchange(asked: bytes, said: bytes, headers: Headers, keep: Keep) -> dict[str, Any]:
     """The line of a response that has ended; ValueError if it is none."""
     request = json.loads(asked)
-    response = joined(said) if said.lstrip().startswith((b"data:", b":")) else json.loads(said)
+    response = (
+        joined(said) if said.lstrip().startswith((b"data:", b":")) else json.loads(said)
+    )
     for turn in request["messages"]:
         content = turn.get("content")  # a turn of tool calls has none
         for part in content if isinstance(content, list) else ():
-            url = (part.get("image_url") or {}).get("url", "") if part.get("type") == "image_url" else ""
+            url = (
+                (part.get("image_url") or {}).get("url", "")
+                if part.get("type") == "image_url"
+                else ""
+            )
             head, _, data = url.partition(",")
             if head.startswith("data:") and head.endswith(";base64"):
                 part["image_url"] = {"url": keep(base64.b64decode(data))}
@@ -104,11 +125,20 @@ def joined(stream: bytes) -> dict[str, Any]:
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[len(b"data: ") :])
-        found |= {name: event[name] for name in ("model", "usage", "prompt_token_ids") if event.get(name)}
+        found |= {
+            name: event[name]
+            for name in ("model", "usage", "prompt_token_ids")
+            if event.get(name)
+        }
         for one in event.get("choices", ()):
             if one.get("index", 0) == 0:
                 content.append(one.get("delta", {}).get("content") or "")
                 ids += one.get("token_ids") or []
-                choice["finish_reason"] = one.get("finish_reason") or choice["finish_reason"]
-    choice |= {"message": {"role": "assistant", "content": "".join(content)}, "token_ids": ids}
+                choice["finish_reason"] = (
+                    one.get("finish_reason") or choice["finish_reason"]
+                )
+    choice |= {
+        "message": {"role": "assistant", "content": "".join(content)},
+        "token_ids": ids,
+    }
     return {**found, "choices": [choice]}

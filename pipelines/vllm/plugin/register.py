@@ -22,7 +22,9 @@ def register() -> None:
     )
     models = "vlmdistill.pipelines.vllm.plugin.served_model"
     ModelRegistry.register_model("EagleVlmdistill", f"{models}:EagleVlmdistill")
-    ModelRegistry.register_model("Eagle3BlockVlmdistill", f"{models}:Eagle3BlockVlmdistill")
+    ModelRegistry.register_model(
+        "Eagle3BlockVlmdistill", f"{models}:Eagle3BlockVlmdistill"
+    )
     ModelRegistry.register_model("LlamaForCausalLMEagle3", f"{models}:Eagle3Vlmdistill")
     ModelRegistry.register_model("Qwen3DSparkModel", f"{models}:DSparkVlmdistill")
     # vLLM's own, by a name that it does not know without the plugin: the runner's classes feed it text alone.

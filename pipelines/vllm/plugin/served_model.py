@@ -19,7 +19,11 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama_eagle import LlamaDecoderLayer
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    WeightsMapper,
+    maybe_prefix,
+)
 
 from vlmdistill.drafters.core.serving import KEY
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of, feeding_of
@@ -56,7 +60,9 @@ class ServedEagleBlock(nn.Module):
             config=config,
         )
         del self.drafter.block.layer
-        self.register_buffer("guess_1", torch.zeros(1, dtype=torch.long), persistent=False)
+        self.register_buffer(
+            "guess_1", torch.zeros(1, dtype=torch.long), persistent=False
+        )
         self.longest = config.max_position_embeddings
         self.ahead_N: Tensor | None = None
         """What is added to the positions of a pass, on the V2 runner."""
@@ -66,12 +72,18 @@ class ServedEagleBlock(nn.Module):
         """Rows of the next pass that carry compressed images, [X], and these, [X, D]."""
         if self.drafter.joins:
             longest = vllm_config.scheduler_config.max_num_batched_tokens
-            self.register_buffer("joined_ND", torch.zeros(longest, width), persistent=False)
+            self.register_buffer(
+                "joined_ND", torch.zeros(longest, width), persistent=False
+            )
 
-    def forward(self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor) -> Tensor:
+    def forward(
+        self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor
+    ) -> Tensor:
         """The drafter's states, [N, D]."""
         if self.ahead_N is not None:
-            positions_N = (positions_N[: len(self.ahead_N)] + self.ahead_N).clamp(max=self.longest - 1)
+            positions_N = (positions_N[: len(self.ahead_N)] + self.ahead_N).clamp(
+                max=self.longest - 1
+            )
         state_ND = self.drafter.combine(hidden_ND)
         if self.drafter.taps:  # the states of committed tokens are combined already
             state_ND = torch.where(self.guess_1 > 0, state_ND, hidden_ND)
@@ -83,7 +95,9 @@ class ServedEagleBlock(nn.Module):
             self.compressed = None
         if self.raw_N is not None:
             count = len(self.raw_N)  # vLLM may have padded the rows
-            x_ND[:count] = torch.where(self.raw_N[:, None], embed_ND[:count], x_ND[:count])
+            x_ND[:count] = torch.where(
+                self.raw_N[:, None], embed_ND[:count], x_ND[:count]
+            )
             self.raw_N = None
         state_ND, residual_ND = self.layer(positions_N, x_ND, None)
         sum_ND: Tensor = state_ND + residual_ND
@@ -115,7 +129,9 @@ class EagleVlmdistill(nn.Module):
         is_multimodal: Tensor | None = None,
     ) -> Tensor:
         """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
-        return with_images(self.model.embed_tokens(input_ids), multimodal_embeddings, is_multimodal)
+        return with_images(
+            self.model.embed_tokens(input_ids), multimodal_embeddings, is_multimodal
+        )
 
     def forward(
         self,
@@ -125,7 +141,11 @@ class EagleVlmdistill(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The drafter's states twice: what is scored, and what the next step reads, [N, D]."""
-        embed_ND = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        embed_ND = (
+            self.model.embed_tokens(input_ids)
+            if inputs_embeds is None
+            else inputs_embeds
+        )
         state_ND = self.model(positions, hidden_states, embed_ND)
         return state_ND, state_ND
 
@@ -188,7 +208,9 @@ class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
         is_multimodal: Tensor | None = None,
     ) -> Tensor:
         """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
-        return with_images(self.model.embed_input_ids(input_ids), multimodal_embeddings, is_multimodal)
+        return with_images(
+            self.model.embed_input_ids(input_ids), multimodal_embeddings, is_multimodal
+        )
 
 
 class DSparkVlmdistill(Qwen3DSparkForCausalLM):
@@ -205,15 +227,23 @@ class DSparkVlmdistill(Qwen3DSparkForCausalLM):
             self.model.has_separate_mask_embedding = True
 
 
-def load_all(model: nn.Module, weights: Iterable[tuple[str, Tensor]], mapper: WeightsMapper) -> None:
+def load_all(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], mapper: WeightsMapper
+) -> None:
     """Load an exported folder; ValueError when it lacks a weight."""
     loaded = AutoWeightsLoader(model).load_weights(weights, mapper=mapper)
-    expected = {name for name, _ in model.named_parameters() if "embed_tokens" not in name}
+    expected = {
+        name for name, _ in model.named_parameters() if "embed_tokens" not in name
+    }
     if lacking := sorted(expected - loaded):
-        raise ValueError(f"the drafter's folder lacks {', '.join(lacking)}: export it again")
+        raise ValueError(
+            f"the drafter's folder lacks {', '.join(lacking)}: export it again"
+        )
 
 
-def with_images(embed_ND: Tensor, visual_UD: Sequence[Tensor] | None, is_visual_N: Tensor | None) -> Tensor:
+def with_images(
+    embed_ND: Tensor, visual_UD: Sequence[Tensor] | None, is_visual_N: Tensor | None
+) -> Tensor:
     """Visual embeddings in their rows: the first D columns, since Qwen3-VL has deep features after them."""
     if visual_UD and is_visual_N is not None:
         narrow_UD = torch.cat([one[:, : embed_ND.shape[-1]] for one in visual_UD])
@@ -249,7 +279,9 @@ def name_parts(target: Any) -> None:
                 setattr(target.config, name, image)
     text = target.get_language_model()
     if not hasattr(text, "model"):
-        named = SimpleNamespace(model=text, lm_head=target.lm_head, embed_input_ids=text.embed_input_ids)
+        named = SimpleNamespace(
+            model=text, lm_head=target.lm_head, embed_input_ids=text.embed_input_ids
+        )
         target.get_language_model = lambda: named
     elif not hasattr(text, "lm_head"):
         text.lm_head = text.model.embed_tokens
@@ -270,12 +302,20 @@ class ScaledTable(nn.Module):
 
 def scale_embeddings(drafter: Any, target: Any) -> None:
     """Multiply the embeddings of a drafter as the target does, whose bare table vLLM shares (Gemma)."""
-    text = target.get_language_model() if hasattr(target, "get_language_model") else target
-    if getattr(drafter.model, "embed_tokens", drafter) is not getattr(text.model, "embed_tokens", text):
+    text = (
+        target.get_language_model() if hasattr(target, "get_language_model") else target
+    )
+    if getattr(drafter.model, "embed_tokens", drafter) is not getattr(
+        text.model, "embed_tokens", text
+    ):
         return
     table = text.model.embed_tokens
-    ones = table.register_forward_hook(lambda *called: torch.ones_like(called[-1]))  # exact in any dtype
-    read_1D = text.embed_input_ids(torch.zeros(1, dtype=torch.long, device=table.weight.device))
+    ones = table.register_forward_hook(
+        lambda *called: torch.ones_like(called[-1])
+    )  # exact in any dtype
+    read_1D = text.embed_input_ids(
+        torch.zeros(1, dtype=torch.long, device=table.weight.device)
+    )
     ones.remove()
     if (scale := float(read_1D[0, 0])) != 1:
         drafter.model.embed_tokens = ScaledTable(table, scale)

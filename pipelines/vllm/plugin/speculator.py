@@ -20,7 +20,10 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
-from vlmdistill.pipelines.vllm.plugin.served_model import BesideAnyTarget, with_last_state
+from vlmdistill.pipelines.vllm.plugin.served_model import (
+    BesideAnyTarget,
+    with_last_state,
+)
 
 
 def reading(batch: InputBatch, shown: Mapping[str, Any]) -> dict[str, Reading]:
@@ -31,7 +34,10 @@ def reading(batch: InputBatch, shown: Mapping[str, Any]) -> dict[str, Reading]:
     return {
         name: Reading(shown.get(name, ()), int(prompt), int(first))
         for name, prompt, first in zip(
-            batch.req_ids, batch.prefill_len_np, batch.num_computed_prefill_tokens_np, strict=True
+            batch.req_ids,
+            batch.prefill_len_np,
+            batch.num_computed_prefill_tokens_np,
+            strict=True,
         )
     }
 
@@ -48,7 +54,9 @@ def without_dropped(batch: InputBatch, feed: Feed) -> InputBatch:
         num_reqs_after_padding=batch.num_reqs,
         query_start_loc=starts.to(feed.kept_K.device),
         query_start_loc_np=starts.numpy(),
-        seq_lens=(batch.seq_lens[: batch.num_reqs] - feed.dropped_B).to(batch.seq_lens.dtype),
+        seq_lens=(batch.seq_lens[: batch.num_reqs] - feed.dropped_B).to(
+            batch.seq_lens.dtype
+        ),
         seq_lens_cpu_upper_bound=upper_B - feed.dropped_B.cpu().to(upper_B.dtype),
         positions=feed.index_K,
     )
@@ -115,9 +123,19 @@ class ServedSpeculator(ChosenSpeculator):
             block.raw_N = mm_inputs[1].to(self.device)
         if aux_hidden_states:
             states_NS = torch.cat(aux_hidden_states, dim=-1)
-            last_hidden_states, aux_hidden_states = self.model.combine_hidden_states(states_NS), None
-        if self.feeding.visual == "dropped" and self.model_state.supports_mm_inputs and not dummy_run:
-            batch, hidden_ND = input_batch, last_hidden_states[: input_batch.num_tokens].clone()
+            last_hidden_states, aux_hidden_states = (
+                self.model.combine_hidden_states(states_NS),
+                None,
+            )
+        if (
+            self.feeding.visual == "dropped"
+            and self.model_state.supports_mm_inputs
+            and not dummy_run
+        ):
+            batch, hidden_ND = (
+                input_batch,
+                last_hidden_states[: input_batch.num_tokens].clone(),
+            )
             starts = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
             feed = self._feeder.feed(
                 reading(batch, self.model_state.encoder_cache.mm_features),
@@ -158,10 +176,16 @@ class ServedSpeculator(ChosenSpeculator):
         block = self.model.model
         block.ahead_N = self._ahead_B
         if self._feeder.drafter.joins:
-            block.joined_ND[:num_reqs] = block.joined_ND[self.last_token_indices[:num_reqs]]
+            block.joined_ND[:num_reqs] = block.joined_ND[
+                self.last_token_indices[:num_reqs]
+            ]
 
     def _drop(
-        self, feed: Feed, starts: list[int], batch: InputBatch, next_prefill_tokens: Tensor
+        self,
+        feed: Feed,
+        starts: list[int],
+        batch: InputBatch,
+        next_prefill_tokens: Tensor,
     ) -> InputBatch:
         """The batch as if the dropped tokens had never been read."""
         count, new = len(feed.kept_K), feed.starts.tolist()
@@ -172,21 +196,34 @@ class ServedSpeculator(ChosenSpeculator):
         ):
             row_K = np.flatnonzero(step.kept_N)
             from_K[at], from_K[at + 1 : at + len(row_K)] = start, start + row_K[:-1] + 1
-            if start + row_K[-1] + 1 < end:  # of an unfinished prompt, whose last rows are dropped
-                last.append((int(batch.idx_mapping_np[request]), int(start + row_K[-1] + 1)))
+            if (
+                start + row_K[-1] + 1 < end
+            ):  # of an unfinished prompt, whose last rows are dropped
+                last.append(
+                    (int(batch.idx_mapping_np[request]), int(start + row_K[-1] + 1))
+                )
         for state, row in last:
             next_prefill_tokens[0, state] = batch.input_ids[row]
-        return replace(without_dropped(batch, feed), input_ids=batch.input_ids[self._feeder.tensor(from_K)])
+        return replace(
+            without_dropped(batch, feed),
+            input_ids=batch.input_ids[self._feeder.tensor(from_K)],
+        )
 
     def _attention(self, batch: InputBatch) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Metadata and slots of the drafter's own entries."""
         slots = self.block_tables.compute_slot_mappings(
-            batch.idx_mapping[: batch.num_reqs], batch.query_start_loc, batch.positions, batch.num_tokens
+            batch.idx_mapping[: batch.num_reqs],
+            batch.query_start_loc,
+            batch.positions,
+            batch.num_tokens,
         )
         metadata = self.model_state.prepare_attn(
             batch,
             CUDAGraphMode.NONE,
-            tuple(table[: batch.num_reqs] for table in self.block_tables.input_block_tables),
+            tuple(
+                table[: batch.num_reqs]
+                for table in self.block_tables.input_block_tables
+            ),
             slots,
             self.attn_groups,
             self.kv_cache_config,

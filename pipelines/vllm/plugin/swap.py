@@ -13,7 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.serving import KEY
@@ -39,17 +42,29 @@ class Swap:
         Why not, in one line, if it is not another version of the drafter that vLLM was started with, which
         then goes on; else an empty string.
         """
-        if self.speculative_config is None or self.speculative_config.draft_model_config is None:
+        if (
+            self.speculative_config is None
+            or self.speculative_config.draft_model_config is None
+        ):
             return "vLLM was started without a drafter"
-        config, method = self.speculative_config.draft_model_config, self.speculative_config.method
+        config, method = (
+            self.speculative_config.draft_model_config,
+            self.speculative_config.method,
+        )
         if method not in METHODS:
-            return f"vLLM loads no other {method} while it runs: restart it with {folder}"
+            return (
+                f"vLLM loads no other {method} while it runs: restart it with {folder}"
+            )
         used = config.model
         if refused := differs(Path(folder), Path(used)):
             return refused
         model = self.model_runner.get_draft_model()
         inner = getattr(model, "model", None)
-        fused = {name: copy for name in FUSED if (copy := getattr(inner, name, None)) is not None}
+        fused = {
+            name: copy
+            for name in FUSED
+            if (copy := getattr(inner, name, None)) is not None
+        }
         # Not in place: on a CPU, vLLM has packed the weights and dropped the tensors that hold them.
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
@@ -74,7 +89,10 @@ def fuse(drafter: Any, fused: dict[str, Tensor]) -> None:
     if (weight := fused.get("_fused_kv_weight")) is not None:
         identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
         layers = [layer.self_attn for layer in drafter.layers]
-        states = [one.qkv_proj.quant_method.apply(one.qkv_proj, identity)[:, one.q_size :] for one in layers]
+        states = [
+            one.qkv_proj.quant_method.apply(one.qkv_proj, identity)[:, one.q_size :]
+            for one in layers
+        ]
         drafter._fused_kv_weight = torch.cat(states, dim=1).t()
     for name, copy in fused.items():
         setattr(drafter, name, copy.copy_(getattr(drafter, name)))
@@ -86,7 +104,9 @@ def differs(folder: Path, used: Path) -> str:
         mine, theirs = _described(folder), _described(used)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return f"{folder} cannot be loaded: {error}"
-    if unlike := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
+    if unlike := sorted(
+        name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)
+    ):
         return (
             f"{folder} is not another version of the drafter in {used}: {unlike[0]} differs: export it in "
             "the same dtype, or restart vLLM with it"
@@ -102,5 +122,7 @@ def _described(folder: Path) -> dict[str, Any]:
     target = {name: trained.get(name) for name in ("config_hash", "weights_hash")}
     with safe_open(regular(folder / WEIGHTS), framework="pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
-        shapes = {key: (one.get_shape(), one.get_dtype()) for key, one in slices.items()}
+        shapes = {
+            key: (one.get_shape(), one.get_dtype()) for key, one in slices.items()
+        }
     return {**settings, **feeding, **target, **shapes}

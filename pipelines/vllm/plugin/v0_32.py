@@ -16,7 +16,10 @@ def install() -> None:
 
     from vlmdistill.pipelines.vllm.plugin.block_speculator import put_block_speculators
     from vlmdistill.pipelines.vllm.plugin.medusa import ServedMedusaProposer
-    from vlmdistill.pipelines.vllm.plugin.proposer import ChosenBlockProposer, ChosenProposer
+    from vlmdistill.pipelines.vllm.plugin.proposer import (
+        ChosenBlockProposer,
+        ChosenProposer,
+    )
     from vlmdistill.pipelines.vllm.plugin.speculator import ChosenSpeculator
 
     heads = "vlmdistill.pipelines.vllm.plugin.medusa:MedusaVlmdistill"
@@ -37,5 +40,7 @@ def _repair() -> None:
 
     from vlmdistill.pipelines.vllm.plugin.cpu import constraints, normed_keys
 
-    rejection_sampler.apply_sampling_constraints = constraints(rejection_sampler.apply_top_k_top_p)
+    rejection_sampler.apply_sampling_constraints = constraints(
+        rejection_sampler.apply_top_k_top_p
+    )
     DFlashQwen3Model._normalize_context_k = normed_keys

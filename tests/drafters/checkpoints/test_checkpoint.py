@@ -39,9 +39,19 @@ LATER = {"attention_window": 0, "validate_every": 0, "patience": 0}
 """Settings that came later, off."""
 
 SETTINGS = (
-    *("kv_heads=target", "positions=compact", "tree=chain-4", "batch_tokens=2048", "max_length=4096"),
+    *(
+        "kv_heads=target",
+        "positions=compact",
+        "tree=chain-4",
+        "batch_tokens=2048",
+        "max_length=4096",
+    ),
     *("steps=240", "clip=1.0"),
-    *("stages.text.epochs=1", "stages.multimodal.epochs=9", "stages.*.learning_rate=2e-3"),
+    *(
+        "stages.text.epochs=1",
+        "stages.multimodal.epochs=9",
+        "stages.*.learning_rate=2e-3",
+    ),
     *("stages.multimodal.hops=3", "ivsb=false"),
 )
 
@@ -50,8 +60,14 @@ def test_written_settings_are_read_and_written_back_alike() -> None:
     paper = catalogue.config("sparrow")
     config = from_dict(paper, json.loads(WRITTEN))
     assert config == override(paper, SETTINGS)
-    assert config.model == Sparrow.Config(kv_heads="target", positions="compact", ivsb=False)
-    assert (config.training.steps, config.training.clip, config.tree.total) == (240, 1.0, 5)
+    assert config.model == Sparrow.Config(
+        kv_heads="target", positions="compact", ivsb=False
+    )
+    assert (config.training.steps, config.training.clip, config.tree.total) == (
+        240,
+        1.0,
+        5,
+    )
     expected = {**json.loads(WRITTEN), **LATER}
     later = {one.name: 0 for one in fields(Stage) if one.name in run.LATER}
     expected["stages"] = [{**stage, **later} for stage in expected["stages"]]
@@ -61,7 +77,9 @@ def test_written_settings_are_read_and_written_back_alike() -> None:
 def test_losses_of_a_recipe_file_replace_the_papers(tmp_path: Path) -> None:
     paper, file = catalogue.config("sparrow"), tmp_path / "mine.toml"
     replaced = override(paper, ['stages.text.losses={"l1": 2}'])
-    assert {name for stage in replaced.training.stages for name in stage.losses} > {"l1"}
+    assert {name for stage in replaced.training.stages for name in stage.losses} > {
+        "l1"
+    }
     file.write_text("[stages.text]\nlosses = { l1 = 2 }\n")
     assert resolve("sparrow", str(file)) == replaced
     file.write_text("[sparrow.stages.text.losses]\nl1 = 2\n")
@@ -69,7 +87,9 @@ def test_losses_of_a_recipe_file_replace_the_papers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_settings_written_as_a_recipe_file_are_read_back_alike(name: str, tmp_path: Path) -> None:
+def test_settings_written_as_a_recipe_file_are_read_back_alike(
+    name: str, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.toml"
     for recipe in catalogue.RECIPES:
         config = resolve(name, recipe, ["warmup=0.125"])
@@ -100,14 +120,24 @@ def test_folders_of_formats_1_and_2_are_read(tmp_path: Path) -> None:
         save_file(named, folder / "model.safetensors")
         again = checkpoint.load(folder, synthetic.head(), synthetic.INFO)
         assert (again.config, again.tree) == (config.model, config.tree)
-        assert all(torch.equal(value, weights[key]) for key, value in again.state_dict().items())
+        assert all(
+            torch.equal(value, weights[key])
+            for key, value in again.state_dict().items()
+        )
 
 
 def written(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     """Write a fresh drafter; returns its `config.json`."""
-    config = override(catalogue.config(name), [f"{key}={value}" for key, value in settings.items()])
+    config = override(
+        catalogue.config(name), [f"{key}={value}" for key, value in settings.items()]
+    )
     drafter = checkpoint.build(name, config, synthetic.INFO, synthetic.head())
-    checkpoint.save(drafter, name, folder, checkpoint.Origin(synthetic.provenance(), config.training, {}))  # type: ignore[arg-type]
+    checkpoint.save(
+        drafter,  # type: ignore[arg-type]
+        name,
+        folder,
+        checkpoint.Origin(synthetic.provenance(), config.training, {}),
+    )
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found
 
@@ -128,7 +158,9 @@ ODD: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("words", ODD)
-def test_a_description_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, words: str) -> None:
+def test_a_description_that_does_not_fit_is_refused_in_one_line(
+    tmp_path: Path, words: str
+) -> None:
     description = written(tmp_path / "odd", "medusa")
     ODD[words](description)
     (tmp_path / "odd" / "config.json").write_text(json.dumps(description))
@@ -136,7 +168,9 @@ def test_a_description_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, 
         checkpoint.load(tmp_path / "odd", synthetic.head(), synthetic.INFO)
 
 
-def test_sizes_are_compared_with_the_weights_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_sizes_are_compared_with_the_weights_before_anything_is_allocated(
+    tmp_path: Path,
+) -> None:
     description = written(tmp_path / "odd", "sparrow")
     description["target"]["intermediate_size"] = 2**31
     (tmp_path / "odd" / "config.json").write_text(json.dumps(description))
@@ -150,7 +184,9 @@ def test_sizes_are_compared_with_the_weights_before_anything_is_allocated(tmp_pa
 def test_a_draft_vocabulary_outside_the_targets_is_refused(tmp_path: Path) -> None:
     written(tmp_path / "odd", "eagle3", draft_vocab=8)
     file = tmp_path / "odd" / "model.safetensors"
-    save_file({**load_file(file), "d2t": torch.full((8,), synthetic.INFO.vocab_size)}, file)
+    save_file(
+        {**load_file(file), "d2t": torch.full((8,), synthetic.INFO.vocab_size)}, file
+    )
     with pytest.raises(TrainingError, match="d2t"):
         checkpoint.load(tmp_path / "odd", synthetic.head(), synthetic.INFO)
 
@@ -173,11 +209,15 @@ def test_a_drafter_survives_ctrl_c_while_it_is_replaced(
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
-def test_all_files_of_a_drafter_are_readable_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
-    origin = checkpoint.Origin(synthetic.provenance(), catalogue.config("eagle3").training, {}, ["a"])
+def test_all_files_of_a_drafter_are_readable_by_those_whom_the_umask_lets(
+    tmp_path: Path,
+) -> None:
+    origin = checkpoint.Origin(
+        synthetic.provenance(), catalogue.config("eagle3").training, {}, ["a"]
+    )
     checkpoint.save(synthetic.build("eagle3"), "eagle3", tmp_path / "out", origin)
     (tmp_path / "plain").touch()
     usual = (tmp_path / "plain").stat().st_mode
-    assert {file.name: file.stat().st_mode for file in (tmp_path / "out").iterdir()} == dict.fromkeys(
-        ("config.json", "model.safetensors", "samples.txt"), usual
-    )
+    assert {
+        file.name: file.stat().st_mode for file in (tmp_path / "out").iterdir()
+    } == dict.fromkeys(("config.json", "model.safetensors", "samples.txt"), usual)

@@ -67,12 +67,21 @@ class Attention(nn.Module):
             return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
         repeat = HEADS // self.kv_heads
-        query, key = turned(self.q_proj(x_ND)), turned(self.k_proj(x_ND)).repeat_interleave(repeat, 1)
-        value = self.v_proj(x_ND).view(len(x_ND), -1, self.width).repeat_interleave(repeat, 1)
+        query, key = (
+            turned(self.q_proj(x_ND)),
+            turned(self.k_proj(x_ND)).repeat_interleave(repeat, 1),
+        )
+        value = (
+            self.v_proj(x_ND)
+            .view(len(x_ND), -1, self.width)
+            .repeat_interleave(repeat, 1)
+        )
         score_HNN = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(self.width)
         later_NN = torch.ones(len(x_ND), len(x_ND)).triu(1).bool()
         weight_HNN = score_HNN.masked_fill(later_NN, -math.inf).softmax(-1)
-        out_ND: Tensor = self.o_proj(torch.einsum("hqk,khd->qhd", weight_HNN, value).flatten(1))
+        out_ND: Tensor = self.o_proj(
+            torch.einsum("hqk,khd->qhd", weight_HNN, value).flatten(1)
+        )
         return out_ND
 
 
@@ -83,7 +92,9 @@ class Layer(nn.Module):
     input_layernorm: nn.Module
     hidden_norm: nn.Module
 
-    def __init__(self, inputs: int, kv_heads: int, bias: bool, norms: tuple[str, ...]) -> None:
+    def __init__(
+        self, inputs: int, kv_heads: int, bias: bool, norms: tuple[str, ...]
+    ) -> None:
         super().__init__()
         self.self_attn = Attention(inputs, kv_heads, bias)
         self.mlp = nn.ModuleDict(
@@ -101,7 +112,9 @@ class Layer(nn.Module):
         x_ND = residual_ND + self.self_attn(x_ND, place_N)
         normed_ND = self.post_attention_layernorm(x_ND)
         gate_NM = nn.functional.silu(self.mlp["gate_proj"](normed_ND))
-        out_ND: Tensor = x_ND + self.mlp["down_proj"](gate_NM * self.mlp["up_proj"](normed_ND))
+        out_ND: Tensor = x_ND + self.mlp["down_proj"](
+            gate_NM * self.mlp["up_proj"](normed_ND)
+        )
         return out_ND
 
 
@@ -117,7 +130,9 @@ class Sequence:
     def of(cls, one: Batch, drafter: Drafter, sources: tuple[str, ...]) -> "Sequence":
         visual_UD = one.feature("embed", "visual")
         embed_LD = synthetic.in_order(one, drafter.embed_VD[one.ids_T], visual_UD)
-        visual_L = synthetic.in_order(one, torch.zeros(len(one.ids_T)), torch.ones(len(visual_UD))).bool()
+        visual_L = synthetic.in_order(
+            one, torch.zeros(len(one.ids_T)), torch.ones(len(visual_UD))
+        ).bool()
         return cls(embed_LD, synthetic.states(one, *sources), visual_L)
 
 
@@ -125,7 +140,11 @@ class Eagle(nn.Module):
     """EAGLE-1, EAGLE-2 and HASS: fc over [embedding ; state], then one layer without an input norm."""
 
     def __init__(
-        self, kv_heads: int = HEADS, bias: bool = True, attention_bias: bool = False, norm: bool = False
+        self,
+        kv_heads: int = HEADS,
+        bias: bool = True,
+        attention_bias: bool = False,
+        norm: bool = False,
     ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(INFO.vocab_size, WIDTH)
@@ -167,7 +186,10 @@ class Vispec(Eagle):
 
     def compress(self, embed_UD: Tensor) -> Tensor:
         shape = (len(embed_UD), HEADS, WIDTH // HEADS)
-        key, value = self.imadpt.k_proj(embed_UD).view(shape), self.imadpt.v_proj(embed_UD).view(shape)  # type: ignore[operator]
+        key, value = (
+            self.imadpt.k_proj(embed_UD).view(shape),  # type: ignore[operator]
+            self.imadpt.v_proj(embed_UD).view(shape),  # type: ignore[operator]
+        )
         score = torch.einsum("qhd,uhd->hqu", self.imadpt.q, key) / math.sqrt(shape[-1])
         mixed = torch.einsum("hqu,uhd->qhd", score.softmax(-1), value)
         out_QD: Tensor = self.imadpt.o_proj(mixed.flatten(1))  # type: ignore[operator]
@@ -203,17 +225,23 @@ class Eagle3(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(INFO.vocab_size, WIDTH)
         self.fc = nn.Linear(3 * WIDTH, WIDTH, bias=False)
-        self.midlayer = Layer(2 * WIDTH, kv_heads, False, ("hidden_norm", "input_layernorm"))
+        self.midlayer = Layer(
+            2 * WIDTH, kv_heads, False, ("hidden_norm", "input_layernorm")
+        )
         self.norm = nn.RMSNorm(WIDTH, 1e-5)
         self.lm_head = nn.Linear(WIDTH, len(chosen), bias=False)
         chosen_K = torch.tensor(chosen)
         self.register_buffer("d2t", chosen_K - torch.arange(len(chosen)))
-        self.register_buffer("t2d", torch.zeros(INFO.vocab_size).bool().index_fill(0, chosen_K, True))
+        self.register_buffer(
+            "t2d", torch.zeros(INFO.vocab_size).bool().index_fill(0, chosen_K, True)
+        )
 
     def forward(self, one: Sequence) -> Tensor:
         layer, state_ND = self.midlayer, self.fc(one.hidden_LX[:-1])
         normed = [layer.input_layernorm(one.embed_LD[1:]), layer.hidden_norm(state_ND)]
-        out_ND: Tensor = layer(torch.cat(normed, -1), state_ND, torch.arange(len(state_ND)))
+        out_ND: Tensor = layer(
+            torch.cat(normed, -1), state_ND, torch.arange(len(state_ND))
+        )
         return out_ND[~one.visual_L[1:]]
 
 
@@ -227,7 +255,10 @@ class Speculators(Eagle3):
 
     def forward(self, one: Sequence) -> Tensor:
         (layer,), state_ND = self.layers, self.fc(one.hidden_LX[:-1])
-        embed_ND, normed_ND = layer.input_layernorm(one.embed_LD[1:]), layer.hidden_norm(state_ND)  # type: ignore[operator]
+        embed_ND, normed_ND = (
+            layer.input_layernorm(one.embed_LD[1:]),  # type: ignore[operator]
+            layer.hidden_norm(state_ND),  # type: ignore[operator]
+        )
         residual_ND = normed_ND if self.normed else state_ND
         x_ND = torch.cat([embed_ND, normed_ND], -1)
         out_ND: Tensor = layer(x_ND, residual_ND, torch.arange(len(state_ND)))
@@ -247,13 +278,29 @@ class Crossed(Layer):
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x_ND: Tensor, state_ND: Tensor, place_N: Tensor) -> Tensor:
-        part, count, repeat = self.cross_attn, len(x_ND), HEADS // self.cross_attn.kv_heads
-        query = part.q_norm(part.q_proj(self.input_layernorm(x_ND)).view(count, HEADS, -1))  # type: ignore[operator]
-        key = part.k_norm(part.k_proj(state_ND).view(count, part.kv_heads, -1)).repeat_interleave(repeat, 1)  # type: ignore[operator]
-        value = part.v_proj(state_ND).view(count, part.kv_heads, -1).repeat_interleave(repeat, 1)
+        part, count, repeat = (
+            self.cross_attn,
+            len(x_ND),
+            HEADS // self.cross_attn.kv_heads,
+        )
+        query = part.q_norm(
+            part.q_proj(self.input_layernorm(x_ND)).view(count, HEADS, -1)
+        )  # type: ignore[operator]
+        key = part.k_norm(
+            part.k_proj(state_ND).view(count, part.kv_heads, -1)
+        ).repeat_interleave(repeat, 1)  # type: ignore[operator]
+        value = (
+            part.v_proj(state_ND)
+            .view(count, part.kv_heads, -1)
+            .repeat_interleave(repeat, 1)
+        )
         score_HNN = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(part.width)
         later_NN = torch.ones(count, count).triu(1).bool()
-        mixed = torch.einsum("hqk,khd->qhd", score_HNN.masked_fill(later_NN, -math.inf).softmax(-1), value)
+        mixed = torch.einsum(
+            "hqk,khd->qhd",
+            score_HNN.masked_fill(later_NN, -math.inf).softmax(-1),
+            value,
+        )
         x_ND = x_ND + self.cross_attn_attn_gate.tanh() * part.o_proj(mixed.flatten(1))
         normed_ND = self.post_attention_layernorm(x_ND)
         gate_NM = nn.functional.silu(self.mlp["gate_proj"](normed_ND))
@@ -268,7 +315,9 @@ class Dream(nn.Module):
     def __init__(self, kv_heads: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(INFO.vocab_size, WIDTH)
-        first, last = (Layer(WIDTH, kv_heads, False, norms) for norms in ((), ("input_layernorm",)))
+        first, last = (
+            Layer(WIDTH, kv_heads, False, norms) for norms in ((), ("input_layernorm",))
+        )
         self.layers = nn.ModuleList([first, Crossed(kv_heads), last])
         self.norm = nn.RMSNorm(WIDTH, 1e-5)
 
@@ -281,7 +330,9 @@ class Dream(nn.Module):
         return torch.cat([out_ND, x_ND], -1)[~one.visual_L[1:]]
 
 
-def write(folder: Path, module: nn.Module, *, file: str = "pytorch_model.bin", **config: Any) -> Path:
+def write(
+    folder: Path, module: nn.Module, *, file: str = "pytorch_model.bin", **config: Any
+) -> Path:
     """The checkpoint of a random module, whose embeddings are the target's."""
     generator = torch.Generator().manual_seed(0)
     for weight in module.parameters():
@@ -291,13 +342,21 @@ def write(folder: Path, module: nn.Module, *, file: str = "pytorch_model.bin", *
     return folder
 
 
-def put(folder: Path, tensors: dict[str, Tensor], *, file: str = "pytorch_model.bin", **config: Any) -> None:
+def put(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    *,
+    file: str = "pytorch_model.bin",
+    **config: Any,
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     if file.endswith(".bin"):
         torch.save(tensors, folder / file)
     else:
-        save_file({name: one.contiguous() for name, one in tensors.items()}, folder / file)
+        save_file(
+            {name: one.contiguous() for name, one in tensors.items()}, folder / file
+        )
 
 
 def imported(folder: Path, name: str, out: Path) -> Drafter:
@@ -317,28 +376,59 @@ SPECULATORS: dict[str, Any] = {
 CHOSEN = [3, 4, 7, 11, 12, 15, 20, 21, 22]
 CASES: dict[str, tuple[str, nn.Module, dict[str, Any]]] = {
     "EAGLE-2": ("eagle2", Eagle(), {}),
-    "HASS": ("hass", Eagle(attention_bias=True), {"file": "model.safetensors", "qkv_bias": True}),
-    "EAGLE without bias": ("eagle2", Eagle(2, bias=False), {"num_key_value_heads": 2, "bias": False}),
-    "EAGLE-3": ("eagle3", Eagle3(2, CHOSEN), {"num_key_value_heads": 2, "draft_vocab_size": 9}),
-    "EAGLE-3, all tokens": ("eagle3", Eagle3(HEADS, [*range(23)]), {"draft_vocab_size": 23}),
+    "HASS": (
+        "hass",
+        Eagle(attention_bias=True),
+        {"file": "model.safetensors", "qkv_bias": True},
+    ),
+    "EAGLE without bias": (
+        "eagle2",
+        Eagle(2, bias=False),
+        {"num_key_value_heads": 2, "bias": False},
+    ),
+    "EAGLE-3": (
+        "eagle3",
+        Eagle3(2, CHOSEN),
+        {"num_key_value_heads": 2, "draft_vocab_size": 9},
+    ),
+    "EAGLE-3, all tokens": (
+        "eagle3",
+        Eagle3(HEADS, [*range(23)]),
+        {"draft_vocab_size": 23},
+    ),
     "EAGLE-3, SpecForge": (
         "eagle3",
         Eagle3(2, CHOSEN),
         {
             "num_key_value_heads": 2,
-            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+            },
         },
     ),
-    "EAGLE-3, speculators": ("eagle3", Speculators(2, CHOSEN, normed=False), {**SPECULATORS}),
+    "EAGLE-3, speculators": (
+        "eagle3",
+        Speculators(2, CHOSEN, normed=False),
+        {**SPECULATORS},
+    ),
     "EAGLE-3, speculators, normed": (
         "eagle3",
         Speculators(2, CHOSEN, normed=True),
         {**SPECULATORS, "norm_before_residual": True, "file": "model.safetensors"},
     ),
     "DREAM": ("dream", Dream(HEADS), {"model_type": "llama", "dropout": 0.0}),
-    "DREAM, fewer key heads": ("dream", Dream(2), {"num_key_value_heads": 2, "file": "model.safetensors"}),
+    "DREAM, fewer key heads": (
+        "dream",
+        Dream(2),
+        {"num_key_value_heads": 2, "file": "model.safetensors"},
+    ),
     "ViSpec": ("vispec", Vispec(2), {"model_type": "llava_next", "qkv_bias": True}),
-    "ViSpec, two tokens": ("vispec", Vispec(3), {"file": "model.safetensors", "qkv_bias": True}),
+    "ViSpec, two tokens": (
+        "vispec",
+        Vispec(3),
+        {"file": "model.safetensors", "qkv_bias": True},
+    ),
     "MSD": ("msd", Msd(), {"model_type": "llava"}),
     "MSD, Qwen2-VL": (
         "msd",
@@ -371,7 +461,9 @@ def test_an_imported_drafter_computes_what_its_authors_module_computes(
     torch.testing.assert_close(state_ED, expected_ED, rtol=1e-4, atol=1e-4)
     if isinstance(module, Eagle3):
         logits = module.lm_head(module.norm(expected_ED))
-        torch.testing.assert_close(drafter.logits(state_ED, entries.ids_N), logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            drafter.logits(state_ED, entries.ids_N), logits, rtol=1e-4, atol=1e-4
+        )
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -381,7 +473,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "layers.0.self_attn.o_proj.bias": ("eagle2", {}),
     "norm.weight": ("msd", {}),
     "rope_scaling": ("eagle2", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
-    "mrope": ("eagle2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}}),
+    "mrope": (
+        "eagle2",
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}},
+    ),
     "hidden_act": ("eagle2", {"hidden_act": "gelu"}),
     "num_key_value|expected of its config": ("eagle2", {"num_key_value_heads": 2}),
     "norm_before_residual": ("eagle2", {"norm_before_residual": True}),
@@ -391,7 +486,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("odd", REFUSED)
-def test_what_has_no_counterpart_is_refused_by_its_name(odd: str, tmp_path: Path) -> None:
+def test_what_has_no_counterpart_is_refused_by_its_name(
+    odd: str, tmp_path: Path
+) -> None:
     name, config = REFUSED[odd]
     folder = write(tmp_path / "theirs", Eagle())
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
@@ -402,9 +499,13 @@ def test_what_has_no_counterpart_is_refused_by_its_name(odd: str, tmp_path: Path
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_vocabulary_that_differs_by_more_than_padding_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_that_differs_by_more_than_padding_is_refused(
+    tmp_path: Path,
+) -> None:
     folder = write(tmp_path / "theirs", Eagle(), vocab_size=32000)
-    with pytest.raises(TrainingError, match=f"vocab_size is 32000 and the target's {INFO.vocab_size}"):
+    with pytest.raises(
+        TrainingError, match=f"vocab_size is 32000 and the target's {INFO.vocab_size}"
+    ):
         imported(folder, "eagle2", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
     write(folder, Eagle(), vocab_size=INFO.vocab_size + 64)
@@ -438,25 +539,39 @@ def test_tables_that_are_not_the_targets_are_refused(tmp_path: Path) -> None:
             imported(folder, "eagle3", tmp_path / "ours")
         with pytest.raises(TrainingError, match=name):
             begun(folder)
-    half = {key: one.half() if one.is_floating_point() else one for key, one in tensors.items()}
+    half = {
+        key: one.half() if one.is_floating_point() else one
+        for key, one in tensors.items()
+    }
     put(folder, half, num_key_value_heads=2)
     imported(folder, "eagle3", tmp_path / "ours")
     begun(folder)
 
 
 @pytest.mark.parametrize(
-    "odd", [{"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, {"eagle_config": 3}], ids=str
+    "odd",
+    [
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+        {"eagle_config": 3},
+    ],
+    ids=str,
 )
-def test_other_layers_of_the_target_are_refused(odd: dict[str, Any], tmp_path: Path) -> None:
+def test_other_layers_of_the_target_are_refused(
+    odd: dict[str, Any], tmp_path: Path
+) -> None:
     """One too many in the count of SpecForge, where a layer is that which a state leaves."""
     folder = write(tmp_path / "theirs", Eagle3(2, CHOSEN), num_key_value_heads=2, **odd)
-    with pytest.raises(TrainingError, match=r"inputs of layers \(2, 3, 4\)|config\.json"):
+    with pytest.raises(
+        TrainingError, match=r"inputs of layers \(2, 3, 4\)|config\.json"
+    ):
         imported(folder, "eagle3", tmp_path / "ours")
 
 
 def begun(folder: Path) -> None:
     """Begin a run with an EAGLE-3 of as many tokens."""
-    Initial.read(folder, "eagle3").into(synthetic.build("eagle3", draft_vocab=len(CHOSEN)), "eagle3")
+    Initial.read(folder, "eagle3").into(
+        synthetic.build("eagle3", draft_vocab=len(CHOSEN)), "eagle3"
+    )
 
 
 class Payload:
@@ -466,7 +581,9 @@ class Payload:
         return os.mkdir, ("it-ran",)
 
 
-def test_a_pickle_that_runs_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_that_runs_code_is_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write(tmp_path / "theirs", Eagle())
     torch.save({"fc.weight": Payload()}, folder / "pytorch_model.bin")
@@ -494,7 +611,9 @@ STRANGE: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", STRANGE)
-def test_a_file_that_is_no_state_dict_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_state_dict_is_refused_in_one_line(
+    case: str, tmp_path: Path
+) -> None:
     folder, content = write(tmp_path / "theirs", Eagle()), STRANGE[case]
     file = folder / "pytorch_model.bin"
     if isinstance(content, bytes):
@@ -525,7 +644,9 @@ def test_a_file_that_is_no_state_dict_is_refused_in_one_line(case: str, tmp_path
     ],
     ids=str,
 )
-def test_a_configuration_of_no_layer_is_refused_in_one_line(odd: dict[str, Any], tmp_path: Path) -> None:
+def test_a_configuration_of_no_layer_is_refused_in_one_line(
+    odd: dict[str, Any], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "theirs", Eagle(), **odd)
     with pytest.raises(TrainingError, match=r"config\.json"):
         imported(folder, "eagle2", tmp_path / "ours")
@@ -536,7 +657,10 @@ def test_a_configuration_that_is_a_pipe_blocks_no_command(tmp_path: Path) -> Non
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     assert not published.is_published(folder)
-    for act in (lambda: imported(folder, "eagle2", tmp_path / "ours"), lambda: describe(folder)):
+    for act in (
+        lambda: imported(folder, "eagle2", tmp_path / "ours"),
+        lambda: describe(folder),
+    ):
         with pytest.raises(TrainingError, match=r"config\.json .*no regular file"):
             act()
 
@@ -546,7 +670,9 @@ def test_a_run_begins_with_a_published_checkpoint(tmp_path: Path) -> None:
     folder = write(tmp_path / "theirs", Eagle(bias=False), intermediate_size=40)
     found = Initial.read(folder, "vispec")
     info = msgspec.structs.replace(found.info(INFO), intermediate_size=40)
-    drafter = type(synthetic.build("vispec"))(catalogue.config("vispec").model, info, synthetic.head())
+    drafter = type(synthetic.build("vispec"))(
+        catalogue.config("vispec").model, info, synthetic.head()
+    )
     taken = found.into(drafter, "vispec")
     assert info.rope_theta == 500.0
     assert "block.layer.down_proj.weight" in taken.taken
@@ -556,5 +682,7 @@ def test_a_run_begins_with_a_published_checkpoint(tmp_path: Path) -> None:
     other = write(tmp_path / "eagle3", Eagle3(2, CHOSEN), num_key_value_heads=2)
     with pytest.raises(TrainingError, match="fits eagle2"):
         Initial.read(other, "eagle2").into(synthetic.build("eagle2"), "eagle2")
-    lost = Initial.read(write(tmp_path / "vispec", Vispec(2)), "msd").into(synthetic.build("msd"), "msd")
+    lost = Initial.read(write(tmp_path / "vispec", Vispec(2)), "msd").into(
+        synthetic.build("msd"), "msd"
+    )
     assert "imadpt.q" in lost.unused

@@ -25,7 +25,9 @@ from vlmdistill.stores.errors import TrainingError
 WIDTH, VOCABULARY, BLOCK, RANK, MASK = INFO.hidden_size, INFO.vocab_size, 4, 3, 2
 HEADS, KEYS, SIZE, THETA = 4, 2, 8, 500.0
 TAPS = (1, 2, 3)
-LEFT = [tap - 1 for tap in TAPS]  # a state leaves the layer before the one that it enters
+LEFT = [
+    tap - 1 for tap in TAPS
+]  # a state leaves the layer before the one that it enters
 CHOSEN = torch.tensor([1, 3, 4, 5, 7, 8, 10, 12, 15, 16, 18, 20, 22])
 
 LAYERS: dict[str, Any] = {
@@ -61,7 +63,11 @@ SPECULATORS: dict[str, Any] = {
     "aux_hidden_state_layer_ids": [*TAPS],
     "mask_token_id": MASK,
 }
-SPARK = {**SPECULATORS, "architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark"}
+SPARK = {
+    **SPECULATORS,
+    "architectures": ["DSparkDraftModel"],
+    "speculators_model_type": "dspark",
+}
 DEEPSPEC: dict[str, Any] = {
     **LAYERS,
     "architectures": ["Qwen3DSparkModel"],
@@ -75,7 +81,9 @@ DEEPSPEC: dict[str, Any] = {
 }
 
 
-def weights(*, heads: bool = False, chosen: Tensor | None = None, tables: bool = False) -> dict[str, Tensor]:
+def weights(
+    *, heads: bool = False, chosen: Tensor | None = None, tables: bool = False
+) -> dict[str, Tensor]:
     """Random tensors by their names; `heads`: DSpark's, `tables`: the copies that DeepSpec keeps."""
     generator = torch.Generator().manual_seed(4)
 
@@ -101,7 +109,10 @@ def weights(*, heads: bool = False, chosen: Tensor | None = None, tables: bool =
             "mlp.up_proj": (40, WIDTH),
             "mlp.down_proj": (WIDTH, 40),
         }
-        found |= {f"layers.{number}.{name}.weight": drawn(*shape) for name, shape in layer.items()}
+        found |= {
+            f"layers.{number}.{name}.weight": drawn(*shape)
+            for name, shape in layer.items()
+        }
     if heads:
         columns = VOCABULARY if chosen is None else len(chosen)
         found["markov_head.markov_w1.weight"] = 3 * drawn(VOCABULARY, RANK)
@@ -125,13 +136,21 @@ def weights(*, heads: bool = False, chosen: Tensor | None = None, tables: bool =
 
 
 def put(
-    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], mask_D: Tensor | None = None
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    mask_D: Tensor | None = None,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()},
+        folder / "model.safetensors",
+    )
     if mask_D is not None:
-        torch.save({"embedding": mask_D, "mask_token_id": 5}, folder / "mask_embedding.pt")
+        torch.save(
+            {"embedding": mask_D, "mask_token_id": 5}, folder / "mask_embedding.pt"
+        )
     return folder
 
 
@@ -175,7 +194,11 @@ def states(w: dict[str, Tensor], context_PS: Tensor, block_JD: Tensor) -> Tensor
         x_JD = x_JD + mixed_JX @ part["self_attn.o_proj.weight"].T
         inner_JD = norm(x_JD, part["post_attention_layernorm.weight"])
         gate_JM = F.silu(inner_JD @ part["mlp.gate_proj.weight"].T)
-        x_JD = x_JD + (gate_JM * (inner_JD @ part["mlp.up_proj.weight"].T)) @ part["mlp.down_proj.weight"].T
+        x_JD = (
+            x_JD
+            + (gate_JM * (inner_JD @ part["mlp.up_proj.weight"].T))
+            @ part["mlp.down_proj.weight"].T
+        )
     return norm(x_JD, w["norm.weight"])
 
 
@@ -186,17 +209,28 @@ def guesses(w: dict[str, Tensor], state_GD: Tensor, last: int) -> list[int]:
     for state_D in state_GD:
         score_K = head_KD @ state_D
         if "markov_head.markov_w1.weight" in w:
-            score_K = score_K + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][last]
+            score_K = (
+                score_K
+                + w["markov_head.markov_w2.weight"]
+                @ w["markov_head.markov_w1.weight"][last]
+            )
         best = int(score_K.argmax())
         last = best + int(w["d2t"][best]) if "d2t" in w else best
         found.append(last)
     return found
 
 
-NEW = {**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "block_size": BLOCK, "causal": False}}
+NEW = {
+    **ZLAB,
+    "dflash_config": {**ZLAB["dflash_config"], "block_size": BLOCK, "causal": False},
+}
 del NEW["block_size"]
 FORGE = {**ZLAB, "architectures": ["DSparkDraftModel"]}
-FORGE["dflash_config"] = {**ZLAB["dflash_config"], "projector_type": "dspark", "markov_rank": RANK}
+FORGE["dflash_config"] = {
+    **ZLAB["dflash_config"],
+    "projector_type": "dspark",
+    "markov_rank": RANK,
+}
 FEW = {"draft_vocab_size": len(CHOSEN)}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "z-lab": (ZLAB, {}, False),
@@ -205,11 +239,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "DeepSpec": (DEEPSPEC, {"heads": True, "tables": True}, True),
     "DeepSpec, DFlash": ({**DEEPSPEC, "markov_rank": 0}, {"tables": True}, True),
     "speculators": (SPECULATORS, {}, False),
-    "speculators, from the anchor": ({**SPECULATORS, "sample_from_anchor": True}, {}, True),
+    "speculators, from the anchor": (
+        {**SPECULATORS, "sample_from_anchor": True},
+        {},
+        True,
+    ),
     "speculators, few tokens": ({**SPECULATORS, **FEW}, {"chosen": CHOSEN}, False),
     "speculators, DSpark": (SPARK, {"heads": True}, True),
-    "speculators, DSpark from the mask": ({**SPARK, "sample_from_anchor": False}, {"heads": True}, False),
-    "speculators, DSpark, few tokens": ({**SPARK, **FEW}, {"heads": True, "chosen": CHOSEN}, True),
+    "speculators, DSpark from the mask": (
+        {**SPARK, "sample_from_anchor": False},
+        {"heads": True},
+        False,
+    ),
+    "speculators, DSpark, few tokens": (
+        {**SPARK, **FEW},
+        {"heads": True, "chosen": CHOSEN},
+        True,
+    ),
 }
 
 
@@ -237,8 +283,13 @@ def test_an_imported_block_guesses_what_its_authors_names_say(
     if kind.get("heads"):
         before_G = tree.ids_N[:-1]
         told_G = torch.cat([state_GD, w["markov_head.markov_w1.weight"][before_G]], -1)
-        expected_G = told_G @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]
-        torch.testing.assert_close(drafter.confidence(state_GD, before_G), expected_G, rtol=1e-4, atol=1e-4)
+        expected_G = (
+            told_G @ w["confidence_head.proj.weight"][0]
+            + w["confidence_head.proj.bias"]
+        )
+        torch.testing.assert_close(
+            drafter.confidence(state_GD, before_G), expected_G, rtol=1e-4, atol=1e-4
+        )
 
 
 def nested(**changes: Any) -> dict[str, Any]:
@@ -248,12 +299,25 @@ def nested(**changes: Any) -> dict[str, Any]:
 WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
 REFUSED: dict[str, dict[str, Any]] = {
     "sliding window of 64": {**ZLAB, **WINDOW},
-    "sliding window of 32": {**ZLAB, "layer_types": None, "sliding_window": 32, "use_sliding_window": True},
-    "sliding window of 64 ": {**SPECULATORS, "transformer_layer_config": {**LAYERS, **WINDOW}},
-    "architecture is DFlash2DraftModel": {**ZLAB, "architectures": ["DFlash2DraftModel"]},
+    "sliding window of 32": {
+        **ZLAB,
+        "layer_types": None,
+        "sliding_window": 32,
+        "use_sliding_window": True,
+    },
+    "sliding window of 64 ": {
+        **SPECULATORS,
+        "transformer_layer_config": {**LAYERS, **WINDOW},
+    },
+    "architecture is DFlash2DraftModel": {
+        **ZLAB,
+        "architectures": ["DFlash2DraftModel"],
+    },
     "architecture is xpress": {**SPECULATORS, "speculators_model_type": "xpress"},
     "architecture is domino": nested(projector_type="domino"),
-    "architecture is not named": {key: one for key, one in ZLAB.items() if key != "architectures"},
+    "architecture is not named": {
+        key: one for key, one in ZLAB.items() if key != "architectures"
+    },
     "causal=True": nested(causal=True),
     "is_neox_style=False": {**ZLAB, "is_neox_style": False},
     "no mask_token_id": nested(mask_token_id=None),
@@ -281,17 +345,23 @@ def test_what_is_not_here_is_refused_in_one_line(odd: str, tmp_path: Path) -> No
 
 
 ODD: dict[str, Any] = {
-    "lm_head.weight": lambda w: w["lm_head.weight"] + 0.1,  # an overwritten LM head drafts nothing
+    "lm_head.weight": lambda w: (
+        w["lm_head.weight"] + 0.1
+    ),  # an overwritten LM head drafts nothing
     "embed_tokens.weight": lambda w: w["embed_tokens.weight"].roll(1, 0),
     "markov_head.gate_proj.weight": lambda w: torch.ones(RANK, WIDTH + RANK),
-    "confidence_head.proj.weight": lambda w: torch.ones(1, WIDTH),  # without the Markov vector
+    "confidence_head.proj.weight": lambda w: torch.ones(
+        1, WIDTH
+    ),  # without the Markov vector
     "layers.0.self_attn.q_proj.bias": lambda w: torch.ones(HEADS * SIZE),
     "norm.weight": lambda w: w["norm.weight"] * torch.nan,
 }
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_tensor_that_has_no_place_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+def test_a_tensor_that_has_no_place_is_refused_by_its_name(
+    name: str, tmp_path: Path
+) -> None:
     w = weights(heads=True, tables=True)
     folder = put(tmp_path / "theirs", DEEPSPEC, {**w, name: ODD[name](w)})
     with pytest.raises(TrainingError, match=name):
@@ -300,7 +370,10 @@ def test_a_tensor_that_has_no_place_is_refused_by_its_name(name: str, tmp_path: 
 
 def test_an_lm_head_over_few_tokens_must_be_the_targets(tmp_path: Path) -> None:
     w = weights(chosen=CHOSEN)
-    for name, change in (("lm_head.weight", -w["lm_head.weight"]), ("d2t", w["d2t"].flip(0))):
+    for name, change in (
+        ("lm_head.weight", -w["lm_head.weight"]),
+        ("d2t", w["d2t"].flip(0)),
+    ):
         folder = put(tmp_path / "theirs", {**SPECULATORS, **FEW}, {**w, name: change})
         with pytest.raises(TrainingError, match=name):
             imported(folder, tmp_path / "ours")
@@ -311,12 +384,23 @@ def test_a_run_begins_with_a_published_block_drafter(tmp_path: Path) -> None:
     found = Initial.read(put(tmp_path / "theirs", DEEPSPEC, w), "dspark")
     drafter = synthetic.build("dspark", layers=1, block=BLOCK, taps=TAPS, mask=MASK)
     with pytest.raises(TrainingError, match="no weight"):
-        Initial.read(put(tmp_path / "other", ZLAB, {"x": torch.ones(3)}), "dflash").into(drafter, "dspark")
+        Initial.read(
+            put(tmp_path / "other", ZLAB, {"x": torch.ones(3)}), "dflash"
+        ).into(drafter, "dspark")
     taken = found.into(drafter, "dspark")
-    assert {"fc.weight", "hidden_norm.weight", "input_norms.0.weight", "norm.weight"} <= {*taken.taken}
+    assert {
+        "fc.weight",
+        "hidden_norm.weight",
+        "input_norms.0.weight",
+        "norm.weight",
+    } <= {*taken.taken}
     assert taken.fresh["markov_in.weight"] == "[23, 256] here, [23, 3] there"
     assert "input_norms.1.weight" in taken.unused
     assert {"layers", "markov", "context", "positions"} <= {*taken.settings}
-    overwritten = put(tmp_path / "overwritten", DEEPSPEC, {**w, "lm_head.weight": -w["lm_head.weight"]})
+    overwritten = put(
+        tmp_path / "overwritten",
+        DEEPSPEC,
+        {**w, "lm_head.weight": -w["lm_head.weight"]},
+    )
     with pytest.raises(TrainingError, match=r"lm_head\.weight is not"):
         Initial.read(overwritten, "dspark").into(drafter, "dspark")

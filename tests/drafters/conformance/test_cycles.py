@@ -30,12 +30,16 @@ class Waits(Operations):  # type: ignore[no-untyped-call]
 
     def tell(self, func: Any, args: Sequence[Any]) -> None:
         name = func.overloadpacket.__name__
-        by_mask = name == "index" and any(at is not None and at.dtype == torch.bool for at in args[1])
+        by_mask = name == "index" and any(
+            at is not None and at.dtype == torch.bool for at in args[1]
+        )
         if name in WAITING or by_mask:
             self.found.append(name)
 
 
-def cycles(name: str | None, target: VisionLanguageTarget, temperature: float) -> Iterator[Cycle]:
+def cycles(
+    name: str | None, target: VisionLanguageTarget, temperature: float
+) -> Iterator[Cycle]:
     """A response about a picture, with a drafter or plainly."""
     return decode(
         target,
@@ -51,7 +55,10 @@ def cycles(name: str | None, target: VisionLanguageTarget, temperature: float) -
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", [None, *catalogue.NAMES])
 def test_every_operation_is_in_a_cycle(
-    name: str | None, temperature: float, target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
+    name: str | None,
+    temperature: float,
+    target: VisionLanguageTarget,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Ticks() as clock:
         monkeypatch.setattr(clocks, "time", clock)
@@ -69,8 +76,12 @@ def test_every_operation_is_in_a_cycle(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", [None, *(name for name in catalogue.NAMES if name != "lookahead")])
-def test_nothing_in_a_cycle_waits(name: str | None, temperature: float, target: VisionLanguageTarget) -> None:
+@pytest.mark.parametrize(
+    "name", [None, *(name for name in catalogue.NAMES if name != "lookahead")]
+)
+def test_nothing_in_a_cycle_waits(
+    name: str | None, temperature: float, target: VisionLanguageTarget
+) -> None:
     made = cycles(name, target, temperature)
     next(made)  # the prefill
     with Waits() as waits:

@@ -28,7 +28,14 @@ pytestmark = pytest.mark.slow
 
 TREES = ["chain-4", "8-2-2", "40-3-8", "chain-6-0.02"]
 TOKENS = 10
-QUESTIONS = ("what is there", "tell", "a", "how many of them are red", "say it again", "0123456789")
+QUESTIONS = (
+    "what is there",
+    "tell",
+    "a",
+    "how many of them are red",
+    "say it again",
+    "0123456789",
+)
 SHOWN: dict[str, list[Any]] = {
     "no image": [],
     "one image": [tiny.picture(56, 84)],
@@ -78,7 +85,9 @@ def certain_prompt(target: VisionLanguageTarget, shown: list[Any]) -> Any:
             for _ in range(TOKENS):
                 best = target.logits(hidden_1D)[0].topk(2)
                 gaps.append(float(best.values[0] - best.values[1]))
-                hidden_1D = target.extend(best.indices[:1], one, None, ("hidden",))["hidden"]
+                hidden_1D = target.extend(best.indices[:1], one, None, ("hidden",))[
+                    "hidden"
+                ]
                 target.commit([0])
         if min(gaps) > 1e-3:
             return prompt
@@ -104,7 +113,13 @@ def test_greedy_output_is_that_of_the_stock_model(
             cycles = plain(target, prompt, max_new_tokens=TOKENS)
         else:
             tree = Tree.parse(TREES[number % len(TREES)])
-            cycles = speculate(target, untrained(name, target), prompt, tree=tree, max_new_tokens=TOKENS)
+            cycles = speculate(
+                target,
+                untrained(name, target),
+                prompt,
+                tree=tree,
+                max_new_tokens=TOKENS,
+            )
         assert said(cycles) == expected, shown
 
 
@@ -124,7 +139,9 @@ class Fate:
 
     def __init__(self, seed: int, vocabulary: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        chance_PV = torch.rand(TOKENS + 50, vocabulary, generator=generator, dtype=torch.float64)
+        chance_PV = torch.rand(
+            TOKENS + 50, vocabulary, generator=generator, dtype=torch.float64
+        )
         self.noise_PV = -(-chance_PV.log()).log()
         self.said = 0
         self.closest = float("inf")
@@ -132,19 +149,29 @@ class Fate:
     def best(self, logits_NV: Tensor, temperature: float, place_N: Tensor) -> Tensor:
         """What the target says as that token of the answer, [N]."""
         two = (logits_NV.double() / temperature + self.noise_PV[place_N]).topk(2)
-        self.closest = min(self.closest, float((two.values[:, 0] - two.values[:, 1]).min()))
+        self.closest = min(
+            self.closest, float((two.values[:, 0] - two.values[:, 1]).min())
+        )
         return two.indices[:, 0]
 
-    def reign(self, patch: pytest.MonkeyPatch, verifier: Callable[..., Acceptance]) -> None:
+    def reign(
+        self, patch: pytest.MonkeyPatch, verifier: Callable[..., Acceptance]
+    ) -> None:
         """Decode with this chance and that verifier."""
 
         def alone(logits_1V: Tensor, temperature: float, generator: None) -> Tensor:
             self.said += 1
             return self.best(logits_1V, temperature, torch.tensor([self.said - 1]))
 
-        def in_tree(tree: DraftTree, logits_NV: Tensor, temperature: float, generator: None) -> Acceptance:
+        def in_tree(
+            tree: DraftTree, logits_NV: Tensor, temperature: float, generator: None
+        ) -> Acceptance:
             place_N = self.said + tree.depth_N - 1
-            patch.setattr(verifying, "choose", lambda logits, heat, _: self.best(logits, heat, place_N))
+            patch.setattr(
+                verifying,
+                "choose",
+                lambda logits, heat, _: self.best(logits, heat, place_N),
+            )
             verdict = verifier(tree, logits_NV, temperature, generator)
             self.said += int(verdict.length_1)
             return verdict
@@ -168,7 +195,9 @@ def fated(small: VisionLanguageTarget) -> tuple[Any, dict[int, list[int]]]:
         fate = Fate(seed, small.info.vocab_size)
         with pytest.MonkeyPatch.context() as patch:
             fate.reign(patch, verify)
-            answer = said(plain(small, prompt, max_new_tokens=TOKENS, temperature=TEMPERATURE))
+            answer = said(
+                plain(small, prompt, max_new_tokens=TOKENS, temperature=TEMPERATURE)
+            )
         if len(answer) > 6 and fate.closest > 1e-3 and len(answers) < ANSWERS:
             answers[seed] = answer
     assert len(answers) == ANSWERS
@@ -203,17 +232,26 @@ def agreed(
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", catalogue.NAMES)
 def test_sampled_output_is_that_of_plain_decoding_with_the_same_chance(
-    name: str, tree: str, small: VisionLanguageTarget, fated: tuple[Any, dict[int, list[int]]]
+    name: str,
+    tree: str,
+    small: VisionLanguageTarget,
+    fated: tuple[Any, dict[int, list[int]]],
 ) -> None:
     assert all(agreed(small, fated, name, tree, verify))
 
 
-def trusting(tree: DraftTree, logits_NV: Tensor, temperature: float, generator: Any = None) -> Acceptance:
+def trusting(
+    tree: DraftTree, logits_NV: Tensor, temperature: float, generator: Any = None
+) -> Acceptance:
     """Wrong: the drafter's best guess is kept without asking the target."""
     first = int((tree.parent_N[1:] == 0).nonzero()[0, 0]) + 1
     choice_N = verifying.choose(logits_NV, temperature, generator)
     others = [node for node in range(1, len(tree.ids_N)) if node != first]
-    return Acceptance(torch.tensor([0, first, *others]), torch.tensor([2]), choice_N[first : first + 1])
+    return Acceptance(
+        torch.tensor([0, first, *others]),
+        torch.tensor([2]),
+        choice_N[first : first + 1],
+    )
 
 
 def forgotten_temperature(
@@ -225,6 +263,8 @@ def forgotten_temperature(
 
 @pytest.mark.parametrize("broken", [trusting, forgotten_temperature])
 def test_a_broken_verifier_is_found_out(
-    broken: Callable[..., Acceptance], small: VisionLanguageTarget, fated: tuple[Any, dict[int, list[int]]]
+    broken: Callable[..., Acceptance],
+    small: VisionLanguageTarget,
+    fated: tuple[Any, dict[int, list[int]]],
 ) -> None:
     assert not all(agreed(small, fated, "eagle2", "8-2-2", broken))

@@ -30,7 +30,9 @@ TWO_TURNS, OTHER = "tvttrrrrrvvtrrrrr", "tvtrr"
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_draft_sees_all_that_precedes_it_and_nothing_else(name: str, settings: dict[str, Any]) -> None:
+def test_a_draft_sees_all_that_precedes_it_and_nothing_else(
+    name: str, settings: dict[str, Any]
+) -> None:
     drafter = build(name, **settings).train()
     sample = batch([TWO_TURNS, OTHER], drafter.config.needs(INFO))
     before = drafts(drafter, sample)
@@ -40,7 +42,9 @@ def test_a_draft_sees_all_that_precedes_it_and_nothing_else(name: str, settings:
         attended = list(range(STAGE.hops))  # its cell reads every guess all the same
     assert all(valid_R.any() for _, valid_R in before)
     for what, changed in perturbed(sample):
-        for hop, (old, new) in enumerate(zip(before, drafts(drafter, changed), strict=True)):
+        for hop, (old, new) in enumerate(
+            zip(before, drafts(drafter, changed), strict=True)
+        ):
             moved_R, valid_R = (old[0] != new[0]).any(-1), old[1]
             passes = [one for one in attended if one <= hop]
             seen_R = seeing(drafter, sample, what, passes)
@@ -115,7 +119,10 @@ def seeing(drafter: Drafter, sample: Batch, what: Input, passes: list[int]) -> T
     token_R = supervised(sample).nonzero()[:, 0]
     segment_R, place_R = sample.segment_T[token_R], sample.position_T[token_R]
     if isinstance(kind, Feature) and kind.where != "text":
-        segments, places = sample.visual_tokens.segment_N, sample.visual_tokens.position_N
+        segments, places = (
+            sample.visual_tokens.segment_N,
+            sample.visual_tokens.position_N,
+        )
         if kind.where == "span":
             segments, places = sample.segment_M, sample.start_M + sample.length_M - 1
         return (segments[row] == segment_R) & (places[row] < place_R)
@@ -127,8 +134,14 @@ def seeing(drafter: Drafter, sample: Batch, what: Input, passes: list[int]) -> T
         return own_R & (row <= token_R + read) & bool(sample.position_T[row] and passes)
     assert isinstance(kind, Feature)
     everywhere = isinstance(drafter, DFlash) and drafter.config.context == "all"
-    user = int(sample.position_T[row]) + 1 if everywhere else entry_with(sample, kind.source, row)
-    if user is None or kind.source not in drafter.sources:  # no other source is read, but learnt from
+    user = (
+        int(sample.position_T[row]) + 1
+        if everywhere
+        else entry_with(sample, kind.source, row)
+    )
+    if (
+        user is None or kind.source not in drafter.sources
+    ):  # no other source is read, but learnt from
         return torch.zeros_like(own_R)
     return own_R & (user <= place_R if passes else user == place_R)
 
@@ -140,8 +153,14 @@ def entry_with(sample: Batch, source: str, row: int) -> int | None:
     when the last state of the image is there for the text after it; else that text has it.
     """
     place = int(sample.position_T[row])
-    following = {int(p) for p in sample.position_T[sample.segment_T == sample.segment_T[row]] if p > place}
+    following = {
+        int(p)
+        for p in sample.position_T[sample.segment_T == sample.segment_T[row]]
+        if p > place
+    }
     held = {feature.where for feature in sample.features if feature.source == source}
-    if place + 1 in following or {"visual", "embed"} <= held | {f.source for f in sample.features}:
+    if place + 1 in following or {"visual", "embed"} <= held | {
+        f.source for f in sample.features
+    }:
         return place + 1
     return None if held & {"visual", "span"} else min(following, default=None)

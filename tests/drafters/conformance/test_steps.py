@@ -19,7 +19,10 @@ from vlmdistill.stores.schema import Feature
 
 HOPS = 4
 WINDOWED: list[tuple[str, dict[str, Any]]] = [
-    ("dflash", {"layers": 2, "context": "all", "positions": "expanded", "attention_window": 5}),
+    (
+        "dflash",
+        {"layers": 2, "context": "all", "positions": "expanded", "attention_window": 5},
+    ),
     ("dream", {"attention_window": 5}),
     ("eagle2", {"attention_window": 1}),
     ("msd", {"attention_window": 6}),
@@ -39,7 +42,10 @@ def training_states(drafter: Drafter, packed: Batch, chosen: Tensor) -> list[Ten
     entries, token_E = drafter.entries(packed)
     rows = torch.stack([(token_E == token).nonzero()[0, 0] for token in chosen])
     tokens = entries.tokens.with_rows(rows)
-    entries, start = Entries(entries.ids_N, entries.hidden_ND, entries.rotary_N, tokens), entries
+    entries, start = (
+        Entries(entries.ids_N, entries.hidden_ND, entries.rotary_N, tokens),
+        entries,
+    )
     states = []
     for hop in range(HOPS):
         states.append(drafter.step(entries, cache))
@@ -68,13 +74,17 @@ def test_the_train_step_is_the_decode_step_at_every_hop(
             tokens = TokenIndex(torch.zeros(1).long(), position, draft.span, None, seen)
             ids = sample.ids_T[token + hop : token + hop + 1]
             rotary = torch.tensor([draft.rotary + hop - 1])
-            got.append(drafter.step(Entries(ids, got[-1], rotary, tokens, hop), draft.cache))
+            got.append(
+                drafter.step(Entries(ids, got[-1], rotary, tokens, hop), draft.cache)
+            )
         for hop in range(HOPS):
             torch.testing.assert_close(got[hop], expected[hop], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_packing_samples_side_by_side_changes_nothing(name: str, settings: dict[str, Any]) -> None:
+def test_packing_samples_side_by_side_changes_nothing(
+    name: str, settings: dict[str, Any]
+) -> None:
     drafter = build(name, **settings).train()
     packed = batch(LAYOUTS.values(), needs(drafter))
     start = 0
@@ -91,7 +101,11 @@ def test_packing_samples_side_by_side_changes_nothing(name: str, settings: dict[
 def one(packed: Batch, number: int) -> Batch:
     """Sample `number` of a packed batch, alone."""
     text, spans = packed.segment_T == number, packed.segment_M == number
-    chosen = {"text": text, "span": spans, "visual": packed.visual_tokens.segment_N == number}
+    chosen = {
+        "text": text,
+        "span": spans,
+        "visual": packed.visual_tokens.segment_N == number,
+    }
     zero = torch.zeros_like
     return Batch(
         packed.ids_T[text],
@@ -102,7 +116,10 @@ def one(packed: Batch, number: int) -> Batch:
         packed.start_M[spans],
         packed.length_M[spans],
         zero(packed.segment_M[spans]),
-        {feature: state[chosen[feature.where]] for feature, state in packed.features.items()},
+        {
+            feature: state[chosen[feature.where]]
+            for feature, state in packed.features.items()
+        },
     )
 
 
@@ -137,7 +154,9 @@ def test_a_chain_ends_where_the_drafter_is_not_confident(confidence: float) -> N
     drafter.logits = told  # type: ignore[method-assign, assignment]
     whole = grown(Tree.parse("chain-6"))
     together = [math.prod(chances[: length + 1]) for length in range(6)]
-    kept = sum(1 for _ in itertools.takewhile(lambda chance: chance >= confidence, together))
+    kept = sum(
+        1 for _ in itertools.takewhile(lambda chance: chance >= confidence, together)
+    )
     tree = grown(replace(Tree.parse("chain-6"), confidence=confidence))
     assert tree.ids_N.tolist() == whole.ids_N[: kept + 1].tolist()
     assert tree.visible_NN.tolist() == whole.visible_NN[: kept + 1, : kept + 1].tolist()
@@ -159,11 +178,17 @@ def test_a_tree_tells_the_chance_of_each_node_after_its_parent(shape: str) -> No
     assert draft.state_1D is not None
     for node, parent in list(enumerate(tree.parent_N.tolist()))[1:]:
         hop = int(tree.depth_N[parent]) - 1
-        softmax_1V = drafter.logits(draft.state_1D, tree.ids_N[parent : parent + 1], hop).softmax(-1)
-        torch.testing.assert_close(tree.chance_N[node], softmax_1V[0, tree.ids_N[node]], rtol=1e-4, atol=1e-6)
+        softmax_1V = drafter.logits(
+            draft.state_1D, tree.ids_N[parent : parent + 1], hop
+        ).softmax(-1)
+        torch.testing.assert_close(
+            tree.chance_N[node], softmax_1V[0, tree.ids_N[node]], rtol=1e-4, atol=1e-6
+        )
 
 
-@pytest.mark.parametrize("shape", ["chain-8-0.3", "chain-8-0.0001", "chain-8-0.9999", "chain-1", "30-3-8"])
+@pytest.mark.parametrize(
+    "shape", ["chain-8-0.3", "chain-8-0.0001", "chain-8-0.9999", "chain-1", "30-3-8"]
+)
 def test_a_shape_is_read_as_it_is_written(shape: str) -> None:
     assert str(Tree.parse(shape)) == shape
     assert Tree.parse(str(Tree.parse(shape))) == Tree.parse(shape)
@@ -172,7 +197,14 @@ def test_a_shape_is_read_as_it_is_written(shape: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("chain-0", "chain-8-1.5", "chain-8-0.", "chain-8-0.0", "chain-8-0.00001", "chain-8-0.1234567"),
+        *(
+            "chain-0",
+            "chain-8-1.5",
+            "chain-8-0.",
+            "chain-8-0.0",
+            "chain-8-0.00001",
+            "chain-8-0.1234567",
+        ),
         *("chain-8--0.3", "1-3-8", "30-3", "auto"),
     ],
 )

@@ -69,11 +69,19 @@ def test_it_learns_a_handful_of_samples_by_heart(name: str, tmp_path: Path) -> N
         "stages.*.learning_rate=0.02",
         "batch_tokens=500",
     )
-    run = plan(tmp_path / "store", tmp_path / "out", drafter=name, settings=settings, micro_tokens=500)
+    run = plan(
+        tmp_path / "store",
+        tmp_path / "out",
+        drafter=name,
+        settings=settings,
+        micro_tokens=500,
+    )
     train(run, seen.append)
     assert seen[0].agreement[0] < 0.2
     hops = zip(seen[-1].agreement, seen[-1].sums_H3[:, 2], strict=True)
-    assert min(share for share, rows in hops if rows) > ROOM.get(name, 0.8)  # at every hop of some response
+    assert min(share for share, rows in hops if rows) > ROOM.get(
+        name, 0.8
+    )  # at every hop of some response
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -82,16 +90,24 @@ def test_a_batch_of_text_alone_is_trained_on(name: str) -> None:
     sample = batch(["ttrrrr", "tttrrrrr"], drafter.config.needs(INFO))
     stage = Stage(name="test", hops=3, losses={"cross_entropy": 1.0})
     total = unroll(drafter, sample, stage).total
-    gradients = torch.autograd.grad(total, list(drafter.parameters()), allow_unused=True)
-    assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+    gradients = torch.autograd.grad(
+        total, list(drafter.parameters()), allow_unused=True
+    )
+    assert any(
+        gradient is not None and gradient.abs().sum() > 0 for gradient in gradients
+    )
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_batch_without_a_position_to_train_has_no_loss(name: str, settings: dict[str, Any]) -> None:
+def test_a_batch_without_a_position_to_train_has_no_loss(
+    name: str, settings: dict[str, Any]
+) -> None:
     """As of samples whose responses have one token each."""
     drafter = build(name, **settings)
     sample = batch(["tvvttr", "tttrttr", "ttt"], drafter.config.needs(INFO))
-    stage = Stage(name="test", hops=drafter.config.max_hops or 3, losses={"cross_entropy": 1.0})
+    stage = Stage(
+        name="test", hops=drafter.config.max_hops or 3, losses={"cross_entropy": 1.0}
+    )
     out = unroll(drafter, sample, stage)
     out.total.backward()  # type: ignore[no-untyped-call]
     assert (float(out.total.detach()), len(out.segment_R)) == (0.0, 0)
@@ -102,7 +118,9 @@ def test_a_batch_without_a_position_to_train_has_no_loss(name: str, settings: di
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_checkpoint_gives_back_the_drafter(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_gives_back_the_drafter(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     drafter = build(name, **settings).eval()
     if isinstance(drafter, DraftVocabulary):
         drafter.choose_vocabulary(torch.arange(INFO.vocab_size) % 5)
@@ -163,13 +181,24 @@ def losses(run: Any, stop: int = 0) -> dict[int, tuple[str, str]]:
 def test_a_run_takes_its_steps_and_goes_on_bit_for_bit_wherever_it_stopped(
     name: str, store: Path, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"drafter": name, "settings": COUNTED, "micro_tokens": 15, "save_every": 3}
+    settings: dict[str, Any] = {
+        "drafter": name,
+        "settings": COUNTED,
+        "micro_tokens": 15,
+        "save_every": 3,
+    }
     run = plan(store, tmp_path / "whole", **settings)
     whole, stages = losses(run), run.config.schedule
     assert list(whole) == [*range(1, STEPS + 1)]
     taken = Counter(stage for stage, _ in whole.values())
     for stage in stages:
-        assert abs(taken[stage.name] - STEPS * stage.epochs / sum(one.epochs for one in stages)) < 1
+        assert (
+            abs(
+                taken[stage.name]
+                - STEPS * stage.epochs / sum(one.epochs for one in stages)
+            )
+            < 1
+        )
 
     # Just after a checkpoint; then two steps after another, in the midst of an epoch; then to the end.
     parts = [losses(plan(store, tmp_path / "parts", **settings), stop=4)]
@@ -177,13 +206,23 @@ def test_a_run_takes_its_steps_and_goes_on_bit_for_bit_wherever_it_stopped(
         parts.append(losses(plan(store, tmp_path / "parts", **settings), stop=stop))
     assert [min(part) for part in parts] == [1, 4, 10]
     assert all(whole[step] == facts for part in parts for step, facts in part.items())
-    files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "parts")]
+    files = [
+        (tmp_path / run / "model.safetensors").read_bytes()
+        for run in ("whole", "parts")
+    ]
     assert files[0] == files[1]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_few_steps_are_shared_out_too(steps: int, store: Path, tmp_path: Path) -> None:
-    seen = losses(plan(store, tmp_path / "out", drafter="eagle2", settings=(*COUNTED, f"steps={steps}")))
+    seen = losses(
+        plan(
+            store,
+            tmp_path / "out",
+            drafter="eagle2",
+            settings=(*COUNTED, f"steps={steps}"),
+        )
+    )
     assert len(seen) == steps
 
 
@@ -222,24 +261,36 @@ def ranked(name: str, zero: int, store: Path, folder: Path) -> Any:
             "compressor=weigh"
         )  # a gate that selects draws, and each rank draws for its own batch
     more = {"micro_tokens": 15, "save_every": 6, "zero": zero}
-    return plan(store, folder / f"{name}-{zero}", drafter=name, settings=settings, **more)
+    return plan(
+        store, folder / f"{name}-{zero}", drafter=name, settings=settings, **more
+    )
 
 
 def moments(folder: Path) -> list[Tensor]:
     """Adam's running means of the gradients, which, unlike its steps, have the gradients' scale."""
     (file,) = folder.glob("step*.safetensors")
-    return [value for key, value in sorted(load_file(file).items()) if key.startswith("exp_avg/")]
+    return [
+        value
+        for key, value in sorted(load_file(file).items())
+        if key.startswith("exp_avg/")
+    ]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every drafter trained by the same two processes, the last of five samples by one of them alone."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT}/src",
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {ranks.RENDEZVOUS: str(folder / "ranks"), "WORLD_SIZE": "2"}
     command = [sys.executable, "-c", WORKER, str(store), str(folder)]
     both = [
-        subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": rank, "LOCAL_RANK": rank})
+        subprocess.Popen(
+            command, cwd=ROOT, env={**environment, "RANK": rank, "LOCAL_RANK": rank}
+        )
         for rank in ("0", "1")
     ]
     try:
@@ -251,21 +302,38 @@ def two_ranks(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_two_ranks_have_the_gradients_of_one(name: str, store: Path, two_ranks: Path, tmp_path: Path) -> None:
+def test_two_ranks_have_the_gradients_of_one(
+    name: str, store: Path, two_ranks: Path, tmp_path: Path
+) -> None:
     train(ranked(name, 0, store, tmp_path))
-    one, two = (moments(folder / f"{name}-0.training") for folder in (tmp_path, two_ranks))
+    one, two = (
+        moments(folder / f"{name}-0.training") for folder in (tmp_path, two_ranks)
+    )
     assert any(mean.abs().max() > 1e-3 for mean in one)
     for mine, theirs in zip(one, two, strict=True):
-        torch.testing.assert_close(theirs, mine, rtol=1e-3, atol=1e-5 + 1e-4 * float(mine.abs().max()))
+        torch.testing.assert_close(
+            theirs, mine, rtol=1e-3, atol=1e-5 + 1e-4 * float(mine.abs().max())
+        )
 
 
-def test_ranks_that_share_the_state_stop_together_and_go_on_bit_for_bit(two_ranks: Path) -> None:
-    whole, parts = (two_ranks / part / "sparrow-2" / "model.safetensors" for part in ("", "parts"))
+def test_ranks_that_share_the_state_stop_together_and_go_on_bit_for_bit(
+    two_ranks: Path,
+) -> None:
+    whole, parts = (
+        two_ranks / part / "sparrow-2" / "model.safetensors" for part in ("", "parts")
+    )
     assert parts.read_bytes() == whole.read_bytes()
-    assert [file.name for file in (two_ranks / "parts").rglob("step*")] == ["step6.safetensors"]
+    assert [file.name for file in (two_ranks / "parts").rglob("step*")] == [
+        "step6.safetensors"
+    ]
 
 
-def test_ranks_that_share_the_optimizers_state_take_the_same_steps(store: Path, two_ranks: Path) -> None:
-    one, two = (load_file(two_ranks / f"sparrow-{zero}" / "model.safetensors") for zero in (0, 2))
+def test_ranks_that_share_the_optimizers_state_take_the_same_steps(
+    store: Path, two_ranks: Path
+) -> None:
+    one, two = (
+        load_file(two_ranks / f"sparrow-{zero}" / "model.safetensors")
+        for zero in (0, 2)
+    )
     for key, weight in one.items():
         torch.testing.assert_close(two[key], weight, rtol=1e-3, atol=1e-5)

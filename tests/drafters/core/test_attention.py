@@ -15,25 +15,38 @@ from vlmdistill.drafters.core.kv_cache import PackedKVCache
 H, D, HOPS = 6, 8, 3
 # Three samples; in the first, visual entries are written apart, and two share the position of a third.
 VISUAL = ([0, 0, 0, 2], [2, 3, 3, 0])
-TEXT = ([0] * 9 + [1] * 2 + [2] * 6, [0, 1, 4, 5, 6, 7, 8, 9, 10, 0, 1, 1, 2, 3, 4, 5, 6])
+TEXT = (
+    [0] * 9 + [1] * 2 + [2] * 6,
+    [0, 1, 4, 5, 6, 7, 8, 9, 10, 0, 1, 1, 2, 3, 4, 5, 6],
+)
 # Of the first sample two turns are wanted, of the second its only response, of the third everything.
 ROWS = torch.tensor([2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 15, 16])
 
 
 def tokens(where: tuple[list[int], list[int]]) -> TokenIndex:
-    return TokenIndex(torch.tensor(where[0]), torch.tensor(where[1]), torch.full((len(where[0]),), -1))
+    return TokenIndex(
+        torch.tensor(where[0]), torch.tensor(where[1]), torch.full((len(where[0]),), -1)
+    )
 
 
-def dense(query_QHd: Tensor, key_AHd: Tensor, value_AHd: Tensor, seen_QA: Tensor) -> Tensor:
+def dense(
+    query_QHd: Tensor, key_AHd: Tensor, value_AHd: Tensor, seen_QA: Tensor
+) -> Tensor:
     score_HQA = torch.einsum("qhd,ahd->hqa", query_QHd, key_AHd) / D**0.5
-    return torch.einsum("hqa,ahd->qhd", score_HQA.masked_fill(~seen_QA, -torch.inf).softmax(-1), value_AHd)
+    return torch.einsum(
+        "hqa,ahd->qhd",
+        score_HQA.masked_fill(~seen_QA, -torch.inf).softmax(-1),
+        value_AHd,
+    )
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 @pytest.mark.parametrize("kv_heads", [H, 2])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("window", [0, 2, 5])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)]
+)
 def test_values_and_gradients_of_all_hops_are_those_of_a_dense_mask(
     backend: SDPBackend,
     kv_heads: int,
@@ -51,13 +64,21 @@ def test_values_and_gradients_of_all_hops_are_those_of_a_dense_mask(
     leaves: list[Tensor] = []
 
     def leaf(count: int, heads: int) -> Tensor:
-        leaves.append(torch.randn(count, heads, D, generator=generator, dtype=dtype).requires_grad_())
+        leaves.append(
+            torch.randn(
+                count, heads, D, generator=generator, dtype=dtype
+            ).requires_grad_()
+        )
         return leaves[-1]
 
     written = [
-        (leaf(len(part.segment_N), kv_heads), leaf(len(part.segment_N), kv_heads)) for part in (visual, text)
+        (leaf(len(part.segment_N), kv_heads), leaf(len(part.segment_N), kv_heads))
+        for part in (visual, text)
     ]
-    guesses = [(leaf(count, kv_heads), leaf(count, kv_heads)) for _ in range(HOPS + queries - 2)]
+    guesses = [
+        (leaf(count, kv_heads), leaf(count, kv_heads))
+        for _ in range(HOPS + queries - 2)
+    ]
     asked = [leaf(count * queries, H) for _ in range(HOPS)]
 
     cache, got = PackedKVCache(window), []
@@ -70,13 +91,20 @@ def test_values_and_gradients_of_all_hops_are_those_of_a_dense_mask(
             with cache.temporary():
                 for ahead in range(1, queries):
                     cache.update(*guesses[hop + ahead - 1], rows, hop + ahead)
-                got.append(cache.attend(query_QHd, rows if hop else text.with_rows(ROWS), hop))
+                got.append(
+                    cache.attend(query_QHd, rows if hop else text.with_rows(ROWS), hop)
+                )
 
-    segment_S, position_S = (torch.tensor(one + other) for one, other in zip(VISUAL, TEXT, strict=True))
-    key_AHd, value_AHd = (
-        torch.cat(part).repeat_interleave(H // kv_heads, 1) for part in zip(*written, *guesses, strict=True)
+    segment_S, position_S = (
+        torch.tensor(one + other) for one, other in zip(VISUAL, TEXT, strict=True)
     )
-    prefix_RS = (segment_S == rows.segment_N[:, None]) & (position_S <= rows.position_N[:, None])
+    key_AHd, value_AHd = (
+        torch.cat(part).repeat_interleave(H // kv_heads, 1)
+        for part in zip(*written, *guesses, strict=True)
+    )
+    prefix_RS = (segment_S == rows.segment_N[:, None]) & (
+        position_S <= rows.position_N[:, None]
+    )
     if window:
         prefix_RS &= position_S > rows.position_N[:, None] - window
     expected = []
@@ -89,7 +117,9 @@ def test_values_and_gradients_of_all_hops_are_those_of_a_dense_mask(
         seen_QA = torch.cat([prefix_RS.repeat_interleave(queries, 0), *own], dim=1)
         expected.append(dense(query_QHd, key_AHd, value_AHd, seen_QA))
 
-    weights = [torch.randn(mixed.shape, generator=generator, dtype=dtype) for mixed in got]
+    weights = [
+        torch.randn(mixed.shape, generator=generator, dtype=dtype) for mixed in got
+    ]
     weights[0] = weights[0][..., :1].expand_as(weights[0])  # as a sum makes them
     with sdpa_kernel(backend):
         gradients = torch.autograd.grad(got, leaves, weights)
@@ -110,7 +140,10 @@ def test_no_row_wanted_is_no_error() -> None:
 
 
 def test_rows_of_a_window_need_three_blocks_for_as_many_rows_as_it_has_keys() -> None:
-    first_R, end_R = torch.tensor([0, 0, 0, 1, 2, 3, 4]), torch.tensor([1, 2, 3, 4, 5, 6, 7])
+    first_R, end_R = (
+        torch.tensor([0, 0, 0, 1, 2, 3, 4]),
+        torch.tensor([1, 2, 3, 4, 5, 6, 7]),
+    )
     block = attention.Block
     assert attention.blocks(first_R, end_R) == [
         [
@@ -126,6 +159,9 @@ def test_rows_of_a_window_need_three_blocks_for_as_many_rows_as_it_has_keys() ->
 def test_rows_in_runs_need_two_blocks_a_run() -> None:
     first_R, end_R = torch.tensor([0, 0, 0, 0, 6, 6]), torch.tensor([3, 4, 5, 6, 7, 8])
     assert attention.blocks(first_R, end_R) == [
-        [attention.Block(slice(0, 4), slice(2, 6), True), attention.Block(slice(4, 6), slice(6, 8), True)],
+        [
+            attention.Block(slice(0, 4), slice(2, 6), True),
+            attention.Block(slice(4, 6), slice(6, 8), True),
+        ],
         [attention.Block(slice(0, 4), slice(0, 2), False)],
     ]

@@ -32,7 +32,9 @@ def said(cycles: Iterator[Cycle]) -> list[int]:
     return [token for cycle in cycles for token in cycle.ids]
 
 
-def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(target: VisionLanguageTarget) -> None:
+def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
+    target: VisionLanguageTarget,
+) -> None:
     one = target
     prompt = one.encode(tiny.message("tell", tiny.picture(56, 84)))
     expected = said(plain(one, prompt, max_new_tokens=24))
@@ -60,7 +62,9 @@ def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(target: Vision
             return logits_NV
 
     oracle = Oracle(Oracle.Config(), one.info, one.head).eval()
-    cycles = list(speculate(one, oracle, prompt, tree=Tree.parse("chain-5"), max_new_tokens=24))
+    cycles = list(
+        speculate(one, oracle, prompt, tree=Tree.parse("chain-5"), max_new_tokens=24)
+    )
     assert said(iter(cycles)) == expected
     assert [len(cycle.ids) for cycle in cycles[1:-1]] == [6] * (len(cycles) - 2)
     assert all(cycle.chain == (5, 5) for cycle in cycles[1:-1])
@@ -75,10 +79,16 @@ def test_nothing_follows_an_end_of_sequence(target: VisionLanguageTarget) -> Non
         stop = answer[end]
         first = answer.index(stop)
         cut = VisionLanguageTargetWithEos(one, stop)
-        got = said(speculate(cut, drafter, prompt, tree=Tree.parse("8-2-2"), max_new_tokens=20))
+        got = said(
+            speculate(cut, drafter, prompt, tree=Tree.parse("8-2-2"), max_new_tokens=20)
+        )
         assert got == answer[: first + 1]
     for limit in range(1, 8):
-        got = said(speculate(one, drafter, prompt, tree=Tree.parse("8-2-2"), max_new_tokens=limit))
+        got = said(
+            speculate(
+                one, drafter, prompt, tree=Tree.parse("8-2-2"), max_new_tokens=limit
+            )
+        )
         assert got == answer[:limit]
 
 
@@ -103,9 +113,14 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
 
 
 def test_a_choice_has_the_distribution_of_the_target() -> None:
-    logits_V, draws = torch.randn(14, generator=torch.Generator().manual_seed(0)) * 2, 50_000
+    logits_V, draws = (
+        torch.randn(14, generator=torch.Generator().manual_seed(0)) * 2,
+        50_000,
+    )
     for temperature in (0.6, 1.0, 1.4):
-        chosen_N = choose(logits_V.expand(draws, -1), temperature, torch.Generator().manual_seed(1))
+        chosen_N = choose(
+            logits_V.expand(draws, -1), temperature, torch.Generator().manual_seed(1)
+        )
         share_V = (logits_V.double() / temperature).softmax(-1)
         exact: dict[tuple[int, ...], float] = {
             (token,): share for token, share in enumerate(share_V.tolist())
@@ -135,27 +150,48 @@ def test_a_verified_text_has_exactly_the_distribution_of_the_target(
         visible_NN = eye_NN | visible_NN[parent_N]
     nodes = DraftTree(torch.tensor(ids), parent_N, visible_NN, eye_NN[0])
     # The target says after a node what its text asks for, wherever in the tree that text is.
-    texts = [tuple(ids[m] for m in visible_NN[node].nonzero()[:, 0].tolist()) for node in range(len(ids))]
-    after = {text: torch.rand(3, generator=torch.Generator().manual_seed(len(text))) for text in texts}
-    share = {text: (chance_V / chance_V.sum()).tolist() for text, chance_V in after.items()}
+    texts = [
+        tuple(ids[m] for m in visible_NN[node].nonzero()[:, 0].tolist())
+        for node in range(len(ids))
+    ]
+    after = {
+        text: torch.rand(3, generator=torch.Generator().manual_seed(len(text)))
+        for text in texts
+    }
+    share = {
+        text: (chance_V / chance_V.sum()).tolist() for text, chance_V in after.items()
+    }
     likely: dict[tuple[int, ...], float] = {}
     for choices in itertools.product(range(3), repeat=len(ids)):
-        monkeypatch.setattr(verifying, "choose", lambda *_, said=choices: torch.tensor(said))
+        monkeypatch.setattr(
+            verifying, "choose", lambda *_, said=choices: torch.tensor(said)
+        )
         verdict = verify(nodes, torch.zeros(len(ids), 3), 1.0)
         path = verdict.path_N[: int(verdict.length_1)].tolist()
         text = (*(ids[node] for node in path), int(verdict.bonus_1))
-        chance = math.prod(share[texts[node]][choice] for node, choice in enumerate(choices))
+        chance = math.prod(
+            share[texts[node]][choice] for node, choice in enumerate(choices)
+        )
         likely[text] = likely.get(text, 0.0) + chance
     for text, chance in likely.items():
-        assert chance == pytest.approx(math.prod(share[text[:n]][text[n]] for n in range(1, len(text))))
+        assert chance == pytest.approx(
+            math.prod(share[text[:n]][text[n]] for n in range(1, len(text)))
+        )
     assert sum(likely.values()) == pytest.approx(1)
 
 
 @pytest.mark.slow
-def test_sampled_answers_have_the_distribution_of_the_target(checkpoint: Callable[..., Path]) -> None:
+def test_sampled_answers_have_the_distribution_of_the_target(
+    checkpoint: Callable[..., Path],
+) -> None:
     """Whole answers of a target of few tokens, against the probability of each of them."""
     target = load(str(checkpoint("qwen2_5_vl", vocabulary=14, layers=2, std=0.25)))
-    prompt, one, length, heat = target.encode(tiny.message("a")), torch.ones(1, dtype=torch.long), 3, 0.9
+    prompt, one, length, heat = (
+        target.encode(tiny.message("a")),
+        torch.ones(1, dtype=torch.long),
+        3,
+        0.9,
+    )
     answers: dict[tuple[int, ...], float] = {}
     grown: dict[tuple[int, ...], float] = {(): 1.0}
     while grown:
@@ -174,15 +210,21 @@ def test_sampled_answers_have_the_distribution_of_the_target(checkpoint: Callabl
 
     def draw(count: int) -> list[tuple[int, ...]]:
         chance = torch.Generator().manual_seed(7)
-        ask = functools.partial(speculate, target, drafter, prompt, tree=tree, max_new_tokens=length)
-        return [tuple(said(ask(temperature=heat, generator=chance))) for _ in range(count)]
+        ask = functools.partial(
+            speculate, target, drafter, prompt, tree=tree, max_new_tokens=length
+        )
+        return [
+            tuple(said(ask(temperature=heat, generator=chance))) for _ in range(count)
+        ]
 
     drawn = draw(500)
     assert p_value(Counter(drawn), answers) > 1e-3
     assert draw(5) == drawn[:5]  # the same seed gives the same answers
 
 
-def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+def p_value(
+    counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]
+) -> float:
     """Of Pearson's chi-squared test; answers expected fewer than 5 times share one bin."""
     draws = sum(counts.values())
     common = [answer for answer, p in exact.items() if p * draws >= 5]
@@ -205,7 +247,9 @@ def test_no_child_is_kept_without_its_parent() -> None:
         ids = torch.arange(length)
         score = torch.zeros(length)
         parent = torch.arange(length) - 1
-        tree = _prune(root, ids, score, parent, torch.zeros_like(ids), Tree(total, length, 1))
+        tree = _prune(
+            root, ids, score, parent, torch.zeros_like(ids), Tree(total, length, 1)
+        )
         kept = len(tree.ids_N)
         assert tree.parent_N.tolist() == [0, *range(kept - 1)]
         assert tree.visible_NN.tolist() == torch.ones(kept, kept).tril().bool().tolist()

@@ -83,20 +83,43 @@ def test_an_x86_processor_is_told_by_its_numbers(tmp_path: Path) -> None:
     folder = "sys/devices/system/cpu/cpu0"
     files = {f"{folder}/cache/index0/{name}": text for name, text in cache.items()}
     files |= {f"{folder}/cpufreq/scaling_governor": "powersave"}
-    files |= {f"{folder}/cpufreq/cpuinfo_max_freq": "4100000", "proc/meminfo": "MemTotal:  1024 kB"}
+    files |= {
+        f"{folder}/cpufreq/cpuinfo_max_freq": "4100000",
+        "proc/meminfo": "MemTotal:  1024 kB",
+    }
     seen = zen5(tmp_path, **files)
     cpu = seen.processor
-    assert (cpu.vendor, cpu.family, cpu.model, cpu.stepping) == ("AuthenticAMD", "26", "2", "1")
+    assert (cpu.vendor, cpu.family, cpu.model, cpu.stepping) == (
+        "AuthenticAMD",
+        "26",
+        "2",
+        "1",
+    )
     assert (cpu.cores, cpu.threads, cpu.caches) == (2, 4, ("L1d 48K",))
     assert cpu.flags == ("avx", "avx2", "avx512_bf16", "avx512f", "hypervisor")
-    assert (cpu.governor, cpu.max_mhz, seen.mhz, seen.memory) == ("powersave", 4100, 2593.5, 1 << 20)
-    assert all(part in seen.name for part in ("AMD EPYC", "26/2/1", "avx512_bf16", seen.identity))
+    assert (cpu.governor, cpu.max_mhz, seen.mhz, seen.memory) == (
+        "powersave",
+        4100,
+        2593.5,
+        1 << 20,
+    )
+    assert all(
+        part in seen.name
+        for part in ("AMD EPYC", "26/2/1", "avx512_bf16", seen.identity)
+    )
 
 
-def test_an_arm_processor_has_the_numbers_of_all_its_kinds_of_cores(tmp_path: Path) -> None:
+def test_an_arm_processor_has_the_numbers_of_all_its_kinds_of_cores(
+    tmp_path: Path,
+) -> None:
     text = "\n".join(GRAVITON.format(at=at, part=f"0xd4{at % 2}") for at in range(4))
     cpu = machine(tmp_path, {"proc/cpuinfo": text}).processor
-    assert (cpu.vendor, cpu.family, cpu.model, cpu.stepping) == ("0x41", "8", "0xd40+0xd41", "1")
+    assert (cpu.vendor, cpu.family, cpu.model, cpu.stepping) == (
+        "0x41",
+        "8",
+        "0xd40+0xd41",
+        "1",
+    )
     assert cpu.name.startswith("Arm")
     assert (cpu.cores, cpu.threads) == (4, 4)
     assert cpu.flags == ("asimd", "bf16", "i8mm", "sve")
@@ -105,12 +128,19 @@ def test_an_arm_processor_has_the_numbers_of_all_its_kinds_of_cores(tmp_path: Pa
 def test_a_mac_is_read_from_its_settings() -> None:
     seen = hardware.mac(MAC)
     cpu = seen.processor
-    assert (cpu.name, cpu.family, cpu.cores, seen.memory) == ("Apple M2", "-634136515", 8, 16 << 30)
+    assert (cpu.name, cpu.family, cpu.cores, seen.memory) == (
+        "Apple M2",
+        "-634136515",
+        8,
+        16 << 30,
+    )
     assert (cpu.caches, cpu.flags) == (("L1d 128K", "L2 4096K"), ("bf16", "neon"))
 
 
 @pytest.mark.parametrize("version", CGROUPS)
-def test_the_tightest_limit_of_a_control_group_and_those_above_counts(version: str, tmp_path: Path) -> None:
+def test_the_tightest_limit_of_a_control_group_and_those_above_counts(
+    version: str, tmp_path: Path
+) -> None:
     limits = zen5(tmp_path, **CGROUPS[version]).limits
     assert (limits.cpus, limits.memory) == (1.5, 2 << 20)
 
@@ -124,19 +154,31 @@ def test_a_system_that_says_nothing_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "lines",
-    [("cpu family : 26", "cpu family : 25"), ("model : 2", "model : 17"), ("avx512_bf16 ", "")],
+    [
+        ("cpu family : 26", "cpu family : 25"),
+        ("model : 2", "model : 17"),
+        ("avx512_bf16 ", ""),
+    ],
     ids=["family", "model", "flags"],
 )
-def test_processors_of_one_name_are_told_apart(lines: tuple[str, str], tmp_path: Path) -> None:
+def test_processors_of_one_name_are_told_apart(
+    lines: tuple[str, str], tmp_path: Path
+) -> None:
     one, other = zen5(tmp_path / "one"), zen5(tmp_path / "other", lines)
     assert one.processor.name == other.processor.name
     assert one.identity != other.identity
     assert one.name != other.name
 
 
-def test_a_machine_is_the_same_whatever_its_clock_at_that_moment_and_its_free_memory(tmp_path: Path) -> None:
+def test_a_machine_is_the_same_whatever_its_clock_at_that_moment_and_its_free_memory(
+    tmp_path: Path,
+) -> None:
     one = zen5(tmp_path / "one")
-    other = zen5(tmp_path / "other", ("MHz : 259", "MHz : 311"), **{"proc/meminfo": "MemTotal: 9 kB"})
+    other = zen5(
+        tmp_path / "other",
+        ("MHz : 259", "MHz : 311"),
+        **{"proc/meminfo": "MemTotal: 9 kB"},
+    )
     assert one.mhz != other.mhz
     assert one.name == other.name
 
@@ -144,7 +186,13 @@ def test_a_machine_is_the_same_whatever_its_clock_at_that_moment_and_its_free_me
 def test_limits_and_a_gpu_make_another_machine(tmp_path: Path) -> None:
     one = zen5(tmp_path / "one")
     small = zen5(tmp_path / "small", **CGROUPS["version 2"])
-    gpu = Gpu(name="NVIDIA A100", memory=80 << 30, processors=108, capability="8.0", driver="550.54")
+    gpu = Gpu(
+        name="NVIDIA A100",
+        memory=80 << 30,
+        processors=108,
+        capability="8.0",
+        driver="550.54",
+    )
     fast = dataclasses.replace(one, gpu=gpu)
     slow = dataclasses.replace(one, gpu=dataclasses.replace(gpu, power_watts=300.0))
     assert len({some.identity for some in (one, small, fast, slow)}) == 4

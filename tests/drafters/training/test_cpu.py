@@ -6,7 +6,9 @@ import torch
 from vlmdistill.drafters.training import cpu
 
 
-@pytest.mark.parametrize("shape", [(300, 512, 4000), (1000, 128, 640), (5, 2048, 512), (1, 128, 640)])
+@pytest.mark.parametrize(
+    "shape", [(300, 512, 4000), (1000, 128, 640), (5, 2048, 512), (1, 128, 640)]
+)
 def test_products_have_the_error_of_float32(shape: tuple[int, int, int]) -> None:
     rows, width, columns = shape
     torch.manual_seed(0)

@@ -29,7 +29,9 @@ from vlmdistill.stores.store import Store
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),  # what ZeRO imports
+    pytest.mark.filterwarnings(
+        "ignore:.torch.jit.script_method:DeprecationWarning"
+    ),  # what ZeRO imports
 ]
 
 ROOT = Path(__file__).parents[3]
@@ -61,14 +63,21 @@ def work(store: Path, disk: Path) -> None:
 
     def hear(name: str, progress: TrainingProgress) -> None:
         steps.setdefault(name, []).append(progress.step)
-        if name == "parts" and KILLED in steps[name] and SAVED + 1 not in steps[name][:1]:
+        if (
+            name == "parts"
+            and KILLED in steps[name]
+            and SAVED + 1 not in steps[name][:1]
+        ):
             (disk / "middle").touch()
             time.sleep(600)
         if name in ALONE and progress.step == STOPPED - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def run(name: str, **more: Any) -> None:
-        train(plan(store, disk / name, **{**HOW, **more}), lambda progress: hear(name, progress))
+        train(
+            plan(store, disk / name, **{**HOW, **more}),
+            lambda progress: hear(name, progress),
+        )
 
     for name in ("whole", "parts", "moved"):
         run(name)
@@ -76,7 +85,11 @@ def work(store: Path, disk: Path) -> None:
         with contextlib.suppress(StoppedError):
             run(name, zero=zero)
     stores = {"store": store if rank == 0 else disk / "nowhere"}
-    wrong: dict[str, dict[str, Any]] = {"settings": {"seed": rank}, "store": stores, "save_every": {}}
+    wrong: dict[str, dict[str, Any]] = {
+        "settings": {"seed": rank},
+        "store": stores,
+        "save_every": {},
+    }
     for name, more in wrong.items():
         try:
             if name == "store":
@@ -104,13 +117,29 @@ class Machines:
         port = unused_port()
         script = disks[0] / "work.py"
         script.write_text(SCRIPT)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+        ]
         torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT}/src",
+            "OMP_NUM_THREADS": "1",
+        }
         self.disks = disks
         self.agents = [
             subprocess.Popen(
-                [*torchrun, f"--node-rank={number}", str(script), str(store), str(disk)],
+                [
+                    *torchrun,
+                    f"--node-rank={number}",
+                    str(script),
+                    str(store),
+                    str(disk),
+                ],
                 cwd=ROOT,
                 env=environment,
             )
@@ -149,7 +178,9 @@ def disks(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         with pytest.raises(StoppedError):
             train(
                 plan(store, disks[0] / name, zero=zero, **HOW),
-                lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == 1 else None,
+                lambda one: (
+                    os.kill(os.getpid(), signal.SIGTERM) if one.step == 1 else None
+                ),
             )
     machines = Machines(store, disks)
     try:
@@ -164,7 +195,9 @@ def heard(disks: list[Path]) -> list[Any]:
     return [json.loads((disk / "heard.json").read_text()) for disk in disks]
 
 
-def test_machines_that_were_killed_go_on_bit_for_bit_from_the_disk_of_rank_0(disks: list[Path]) -> None:
+def test_machines_that_were_killed_go_on_bit_for_bit_from_the_disk_of_rank_0(
+    disks: list[Path],
+) -> None:
     first, second = heard(disks)
     assert first["steps"]["parts"] == [*range(SAVED + 1, STEPS + 1)]
     whole, parts = (disks[0] / run / "model.safetensors" for run in ("whole", "parts"))
@@ -173,36 +206,53 @@ def test_machines_that_were_killed_go_on_bit_for_bit_from_the_disk_of_rank_0(dis
     assert not list(disks[1].glob("parts*"))
 
 
-def test_the_checkpoint_is_found_on_the_machine_that_was_rank_0_before(disks: list[Path]) -> None:
+def test_the_checkpoint_is_found_on_the_machine_that_was_rank_0_before(
+    disks: list[Path],
+) -> None:
     assert heard(disks)[0]["steps"]["moved"] == [*range(SAVED + 1, STEPS + 1)]
     whole, moved = (disks[0] / run / "model.safetensors" for run in ("whole", "moved"))
     assert moved.read_bytes() == whole.read_bytes()
 
 
-def test_a_finished_run_is_done_for_the_machine_that_has_nothing_of_it(disks: list[Path]) -> None:
+def test_a_finished_run_is_done_for_the_machine_that_has_nothing_of_it(
+    disks: list[Path],
+) -> None:
     assert "whole" not in heard(disks)[0]["steps"]
     assert not (disks[1] / "whole").exists()
 
 
-def test_any_number_of_ranks_goes_on_where_another_number_stopped(disks: list[Path], store: Path) -> None:
+def test_any_number_of_ranks_goes_on_where_another_number_stopped(
+    disks: list[Path], store: Path
+) -> None:
     weights = []
     for name, zero in ALONE.items():
         assert heard(disks)[0]["steps"][name] == [*range(3, STOPPED + 1)]
         seen: list[int] = []
-        train(plan(store, disks[0] / name, zero=zero, **HOW), lambda one: seen.append(one.step))  # noqa: B023
+        train(
+            plan(store, disks[0] / name, zero=zero, **HOW),
+            lambda one, seen=seen: seen.append(one.step),  # type: ignore[misc]
+        )
         assert seen == [*range(STOPPED + 1, STEPS + 1)]
         weights.append(load_file(disks[0] / name / "model.safetensors"))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(weights[2], weights[0], rtol=1e-3, atol=1e-4)
 
 
-def test_the_statistics_are_of_the_samples_of_all_ranks(disks: list[Path], store: Path) -> None:
+def test_the_statistics_are_of_the_samples_of_all_ranks(
+    disks: list[Path], store: Path
+) -> None:
     index = Store.open(store).index
-    images = index.filter(index["visual_tokens"] > 0)  # all are in the last epoch, but for those held out
-    assert images["whole.kept"].null_count() < len(images) / 4  # one rank alone has half of them
+    images = index.filter(
+        index["visual_tokens"] > 0
+    )  # all are in the last epoch, but for those held out
+    assert (
+        images["whole.kept"].null_count() < len(images) / 4
+    )  # one rank alone has half of them
 
 
-def test_ranks_that_differ_stop_with_the_machine_and_what_differs(disks: list[Path]) -> None:
+def test_ranks_that_differ_stop_with_the_machine_and_what_differs(
+    disks: list[Path],
+) -> None:
     first, second = (one["refused"] for one in heard(disks))
     assert first == second
     assert "(rank 1) has seed 1, not 0, as " in first["settings"]
@@ -212,7 +262,9 @@ def test_ranks_that_differ_stop_with_the_machine_and_what_differs(disks: list[Pa
     assert not list(disks[0].glob("refused*"))
 
 
-def test_a_store_behind_a_url_trains_the_same_drafter(store: Path, tmp_path: Path) -> None:
+def test_a_store_behind_a_url_trains_the_same_drafter(
+    store: Path, tmp_path: Path
+) -> None:
     from dataclasses import replace
 
     from vlmdistill.stores.sharing.merge import send
@@ -222,11 +274,15 @@ def test_a_store_behind_a_url_trains_the_same_drafter(store: Path, tmp_path: Pat
     train(plan(store, tmp_path / "here", **HOW))
     there: Run = replace(plan(store, tmp_path / "there", **HOW), store=url)
     train(there)
-    files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("here", "there")]
+    files = [
+        (tmp_path / run / "model.safetensors").read_bytes() for run in ("here", "there")
+    ]
     assert files[0] == files[1]
 
 
-def test_a_run_goes_on_from_its_checkpoint_at_a_url_on_another_machine(store: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_checkpoint_at_a_url_on_another_machine(
+    store: Path, tmp_path: Path
+) -> None:
     url = f"memory://{tmp_path.name}/runs/demo/sparrow"
 
     def run(machine: str, **more: Any) -> list[int]:
@@ -239,7 +295,12 @@ def test_a_run_goes_on_from_its_checkpoint_at_a_url_on_another_machine(store: Pa
 
         settings = {**HOW, "settings": (*HOW["settings"], *more.get("settings", ()))}
         with contextlib.suppress(StoppedError):
-            train(plan(store, tmp_path / machine / "sparrow", checkpoints=url, **settings), hear)
+            train(
+                plan(
+                    store, tmp_path / machine / "sparrow", checkpoints=url, **settings
+                ),
+                hear,
+            )
         return seen
 
     assert run("first", stop=3) == [1, 2, 3, 4]
@@ -248,10 +309,15 @@ def test_a_run_goes_on_from_its_checkpoint_at_a_url_on_another_machine(store: Pa
     with pytest.raises(TrainingError, match=url):
         run("other", settings=("noise=0.1",))
     train(plan(store, tmp_path / "alone", **HOW))
-    files = [(tmp_path / one / "model.safetensors").read_bytes() for one in ("alone", "first/sparrow")]
+    files = [
+        (tmp_path / one / "model.safetensors").read_bytes()
+        for one in ("alone", "first/sparrow")
+    ]
     assert files[0] == files[1]
     fs = fsspec.filesystem("memory")
-    tensors = max(fs.glob(f"{url}/files/*-step*"), key=lambda name: fs.info(name)["created"])
+    tensors = max(
+        fs.glob(f"{url}/files/*-step*"), key=lambda name: fs.info(name)["created"]
+    )
     fs.pipe_file(tensors, fs.cat_file(tensors)[:-1] + b"x")
     with pytest.raises(TrainingError, match=url):
         run("third")
@@ -273,7 +339,18 @@ print(distributed.is_initialized())
 
 
 @pytest.mark.parametrize("end", ["pass", "raise TrainingError('no')"])
-def test_the_group_of_a_launcher_is_left_while_python_is_whole(end: str, tmp_path: Path) -> None:
-    launched = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", ranks.RENDEZVOUS: str(tmp_path / "meet")}
-    done = subprocess.run([sys.executable, "-c", LEFT.format(end=end)], env=launched, stdout=subprocess.PIPE)
+def test_the_group_of_a_launcher_is_left_while_python_is_whole(
+    end: str, tmp_path: Path
+) -> None:
+    launched = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        ranks.RENDEZVOUS: str(tmp_path / "meet"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT.format(end=end)],
+        env=launched,
+        stdout=subprocess.PIPE,
+    )
     assert (done.returncode, done.stdout) == (0, b"False\n")

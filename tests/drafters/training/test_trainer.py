@@ -63,20 +63,33 @@ def test_settings_that_came_later_leave_runs_of_earlier_versions_their_signature
 ) -> None:
     run = plan(store, tmp_path / "out")
     data = RunData.of(run)
-    earlier = {key: value for key, value in to_dict(run.config).items() if key not in LATER}
+    earlier = {
+        key: value for key, value in to_dict(run.config).items() if key not in LATER
+    }
     earlier["stages"] = [
-        {key: value for key, value in stage.items() if key not in LATER} for stage in earlier["stages"]
+        {key: value for key, value in stage.items() if key not in LATER}
+        for stage in earlier["stages"]
     ]
     keys = [sorted([*one.visual, *one.text]) for one in data.samples]
     assert {*LATER} == {
-        *("anchors", "attention_window", "cell", "mixed", "pace", "patience", "validate_every")
+        *(
+            "anchors",
+            "attention_window",
+            "cell",
+            "mixed",
+            "pace",
+            "patience",
+            "validate_every",
+        )
     }
     assert data.signature == content_hash([run.drafter, earlier, run.seed, keys])
     bounded = override(run.config, ["stages.*.anchors=4"])
     assert RunData.of(replace(run, config=bounded)).signature != data.signature
 
 
-def test_a_forecast_says_what_the_training_then_does(store: Path, tmp_path: Path) -> None:
+def test_a_forecast_says_what_the_training_then_does(
+    store: Path, tmp_path: Path
+) -> None:
     run = plan(store, tmp_path / "out")
     found = forecast.training(run)
     assert not found.finished
@@ -93,14 +106,28 @@ def test_a_forecast_says_what_the_training_then_does(store: Path, tmp_path: Path
 def test_a_killed_run_continues_bit_for_bit(store: Path, tmp_path: Path) -> None:
     """Killed in a process of its own, continued in this one."""
     expected: dict[str, str] = {}
-    train(plan(store, tmp_path / "whole"), lambda one: expected.update({str(one.step): one.loss.hex()}))
+    train(
+        plan(store, tmp_path / "whole"),
+        lambda one: expected.update({str(one.step): one.loss.hex()}),
+    )
     assert len(expected) > 8
 
     (tmp_path / "worker.py").write_text(WORKER)
-    command = [sys.executable, str(tmp_path / "worker.py"), str(store), str(tmp_path / "killed")]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/src", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        str(tmp_path / "worker.py"),
+        str(store),
+        str(tmp_path / "killed"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT}/src",
+        "OMP_NUM_THREADS": "1",
+    }
     seen: dict[str, str] = {}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as killed:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as killed:
         assert killed.stdout is not None
         for line in killed.stdout:
             step, loss = line.split()
@@ -114,27 +141,42 @@ def test_a_killed_run_continues_bit_for_bit(store: Path, tmp_path: Path) -> None
     train(again, lambda one: resumed.update({str(one.step): one.loss.hex()}))
     assert min(map(int, resumed)) == 4
     assert {**seen, **resumed} == expected
-    files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "killed")]
+    files = [
+        (tmp_path / run / "model.safetensors").read_bytes()
+        for run in ("whole", "killed")
+    ]
     assert files[0] == files[1]
 
 
 @pytest.mark.parametrize("counted", [(), ("steps=30",)])
-def test_images_come_in_as_the_stage_goes_on(counted: tuple[str, ...], store: Path, tmp_path: Path) -> None:
+def test_images_come_in_as_the_stage_goes_on(
+    counted: tuple[str, ...], store: Path, tmp_path: Path
+) -> None:
     """By epochs or by steps: a mix that begins with text alone and ends with images alone."""
     tokens: list[int] = []
-    mixed = ("stages.text.epochs=0", "stages.multimodal.epochs=10", "stages.multimodal.visual=[0,1]")
+    mixed = (
+        "stages.text.epochs=0",
+        "stages.multimodal.epochs=10",
+        "stages.multimodal.visual=[0,1]",
+    )
     settings = (*mixed, "batch_tokens=30", *counted)
-    run = plan(store, tmp_path / "out", drafter="msd", settings=settings, micro_tokens=15)
+    run = plan(
+        store, tmp_path / "out", drafter="msd", settings=settings, micro_tokens=15
+    )
     train(run, lambda progress: tokens.append(progress.tokens))
     assert len(tokens) >= 30
     text = len(synthetic.LAYOUTS["no image"])
-    shown = [count not in (text, 2 * text) for count in tokens]  # steps of two samples at most
+    shown = [
+        count not in (text, 2 * text) for count in tokens
+    ]  # steps of two samples at most
     third = len(shown) // 3
     assert not any(shown[:3])  # the first epoch
     assert sum(shown[:third]) < third / 2 < sum(shown[-third:])
 
 
-def test_a_finished_run_is_left_alone_and_another_one_is_refused(store: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_left_alone_and_another_one_is_refused(
+    store: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     train(plan(store, out))
     written = (out / "model.safetensors").stat().st_mtime_ns
@@ -144,7 +186,9 @@ def test_a_finished_run_is_left_alone_and_another_one_is_refused(store: Path, tm
         train(plan(store, out, seed=1))
 
 
-def test_a_run_on_other_responses_to_the_same_prompts_is_another_run(store: Path, tmp_path: Path) -> None:
+def test_a_run_on_other_responses_to_the_same_prompts_is_another_run(
+    store: Path, tmp_path: Path
+) -> None:
     again = tmp_path / "again"
     synthetic.store(again, 24, seed=1)
     stopped(plan(store, tmp_path / "out"), 4)
@@ -169,28 +213,42 @@ def test_a_run_that_starts_over_removes_the_old_one_only_when_it_can_begin(
     assert (out / "model.safetensors").read_bytes() != first
 
 
-def test_a_run_whose_loss_is_not_finite_fails_and_saves_nothing_of_it(store: Path, tmp_path: Path) -> None:
-    diverging = plan(store, tmp_path / "out", settings=("stages.*.learning_rate=1e25",), save_every=1)
-    with pytest.raises(TrainingError, match=r"step \d+ has a loss of .*nan.*learning rate"):
+def test_a_run_whose_loss_is_not_finite_fails_and_saves_nothing_of_it(
+    store: Path, tmp_path: Path
+) -> None:
+    diverging = plan(
+        store, tmp_path / "out", settings=("stages.*.learning_rate=1e25",), save_every=1
+    )
+    with pytest.raises(
+        TrainingError, match=r"step \d+ has a loss of .*nan.*learning rate"
+    ):
         train(diverging)
     assert not diverging.out.exists()
     for file in diverging.state.glob("step*.safetensors"):
         assert all(value.isfinite().all() for value in load_file(file).values())
 
 
-def test_a_sample_that_is_not_finite_is_named_with_a_view_that_trains_without_it(tmp_path: Path) -> None:
+def test_a_sample_that_is_not_finite_is_named_with_a_view_that_trains_without_it(
+    tmp_path: Path,
+) -> None:
     made = synthetic.store(tmp_path / "store", 20)
     broken = made.read(next(key for key in made if made.read(key).spans))
     broken.features[Feature("hidden", "text")][0, 0] = float("nan")
     with made.writer("broken") as writer:
         writer.add(replace(broken, key="broken"))
-    run = plan(tmp_path / "store", tmp_path / "out", settings=("steps=40",), save_every=3)
-    with pytest.raises(TrainingError, match=r"sample broken .*key <> 'broken'") as error:
+    run = plan(
+        tmp_path / "store", tmp_path / "out", settings=("steps=40",), save_every=3
+    )
+    with pytest.raises(
+        TrainingError, match=r"sample broken .*key <> 'broken'"
+    ) as error:
         train(run)
     assert "rate" not in str(error.value)
     lines = (run.state / "metrics.jsonl").read_text().splitlines()
     assert not any("null" in line for line in lines)
-    filter_store(Store.open(tmp_path / "store"), "finite", expressions=["key <> 'broken'"])
+    filter_store(
+        Store.open(tmp_path / "store"), "finite", expressions=["key <> 'broken'"]
+    )
     train(replace(run, view="finite"), force=True)
     assert run.out.exists()
 
@@ -202,7 +260,9 @@ def test_a_stage_without_samples_is_named_with_its_steps(
     filter_store(whole, "shown", expressions=["visual_tokens > 0"])
     settings = ("steps=10", "stages.*.visual=[1,1]", "stages.text.visual=[0,0]")
     train(plan(tmp_path / "store", tmp_path / "out", settings=settings, view="shown"))
-    (line,) = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    (line,) = [
+        one.getMessage() for one in caplog.records if "left out" in one.getMessage()
+    ]
     assert re.search(r"stage text .* \d of 10 steps", line)
 
 
@@ -219,10 +279,18 @@ def test_an_unfinished_run_goes_on_and_one_of_other_settings_is_refused_by_their
     store: Path, tmp_path: Path
 ) -> None:
     stopped(plan(store, tmp_path / "out"), 4)
-    other = plan(store, tmp_path / "out", seed=1, settings=("stages.text.hops=2", "warmup=0.5"))
+    other = plan(
+        store, tmp_path / "out", seed=1, settings=("stages.text.hops=2", "warmup=0.5")
+    )
     with pytest.raises(TrainingError) as refused:
         train(other)
-    for word in ("seed 1, not 0", "stages.text.hops 2, not 1", "warmup 0.5, not ", "--force", "--name"):
+    for word in (
+        "seed 1, not 0",
+        "stages.text.hops 2, not 1",
+        "warmup 0.5, not ",
+        "--force",
+        "--name",
+    ):
         assert word in str(refused.value)
     grown = tmp_path / "grown"
     synthetic.store(grown, 20)
@@ -235,7 +303,9 @@ def test_an_unfinished_run_goes_on_and_one_of_other_settings_is_refused_by_their
         train(other)
 
 
-@pytest.mark.parametrize("settings", [("steps=12",), ("stages.*.epochs=1.5",), ("stages.text.epochs=0",)])
+@pytest.mark.parametrize(
+    "settings", [("steps=12",), ("stages.*.epochs=1.5",), ("stages.text.epochs=0",)]
+)
 def test_the_number_of_steps_is_known_from_the_first_on(
     settings: tuple[str, ...], store: Path, tmp_path: Path
 ) -> None:
@@ -246,18 +316,31 @@ def test_the_number_of_steps_is_known_from_the_first_on(
     assert seen[-1].total >= len(seen)
 
 
-def test_the_number_of_steps_counts_that_images_come_in(store: Path, tmp_path: Path) -> None:
+def test_the_number_of_steps_counts_that_images_come_in(
+    store: Path, tmp_path: Path
+) -> None:
     """Later epochs are longer than the first one, which has text alone."""
     seen: list[TrainingProgress] = []
-    ramp = ("stages.text.epochs=0", "stages.multimodal.epochs=9.5", "stages.multimodal.visual=[0,1]")
-    train(plan(store, tmp_path / "out", drafter="msd", settings=(*ramp, "batch_tokens=60")), seen.append)
+    ramp = (
+        "stages.text.epochs=0",
+        "stages.multimodal.epochs=9.5",
+        "stages.multimodal.visual=[0,1]",
+    )
+    train(
+        plan(
+            store, tmp_path / "out", drafter="msd", settings=(*ramp, "batch_tokens=60")
+        ),
+        seen.append,
+    )
     assert seen[0].total == pytest.approx(len(seen), rel=0.15)
 
 
 # A run that is asked to end
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # what ZeRO imports
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method:DeprecationWarning"
+)  # what ZeRO imports
 @pytest.mark.parametrize(
     ("number", "zero", "dtype"),
     [
@@ -272,7 +355,9 @@ def test_a_signal_writes_a_checkpoint_from_which_the_run_goes_on_bit_for_bit(
 ) -> None:
     def stop(progress: TrainingProgress) -> None:
         if progress.step == 4:
-            for _ in range(2 if number == signal.SIGTERM else 1):  # from Slurm, and again from torchrun
+            for _ in range(
+                2 if number == signal.SIGTERM else 1
+            ):  # from Slurm, and again from torchrun
                 os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
@@ -281,15 +366,23 @@ def test_a_signal_writes_a_checkpoint_from_which_the_run_goes_on_bit_for_bit(
         train(plan(store, tmp_path / "parts", **how), stop)
     assert caught.value.signal == number
     seen: list[int] = []
-    train(plan(store, tmp_path / "parts", **how), lambda progress: seen.append(progress.step))
+    train(
+        plan(store, tmp_path / "parts", **how),
+        lambda progress: seen.append(progress.step),
+    )
     assert seen[0] == 6
     train(plan(store, tmp_path / "whole", **how))
-    files = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "parts")]
+    files = [
+        (tmp_path / run / "model.safetensors").read_bytes()
+        for run in ("whole", "parts")
+    ]
     assert files[0] == files[1]
     assert signal.getsignal(number) == before
 
 
-def test_a_second_signal_ends_at_once_and_says_what_is_saved(store: Path, tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once_and_says_what_is_saved(
+    store: Path, tmp_path: Path
+) -> None:
     def stop(progress: TrainingProgress) -> None:
         if progress.step in (2, 5):
             os.kill(os.getpid(), signal.SIGINT)
@@ -298,10 +391,15 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(store: Path, tmp_pa
     with pytest.raises(StoppedError, match=r"^2 of .* none "):
         train(plan(store, tmp_path / "out"), stop)
     with pytest.raises(StoppedError, match=r"^5 of .* 3 "):
-        train(plan(store, tmp_path / "again"), lambda one: stop(one) if one.step == 5 else None)
+        train(
+            plan(store, tmp_path / "again"),
+            lambda one: stop(one) if one.step == 5 else None,
+        )
 
 
-def test_a_checkpoint_that_cannot_be_written_is_not_said_to_be(store: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_not_said_to_be(
+    store: Path, tmp_path: Path
+) -> None:
     run = plan(store, tmp_path / "out", save_every=100)
 
     def stop(progress: TrainingProgress) -> None:
@@ -314,7 +412,9 @@ def test_a_checkpoint_that_cannot_be_written_is_not_said_to_be(store: Path, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_a_copy_that_fails_is_made_later_and_only_at_the_end_it_counts(store: Path, tmp_path: Path) -> None:
+def test_a_copy_that_fails_is_made_later_and_only_at_the_end_it_counts(
+    store: Path, tmp_path: Path
+) -> None:
     way, seen = tmp_path / "copies", list[int]()
     run = plan(store, tmp_path / "out", checkpoints=str(way / "run"))
 
@@ -338,12 +438,17 @@ def test_a_copy_that_fails_is_made_later_and_only_at_the_end_it_counts(store: Pa
     assert seen[5] == 6
     latest = Part(Local(way / "run")).latest()
     assert latest
-    assert {"checkpoint.json", f"step{len(seen) // 3 * 3}.safetensors"} < latest.files.keys()
+    assert {
+        "checkpoint.json",
+        f"step{len(seen) // 3 * 3}.safetensors",
+    } < latest.files.keys()
     shutil.rmtree(way)
     whole = replace(run, out=tmp_path / "whole")
     with pytest.raises(TrainingError, match="copied to"):
         train(whole, hear(0, 0))
-    assert (whole.out / "model.safetensors").read_bytes() == (run.out / "model.safetensors").read_bytes()
+    assert (whole.out / "model.safetensors").read_bytes() == (
+        run.out / "model.safetensors"
+    ).read_bytes()
 
 
 # A checkpoint that something has happened to
@@ -364,9 +469,14 @@ def test_a_pickle_in_the_training_folder_is_never_run(
     content = file.read_bytes()
     evil = pickle.dumps(Payload())
     (run.state / "step3").mkdir()
-    for planted in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+    for planted in (
+        "mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ):
         (run.state / "step3" / planted).write_bytes(evil)
-    (run.state / "latest.json").write_text(json.dumps({"tag": "step3", "signature": "", "world": 1}))
+    (run.state / "latest.json").write_text(
+        json.dumps({"tag": "step3", "signature": "", "world": 1})
+    )
     file.write_bytes(evil)
     with pytest.raises(TrainingError, match="damaged"):
         train(run)
@@ -374,7 +484,9 @@ def test_a_pickle_in_the_training_folder_is_never_run(
     record = json.loads((run.state / "checkpoint.json").read_bytes())
     del record["blake3"]
     whole = (run.state / "checkpoint.json").read_bytes()
-    (run.state / "checkpoint.json").write_bytes(seal({**record, "checksum": digest(evil)}))
+    (run.state / "checkpoint.json").write_bytes(
+        seal({**record, "checksum": digest(evil)})
+    )
     with pytest.raises(TrainingError, match="damaged"):
         train(run)
     file.write_bytes(content)
@@ -390,7 +502,9 @@ def test_a_damaged_checkpoint_is_one_line(store: Path, tmp_path: Path) -> None:
         (path,) = file
         content = path.read_bytes()
         middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        flipped = (
+            content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        )
         for damaged in (content[:middle], b"", flipped, b"[" * 100_000):
             path.write_bytes(damaged)
             with pytest.raises(TrainingError, match="damaged: --force") as caught:
@@ -402,8 +516,14 @@ def test_a_damaged_checkpoint_is_one_line(store: Path, tmp_path: Path) -> None:
     for member, wrong in [
         ("position", {**record["position"], "total": "../../../etc/passwd"}),
         ("position", {**record["position"], "stage": -1}),
-        ("position", {**record["position"], "reader": {"identity": "", "history": [[1, 0, 1]]}}),
-        ("position", {**record["position"], "history": [{"held_out_agreement": "high"}]}),
+        (
+            "position",
+            {**record["position"], "reader": {"identity": "", "history": [[1, 0, 1]]}},
+        ),
+        (
+            "position",
+            {**record["position"], "history": [{"held_out_agreement": "high"}]},
+        ),
         ("position", [1, 2]),
         ("format", 2),
         ("settings", None),
@@ -422,13 +542,17 @@ def test_only_the_last_checkpoint_is_kept_and_a_half_written_one_is_not_taken(
     run = plan(store, tmp_path / "out")
     stopped(run, 7)
     assert [file.name for file in run.state.glob("step*")] == ["step6.safetensors"]
-    (run.state / "step9.safetensors").write_bytes(b"half of it")  # killed before its record was written
+    (run.state / "step9.safetensors").write_bytes(
+        b"half of it"
+    )  # killed before its record was written
     seen: list[int] = []
     train(run, lambda progress: seen.append(progress.step))
     assert seen[0] == 7
 
 
-def test_training_tells_what_it_learnt_about_each_sample(store: Path, tmp_path: Path) -> None:
+def test_training_tells_what_it_learnt_about_each_sample(
+    store: Path, tmp_path: Path
+) -> None:
     train(plan(store, tmp_path / "facts", settings=("stages.multimodal.visual=[1,1]",)))
     opened = Store.open(store)
     images = opened.index.filter(opened.index["visual_tokens"] > 0)
@@ -481,10 +605,19 @@ def test_a_drafter_folder_is_whole_or_refused(store: Path, tmp_path: Path) -> No
     from msgspec import structs
 
     with pytest.raises(TrainingError, match="weights_hash w, not other"):
-        checkpoint.load(out, tables, synthetic.INFO, provenance=structs.replace(origin, weights_hash="other"))
+        checkpoint.load(
+            out,
+            tables,
+            synthetic.INFO,
+            provenance=structs.replace(origin, weights_hash="other"),
+        )
     file = out / "model.safetensors"
     content = file.read_bytes()
-    for damaged in (content[: len(content) // 2], b"", content[:8] + b"\\xff" * 100 + content[108:]):
+    for damaged in (
+        content[: len(content) // 2],
+        b"",
+        content[:8] + b"\\xff" * 100 + content[108:],
+    ):
         file.write_bytes(damaged)
         with pytest.raises(TrainingError, match="missing or corrupt"):
             checkpoint.load(out, tables, synthetic.INFO)
@@ -499,9 +632,16 @@ def test_a_drafter_folder_is_whole_or_refused(store: Path, tmp_path: Path) -> No
 
 
 def test_the_catalogue_is_the_folder() -> None:
-    modules = {file.stem for file in (ROOT / "drafters").glob("*.py")} - {"__init__", "catalogue"}
+    modules = {file.stem for file in (ROOT / "drafters").glob("*.py")} - {
+        "__init__",
+        "catalogue",
+    }
     assert modules == set(catalogue.DRAFTERS)
-    untrained = [name for name in catalogue.DRAFTERS if not catalogue.load(name).Training().stages]
+    untrained = [
+        name
+        for name in catalogue.DRAFTERS
+        if not catalogue.load(name).Training().stages
+    ]
     assert untrained == [*catalogue.UNTRAINED]
     for name in catalogue.DRAFTERS:
         assert issubclass(catalogue.load(name).Config, ModelConfig)

@@ -14,7 +14,9 @@ HIDDEN = Feature("hidden", "text")
 STAGE = Stage(name="test", hops=3, losses={"cross_entropy": 1.0})
 
 
-def test_supervision_starts_at_the_first_drafted_token_and_ends_with_the_response() -> None:
+def test_supervision_starts_at_the_first_drafted_token_and_ends_with_the_response() -> (
+    None
+):
     sample = batch(["ttvvttrrrrtttrrr", "ttrr"], [HIDDEN])
     # Entries of the response tokens that another token of the same response follows.
     assert supervised(sample).nonzero()[:, 0].tolist() == [4, 5, 6, 11, 12, 16]
@@ -23,15 +25,20 @@ def test_supervision_starts_at_the_first_drafted_token_and_ends_with_the_respons
 def test_a_later_hop_counts_only_while_it_stays_inside_the_response() -> None:
     drafter = build("eagle2")
     sample = batch(["ttrrrr"], drafter.config.needs(INFO))
-    counted = [score.count_R.tolist() for score in unroll(drafter, sample, STAGE).scores]
+    counted = [
+        score.count_R.tolist() for score in unroll(drafter, sample, STAGE).scores
+    ]
     assert counted == [[True, True, True], [True, True, False], [True, False, False]]
 
 
 def test_noise_touches_last_layer_states_alone_and_shrinks_with_length() -> None:
-    sample = batch(["tt" + "v" * 400 + "trr", "ttrr"], [HIDDEN, Feature("embed", "visual")])
+    sample = batch(
+        ["tt" + "v" * 400 + "trr", "ttrr"], [HIDDEN, Feature("embed", "visual")]
+    )
     noisy = with_noise(sample, 0.2, torch.Generator().manual_seed(0))
     assert torch.equal(
-        noisy.features[Feature("embed", "visual")], sample.features[Feature("embed", "visual")]
+        noisy.features[Feature("embed", "visual")],
+        sample.features[Feature("embed", "visual")],
     )
     moved_T = (noisy.features[HIDDEN] - sample.features[HIDDEN]).abs().amax(-1)
     bound_T = 0.1 * 512 / torch.tensor([405.0] * 5 + [4.0] * 4)
@@ -43,22 +50,30 @@ def test_noise_touches_last_layer_states_alone_and_shrinks_with_length() -> None
 def test_a_loss_in_chunks_has_the_gradient_of_the_loss_in_one_piece(term: str) -> None:
     torch.manual_seed(0)
     lm_head = torch.randn(23, 8, dtype=torch.float64)
-    target, valid = torch.randn(7, 8, dtype=torch.float64), torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
+    target, valid = (
+        torch.randn(7, 8, dtype=torch.float64),
+        torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool(),
+    )
 
     def loss(state: Tensor, chunk: int | None) -> Tensor:
         rows = TargetRows(target, torch.arange(7), torch.arange(7), valid[None])
         logits = lambda state_ND, last_N: state_ND @ lm_head.T  # noqa: E731
-        return score([state], rows, logits, lm_head, {term: 1.0}, chunk_rows=chunk).total
+        return score(
+            [state], rows, logits, lm_head, {term: 1.0}, chunk_rows=chunk
+        ).total
 
     state = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
     whole, parts = loss(state, None), loss(state, 2)
     torch.testing.assert_close(whole, parts)
-    torch.testing.assert_close(torch.autograd.grad(whole, state), torch.autograd.grad(parts, state))
+    torch.testing.assert_close(
+        torch.autograd.grad(whole, state), torch.autograd.grad(parts, state)
+    )
     assert torch.autograd.grad(loss(state, 2), state)[0][2].eq(0).all()
 
 
 @pytest.mark.parametrize(
-    ("keep_top", "keep_failing", "pace"), [(0, False, 0.0), (4, False, 0.0), (4, True, 0.0), (0, False, 0.5)]
+    ("keep_top", "keep_failing", "pace"),
+    [(0, False, 0.0), (4, False, 0.0), (4, True, 0.0), (0, False, 0.5)],
 )
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 def test_the_gradient_of_all_hops_is_that_of_the_formula(
@@ -109,11 +124,17 @@ def test_the_gradient_of_all_hops_is_that_of_the_formula(
         alive = alive & valid[hop]
         target = hidden[(token + hop).clamp(max=count - 1)]
         best = (target @ lm_head.T).argmax(-1)
-        kept = (logits(state, token).topk(4).indices == best[:, None]).any(-1) | (not keep_top)
+        kept = (logits(state, token).topk(4).indices == best[:, None]).any(-1) | (
+            not keep_top
+        )
         counted = alive & (kept | keep_failing)
         draft, likely = logits(state, token), (target @ lm_head.T).softmax(-1)
-        losses = torch.nn.functional.smooth_l1_loss(state, target, reduction="none").mean(-1)
-        losses = losses + 0.1 * torch.nn.functional.cross_entropy(draft, likely, reduction="none")
+        losses = torch.nn.functional.smooth_l1_loss(
+            state, target, reduction="none"
+        ).mean(-1)
+        losses = losses + 0.1 * torch.nn.functional.cross_entropy(
+            draft, likely, reduction="none"
+        )
         best = likely.topk(10).indices
         losses = losses - 2 * (likely * draft.log_softmax(-1)).gather(1, best).sum(-1)
         naive = naive + 0.5**hop * (slot[hop] * losses)[counted].sum()
@@ -124,7 +145,10 @@ def test_the_gradient_of_all_hops_is_that_of_the_formula(
     leaves = [*states, own]
     made = torch.autograd.grad(3 * scores.total, leaves)
     torch.testing.assert_close(
-        made, tuple(3 * grad for grad in torch.autograd.grad(naive, leaves)), rtol=1e-5, atol=1e-6
+        made,
+        tuple(3 * grad for grad in torch.autograd.grad(naive, leaves)),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -136,7 +160,9 @@ def test_a_filtered_row_stops_counting_at_the_hop_that_fails() -> None:
     logits = lambda state_ND, last_N: state_ND  # noqa: E731
     kept = score([state], rows, logits, lm_head, {"cross_entropy": 1.0}, keep_top=3)
     assert kept.hops[0].count_R.tolist() == [True, False]
-    alone = TargetRows(target[:1], torch.arange(1), torch.arange(1), torch.ones(1, 1).bool())
+    alone = TargetRows(
+        target[:1], torch.arange(1), torch.arange(1), torch.ones(1, 1).bool()
+    )
     one = score([state[:1]], alone, logits, lm_head, {"cross_entropy": 1.0})
     torch.testing.assert_close(kept.total, one.total)
 
@@ -146,7 +172,11 @@ def test_the_state_before_each_token_is_that_of_its_predecessor(layout: str) -> 
     everything = [Feature("hidden", where) for where in ("text", "visual", "span")]
     sample = batch([LAYOUTS[layout]], everything)
     kinds = LAYOUTS[layout]
-    flow, text, visual = [], iter(sample.features[HIDDEN]), iter(sample.features[Feature("hidden", "visual")])
+    flow, text, visual = (
+        [],
+        iter(sample.features[HIDDEN]),
+        iter(sample.features[Feature("hidden", "visual")]),
+    )
     for kind in kinds:
         flow.append(next(visual) if kind == "v" else next(text))
     states, found = sample.before("hidden")
@@ -154,5 +184,7 @@ def test_the_state_before_each_token_is_that_of_its_predecessor(layout: str) -> 
         assert bool(found[token]) == (position > 0)
         if position:
             torch.testing.assert_close(states[token], flow[position - 1])
-    spans = sample.having({f: s for f, s in sample.features.items() if f.where != "visual"})
+    spans = sample.having(
+        {f: s for f, s in sample.features.items() if f.where != "visual"}
+    )
     torch.testing.assert_close(spans.before("hidden")[0], states[: len(sample.ids_T)])

@@ -33,7 +33,9 @@ from vlmdistill.stores.store import Store
 
 pytestmark = pytest.mark.slow
 
-ZERO = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # what it imports
+ZERO = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method:DeprecationWarning"
+)  # what it imports
 HOW: dict[str, Any] = {"held_out": 0.3, "save_every": 2}
 SETTINGS = ("steps=14", "validate_every=3", "tree=chain-3")
 
@@ -49,7 +51,10 @@ def training(run: Run) -> dict[str, Any]:
 
 
 def figures(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.state / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run.state / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def weights(run: Run) -> bytes:
@@ -65,7 +70,9 @@ def expected_tau(run: Run, chain: int) -> float:
     probe = Stage(name="probe", hops=chain)
     accepted, counted = [0] * chain, [0] * chain
     for key in held_out:
-        (samples,) = Epoch(opened, run.config.model.needs(opened.info), keys=[key], token_budget=1)
+        (samples,) = Epoch(
+            opened, run.config.model.needs(opened.info), keys=[key], token_budget=1
+        )
         with torch.no_grad():
             scores = unroll(drafter, as_batch(samples, "float32"), probe).scores
         for row in range(len(scores[0].agree_R)):
@@ -77,7 +84,9 @@ def expected_tau(run: Run, chain: int) -> float:
     return 1 + sum(one / of for one, of in zip(accepted, counted, strict=True))
 
 
-def test_the_best_weights_by_predicted_tau_are_kept(store: Path, tmp_path: Path) -> None:
+def test_the_best_weights_by_predicted_tau_are_kept(
+    store: Path, tmp_path: Path
+) -> None:
     run = plan(
         store,
         tmp_path / "out",
@@ -101,11 +110,15 @@ def test_the_best_weights_by_predicted_tau_are_kept(store: Path, tmp_path: Path)
     assert best < 14, "the test shows nothing if the last step is the best one"
     kept = load_file(run.out / "model.safetensors")
     assert kept
-    assert all(torch.equal(kept[name], states[best][f"weight/drafter.{name}"]) for name in kept)
+    assert all(
+        torch.equal(kept[name], states[best][f"weight/drafter.{name}"]) for name in kept
+    )
     assert taus[best] == pytest.approx(expected_tau(run, 3))
 
 
-def test_without_validation_the_last_weights_are_kept(store: Path, tmp_path: Path) -> None:
+def test_without_validation_the_last_weights_are_kept(
+    store: Path, tmp_path: Path
+) -> None:
     run = plan(store, tmp_path / "out", settings=("steps=14", "tree=chain-3"), **HOW)
     train(run)
     assert training(run)["saved_step"] == 14
@@ -124,7 +137,12 @@ def test_without_validation_the_last_weights_are_kept(store: Path, tmp_path: Pat
     ],
 )
 def test_a_run_that_validates_continues_bit_for_bit(
-    step: int, asked: bool, drafter: str, more: dict[str, Any], store: Path, tmp_path: Path
+    step: int,
+    asked: bool,
+    drafter: str,
+    more: dict[str, Any],
+    store: Path,
+    tmp_path: Path,
 ) -> None:
     """Killed or asked to end, also right before a validation."""
     settings = (*SETTINGS, "patience=3", "stages.*.learning_rate=0.02")
@@ -135,40 +153,64 @@ def test_a_run_that_validates_continues_bit_for_bit(
     train(whole)
     if asked:
         with pytest.raises(StoppedError):
-            train(parts, lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == step else None)
+            train(
+                parts,
+                lambda one: (
+                    os.kill(os.getpid(), signal.SIGTERM) if one.step == step else None
+                ),
+            )
     else:
         stopped(parts, step)
     train(parts)
     assert training(parts) == training(whole)
     assert weights(parts) == weights(whole)
-    lines = [[(one["step"], "train/loss" in one) for one in figures(run)] for run in (whole, parts)]
+    lines = [
+        [(one["step"], "train/loss" in one) for one in figures(run)]
+        for run in (whole, parts)
+    ]
     assert lines[0] == lines[1]
 
 
-def test_a_drafter_tells_the_steps_and_passes_of_its_stages(store: Path, tmp_path: Path) -> None:
+def test_a_drafter_tells_the_steps_and_passes_of_its_stages(
+    store: Path, tmp_path: Path
+) -> None:
     """Where the run counts steps, the epochs of its settings are only the shares of the stages."""
-    run = plan(store, tmp_path / "out", settings=("steps=14", "stages.*.visual=[0.5,0.5]"), **HOW)
+    run = plan(
+        store,
+        tmp_path / "out",
+        settings=("steps=14", "stages.*.visual=[0.5,0.5]"),
+        **HOW,
+    )
     train(run)
     record = training(run)
     lines = [one for one in figures(run) if "train/loss" in one]
     for stage in record["stages"]:
         own = [one for one in lines if one["stage"] == stage["name"]]
         assert stage["steps"] == len(own) == 7
-    whole = plan(store, tmp_path / "whole", settings=("stages.*.epochs=3", *SETTINGS[2:]), **HOW)
+    whole = plan(
+        store, tmp_path / "whole", settings=("stages.*.epochs=3", *SETTINGS[2:]), **HOW
+    )
     train(whole)
     text, multimodal = training(whole)["stages"]
     kinds = split(Store.open(whole.store), None, whole.config.training, whole.held_out)
     samples = training(whole)["samples"]
     assert text["passes"] == pytest.approx(3 * len(kinds.text) / samples, abs=0.01)
-    assert multimodal["passes"] == pytest.approx(3 * len(kinds.visual) / samples, abs=0.01)
+    assert multimodal["passes"] == pytest.approx(
+        3 * len(kinds.visual) / samples, abs=0.01
+    )
 
 
-def test_a_stage_that_learns_nothing_more_ends_early(store: Path, tmp_path: Path) -> None:
+def test_a_stage_that_learns_nothing_more_ends_early(
+    store: Path, tmp_path: Path
+) -> None:
     idle = ("steps=40", "stages.*.learning_rate=0", "validate_every=2", "patience=2")
     run = plan(store, tmp_path / "out", settings=idle, **HOW)
     train(run)
     steps = [(one["stage"], one["step"]) for one in training(run)["history"]]
-    assert steps == [*(("text", step) for step in (2, 4, 6)), *(("multimodal", step) for step in (8, 10, 12))]
+    assert steps == [
+        *(("text", step) for step in (2, 4, 6)),
+        *(("multimodal", step) for step in (8, 10, 12)),
+    ]
     assert training(run)["saved_step"] == 2
     # Stopped where a stage has just ended.
     parts = plan(store, tmp_path / "parts", settings=idle, **HOW)
@@ -177,7 +219,9 @@ def test_a_stage_that_learns_nothing_more_ends_early(store: Path, tmp_path: Path
     assert training(parts) == training(run)
 
 
-def test_a_run_continues_from_a_checkpoint_at_the_end_of_a_stage(store: Path, tmp_path: Path) -> None:
+def test_a_run_continues_from_a_checkpoint_at_the_end_of_a_stage(
+    store: Path, tmp_path: Path
+) -> None:
     """The reader of the stage that is done is not that of the next."""
     settings = ("steps=8", "stages.*.epochs=1")
     how: dict[str, Any] = {"settings": settings, "held_out": 0.3, "save_every": 4}
@@ -197,12 +241,23 @@ def test_settings_that_cannot_validate_are_refused(store: Path, tmp_path: Path) 
     with pytest.raises(DataError, match="patience=2"):
         plan(store, tmp_path / "out", settings=("patience=2",))
     with pytest.raises(TrainingError):
-        train(plan(store, tmp_path / "out", settings=("stages=[]", "validate_every=5"), **HOW))
+        train(
+            plan(
+                store,
+                tmp_path / "out",
+                settings=("stages=[]", "validate_every=5"),
+                **HOW,
+            )
+        )
 
 
 @pytest.mark.parametrize(("share", "told"), [(0.001, 1), (0.0, 0), (0.3, 0)])
 def test_samples_that_are_too_few_to_hold_one_out_are_told(
-    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, share: float, told: int
+    store: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    share: float,
+    told: int,
 ) -> None:
     train(plan(store, tmp_path / "out", settings=("steps=1",), held_out=share))
     assert sum("--held-out" in record.getMessage() for record in caplog.records) == told
@@ -227,8 +282,14 @@ def test_every_step_has_its_figures_once(store: Path, tmp_path: Path) -> None:
         assert 0 <= one["train/data_wait"] <= one["train/seconds"]
         rate = one["train/tokens_per_second"] * one["train/seconds"]
         assert rate == pytest.approx(one["train/tokens"])
-    measured = {one["step"]: one["held_out/predicted_tau"] for one in figures(run) if "train/loss" not in one}
-    assert measured == {one["step"]: one["predicted_tau"] for one in training(run)["history"]}
+    measured = {
+        one["step"]: one["held_out/predicted_tau"]
+        for one in figures(run)
+        if "train/loss" not in one
+    }
+    assert measured == {
+        one["step"]: one["predicted_tau"] for one in training(run)["history"]
+    }
 
 
 @ZERO
@@ -243,7 +304,9 @@ def test_the_gradient_is_measured_before_clipping_and_the_same_in_any_form(
         (2, "bfloat16", 1),
     ]:
         settings = ("steps=1", f"clip={clip}")
-        run = plan(store, tmp_path / str(len(norms)), settings=settings, zero=zero, dtype=dtype)
+        run = plan(
+            store, tmp_path / str(len(norms)), settings=settings, zero=zero, dtype=dtype
+        )
         train(run, lambda one: norms.append(one.gradient_norm))
     assert norms[0] > 0.5
     assert norms[1:] == pytest.approx(norms[:1] * 3, rel=0.02)
@@ -263,7 +326,11 @@ def test_tensorboard_is_written_if_asked_for_and_named_if_missing(
 
     log = EventAccumulator(str(board.state / "tensorboard"))
     log.Reload()
-    named = {name for one in figures(board) for name in one} - {"step", "stage", "total"}
+    named = {name for one in figures(board) for name in one} - {
+        "step",
+        "stage",
+        "total",
+    }
     assert set(log.Tags()["scalars"]) == named
     assert [one.step for one in log.Scalars("train/gradient_norm")] == [*range(1, 15)]
 
@@ -292,7 +359,9 @@ def test_trackers_get_the_figures_of_every_step_and_no_word_on_stdout(
     def init(**about: Any) -> SimpleNamespace:
         sys.stdout.write("welcome")
         begun.append(about)
-        return SimpleNamespace(log=lambda figures, step: sent.append({"step": step, **figures}))
+        return SimpleNamespace(
+            log=lambda figures, step: sent.append({"step": step, **figures})
+        )
 
     def finish() -> None:
         ended.append(None)
@@ -300,7 +369,10 @@ def test_trackers_get_the_figures_of_every_step_and_no_word_on_stdout(
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, finish=finish))
     run = plan(store, tmp_path / "out", settings=SETTINGS, trackers=(name,), **HOW)
     with pytest.raises(StoppedError):
-        train(run, lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == 5 else None)
+        train(
+            run,
+            lambda one: os.kill(os.getpid(), signal.SIGTERM) if one.step == 5 else None,
+        )
     train(run)
     kept = figures(run)
     told = [{key: one[key] for key in one.keys() - {"stage", "total"}} for one in kept]
@@ -309,15 +381,28 @@ def test_trackers_get_the_figures_of_every_step_and_no_word_on_stdout(
     assert second == {**first, "resume": "allow"}
     assert "resume" not in first
     assert len(ended) == 2
-    train(plan(store, tmp_path / "out2", settings=(*SETTINGS, "steps=1"), trackers=(name,), **HOW))
+    train(
+        plan(
+            store,
+            tmp_path / "out2",
+            settings=(*SETTINGS, "steps=1"),
+            trackers=(name,),
+            **HOW,
+        )
+    )
     assert begun[2]["name"] != first["name"]
     assert all("synthetic" in one["name"] for one in begun)
-    assert [one["id"] == one["name"] for one in begun if "id" in one] == [True] * (3 * (name == "wandb"))
+    assert [one["id"] == one["name"] for one in begun if "id" in one] == [True] * (
+        3 * (name == "wandb")
+    )
     assert capsys.readouterr().out == ""
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     sent: list[int] = []
 
@@ -325,7 +410,9 @@ def test_a_tracker_that_fails_does_not_end_the_run(
         sent.append(step)
         raise RuntimeError("no network")
 
-    module = SimpleNamespace(init=lambda **about: SimpleNamespace(log=fail), finish=lambda: None)
+    module = SimpleNamespace(
+        init=lambda **about: SimpleNamespace(log=fail), finish=lambda: None
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
     run = plan(store, tmp_path / "out", settings=SETTINGS, trackers=("wandb",), **HOW)
     train(run)
@@ -334,10 +421,19 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     assert "no network" in caplog.text
 
 
-def test_a_checkpoint_has_room_for_the_measurements_of_a_long_run(tmp_path: Path) -> None:
-    measured = HeldOut(stage="multimodal", step=123_456, held_out_agreement=[1 / 3] * 5, predicted_tau=10 / 3)
+def test_a_checkpoint_has_room_for_the_measurements_of_a_long_run(
+    tmp_path: Path,
+) -> None:
+    measured = HeldOut(
+        stage="multimodal",
+        step=123_456,
+        held_out_agreement=[1 / 3] * 5,
+        predicted_tau=10 / 3,
+    )
     position = saved.Position(history=[measured] * 20_000)
-    now = saved.Saved(signature="", settings={}, ranks=1, dtype="float32", position=position)
+    now = saved.Saved(
+        signature="", settings={}, ranks=1, dtype="float32", position=position
+    )
     saved.write(tmp_path, now, {})
     read = saved.read(tmp_path)
     assert read is not None

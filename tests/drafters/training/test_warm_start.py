@@ -25,7 +25,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def eagle(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(plan(store, tmp_path_factory.mktemp("eagle") / "eagle", drafter="eagle2"))
+    return train(
+        plan(store, tmp_path_factory.mktemp("eagle") / "eagle", drafter="eagle2")
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -41,7 +43,9 @@ def recorded(folder: Path) -> dict[str, Any]:
 def test_weights_that_fit_are_taken_and_the_record_says_which(
     drafter: str, store: Path, eagle: Path, tmp_path: Path
 ) -> None:
-    out = train(plan(store, tmp_path / "warm", drafter=drafter, settings=STILL, init=eagle))
+    out = train(
+        plan(store, tmp_path / "warm", drafter=drafter, settings=STILL, init=eagle)
+    )
     cold = train(plan(store, tmp_path / "cold", drafter=drafter, settings=STILL))
     before, record = weights(eagle), recorded(out)
     assert sorted(record["taken"]) == sorted(before)
@@ -51,11 +55,15 @@ def test_weights_that_fit_are_taken_and_the_record_says_which(
     assert sorted(record["fresh"]) == sorted({*weights(out)} - {*before})
 
 
-def test_a_drafter_names_the_samples_of_those_before_it(store: Path, tmp_path: Path) -> None:
+def test_a_drafter_names_the_samples_of_those_before_it(
+    store: Path, tmp_path: Path
+) -> None:
     """The audit of what it has seen, and the next round of `adapt`, go by these."""
     other = Path(synthetic.store(tmp_path / "other", 30, first=24).path)
     first = train(plan(other, tmp_path / "first", drafter="eagle2", settings=STILL))
-    later = train(plan(store, tmp_path / "later", drafter="eagle2", settings=STILL, init=first))
+    later = train(
+        plan(store, tmp_path / "later", drafter="eagle2", settings=STILL, init=first)
+    )
     assert trained_on(first) == frozenset(f"sample{number}" for number in range(24, 30))
     assert trained_on(later) == frozenset(f"sample{number}" for number in range(30))
 
@@ -64,8 +72,15 @@ def test_what_does_not_fit_is_named_and_if_nothing_fits_the_run_is_refused(
     store: Path, eagle: Path, tmp_path: Path
 ) -> None:
     settings = (*STILL, "kv_heads=target")
-    record = recorded(train(plan(store, tmp_path / "few", drafter="msd", settings=settings, init=eagle)))
-    assert record["fresh"]["block.layer.qkv_proj.weight"] == "[32, 16] here, [48, 16] there"
+    record = recorded(
+        train(
+            plan(store, tmp_path / "few", drafter="msd", settings=settings, init=eagle)
+        )
+    )
+    assert (
+        record["fresh"]["block.layer.qkv_proj.weight"]
+        == "[32, 16] here, [48, 16] there"
+    )
     assert record["settings"]["kv_heads"] == "all"
     assert "block.fc.weight" in record["taken"]
     with pytest.raises(TrainingError, match=r"no weight of .* fits medusa"):
@@ -76,16 +91,36 @@ def test_what_does_not_fit_is_named_and_if_nothing_fits_the_run_is_refused(
 
 def test_a_draft_vocabulary_comes_with_its_head(store: Path, tmp_path: Path) -> None:
     small = ("draft_vocab=9",)
-    first = train(plan(store, tmp_path / "first", drafter="eagle3", settings=(*STILL, *small)))
+    first = train(
+        plan(store, tmp_path / "first", drafter="eagle3", settings=(*STILL, *small))
+    )
     drafter = weights(first)
-    drafter["d2t"] = torch.arange(9) + 2  # another choice than the samples of the store would give
+    drafter["d2t"] = (
+        torch.arange(9) + 2
+    )  # another choice than the samples of the store would give
     checkpoint.put(first, describe(first), drafter)
-    out = train(plan(store, tmp_path / "out", drafter="eagle3", settings=(*STILL, *small), init=first))
+    out = train(
+        plan(
+            store,
+            tmp_path / "out",
+            drafter="eagle3",
+            settings=(*STILL, *small),
+            init=first,
+        )
+    )
     assert torch.equal(weights(out)["d2t"], drafter["d2t"])
     drafter["d2t"] += 10**6
     checkpoint.put(first, describe(first), drafter)
     with pytest.raises(TrainingError, match="d2t"):
-        train(plan(store, tmp_path / "other", drafter="eagle3", settings=(*STILL, *small), init=first))
+        train(
+            plan(
+                store,
+                tmp_path / "other",
+                drafter="eagle3",
+                settings=(*STILL, *small),
+                init=first,
+            )
+        )
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit_and_not_from_other_weights(

@@ -18,7 +18,12 @@ from examples.demo_target.build import CLIPS, RECIPES, STATE, Recipe, build
 from examples.demo_target.lessons import Sample, visuals
 from examples.demo_target.model import IMAGE_TOKENS, config, new_model, positions
 from examples.demo_target.scoring import FACTS
-from examples.demo_target.text import SPECIALS, VOCABULARY, conversation, train_tokenizer
+from examples.demo_target.text import (
+    SPECIALS,
+    VOCABULARY,
+    conversation,
+    train_tokenizer,
+)
 from examples.demo_target.training import Course, Progress, train
 from examples.demo_target.wiring import wired
 from tests.thorough import THOROUGH
@@ -31,7 +36,9 @@ from vlmdistill.stores.errors import TargetError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not THOROUGH, reason="a build of the demo target: make test-nightly"),
+    pytest.mark.skipif(
+        not THOROUGH, reason="a build of the demo target: make test-nightly"
+    ),
 ]
 
 TINY = replace(CLIPS, vision_steps=2, steps=3, tokens=400, polish_steps=1)
@@ -65,10 +72,16 @@ def _build(out: Path, recipe: Recipe = TINY, **options: Any) -> dict[str, Any]:
 
 def _bytes(folder: Path) -> dict[str, bytes]:
     """All files except the model card, which contains the build time."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.name != "README.md"
+    }
 
 
-def test_the_card_of_a_target_without_videos_does_not_mention_them(tmp_path: Path) -> None:
+def test_the_card_of_a_target_without_videos_does_not_mention_them(
+    tmp_path: Path,
+) -> None:
     scores = _build(tmp_path, replace(TINY, clips=0.0))
     assert "clips" not in scores
     assert "a video of" not in (tmp_path / "README.md").read_text()
@@ -105,14 +118,20 @@ def _encoded_as_in_training(folder: Path, count: int) -> None:
     target, clip = load(str(folder)), random_clip(random.Random(0))
     shown_FHWC = np.stack([np.asarray(image) for image in frames(clip, 2 * count)])
     video = {"type": "video", "video": shown_FHWC, "fps": 2 * count / SECONDS}
-    prompt = target.encode([{"role": "user", "content": [video, {"type": "text", "text": "What is it?"}]}])
+    prompt = target.encode(
+        [{"role": "user", "content": [video, {"type": "text", "text": "What is it?"}]}]
+    )
     text = conversation([("What is it?", "")], video_tokens=IMAGE_TOKENS * count)
     assert text.startswith(target.tokenizer.decode(prompt.ids_L))
     seen = visuals([Sample(text, clip, count)])
     assert seen is not None
     ids = (target.model.config.image_token_id, target.model.config.video_token_id)
-    assert torch.equal(positions(prompt.ids_L[None], ids, seen.seconds_B)[:, 0], prompt.rope_AL)
-    assert prompt.next_rope == int(prompt.rope_AL[0, -1]) + 1  # a clip's time ends before the question does
+    assert torch.equal(
+        positions(prompt.ids_L[None], ids, seen.seconds_B)[:, 0], prompt.rope_AL
+    )
+    assert (
+        prompt.next_rope == int(prompt.rope_AL[0, -1]) + 1
+    )  # a clip's time ends before the question does
     assert prompt.inputs["video_grid_thw"].tolist() == [[count, 6, 6]]
     pixels = seen.patches_IPC[seen.which_S].flatten(0, 1)
     torch.testing.assert_close(prompt.inputs["pixel_values_videos"], pixels)
@@ -126,10 +145,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def _new(tokenizer: PreTrainedTokenizerFast) -> Model:
     torch.manual_seed(0)
     tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
-    return new_model(config(tokens, vocabulary=VOCABULARY, layers=2, hidden=128), tokenizer)
+    return new_model(
+        config(tokens, vocabulary=VOCABULARY, layers=2, hidden=128), tokenizer
+    )
 
 
-def _train(folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: Progress) -> Model:
+def _train(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, progress: Progress
+) -> Model:
     model = _new(tokenizer)
     folder.mkdir(exist_ok=True)
     train(Course(model, tokenizer, recipe, 0, progress, folder / STATE, save_every=1))
@@ -160,7 +183,10 @@ def test_an_interrupted_build_resumes_to_the_same_weights(
     assert seen[0][0] == stage
     assert 1 < seen[0][1] <= 23
     whole = _train(tmp_path / "whole", tokenizer, recipe, note).state_dict()
-    assert all(torch.equal(weight, whole[name]) for name, weight in resumed.state_dict().items())
+    assert all(
+        torch.equal(weight, whole[name])
+        for name, weight in resumed.state_dict().items()
+    )
 
 
 def test_a_build_interrupted_during_scoring_keeps_its_weights(
@@ -181,7 +207,9 @@ def test_a_build_interrupted_during_scoring_keeps_its_weights(
     assert STATE not in _bytes(tmp_path)
 
 
-def test_wired_weights_stay_and_all_others_train(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_wired_weights_stay_and_all_others_train(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     fresh, taught = (_new(tokenizer) for _ in range(2))
     train(Course(taught, tokenizer, TINY, 0, lambda *_: None, tmp_path / STATE))
     pairs = zip(wired(fresh, tokenizer), wired(taught, tokenizer), strict=True)
@@ -195,7 +223,9 @@ def test_an_unfinished_build_of_another_recipe_is_refused(
 ) -> None:
     with pytest.raises(_StopError):
         _train(tmp_path, tokenizer, replace(TINY, steps=30), _stop_at("language", 29))
-    with pytest.raises(TargetError, match="unfinished build with another seed or recipe"):
+    with pytest.raises(
+        TargetError, match="unfinished build with another seed or recipe"
+    ):
         _train(tmp_path, tokenizer, TINY, _stop_at("language", 1))
 
 
@@ -209,7 +239,9 @@ def test_too_few_layers_are_refused(tmp_path: Path) -> None:
         build(tmp_path, layers=1)
 
 
-def test_a_finished_checkpoint_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_checkpoint_is_not_overwritten(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for name, folder in EMBEDDED.items():
         before = (folder / "model.safetensors").stat()
         assert main([name, "--out", str(folder)]) == 1
@@ -240,7 +272,9 @@ def test_the_script_starts_the_whole_recipe_and_can_be_interrupted(
 
     monkeypatch.setattr(console, "progress", stopping)
     monkeypatch.setattr(
-        building, "train_tokenizer", lambda seed, texts: train_tokenizer(seed, texts=texts // 20)
+        building,
+        "train_tokenizer",
+        lambda seed, texts: train_tokenizer(seed, texts=texts // 20),
     )
     assert main(["demo-video", "--out", str(tmp_path)]) == 130
     steps = RECIPES["demo-video"].vision_steps

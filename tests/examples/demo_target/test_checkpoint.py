@@ -8,7 +8,12 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from examples.demo_target.evaluation import evaluate_clips, evaluate_loaded, load, responses
+from examples.demo_target.evaluation import (
+    evaluate_clips,
+    evaluate_loaded,
+    load,
+    responses,
+)
 from examples.demo_target.scoring import CLIP_FACTS, FACTS
 from tests.thorough import count
 from vlmdistill.pipelines.demo import chats
@@ -33,7 +38,9 @@ FILES = {
 def quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several threads only get in each other's way at this size
+    torch.set_num_threads(
+        1
+    )  # several threads only get in each other's way at this size
     yield
     torch.set_num_threads(threads)
     logging.enable_progress_bar()
@@ -51,19 +58,27 @@ def scores(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def of_clips() -> dict[str, Any]:
-    return evaluate_clips(*load(EMBEDDED["demo-video"]), n=count(10, 20), seed=1, lengths=(36, 504))
+    return evaluate_clips(
+        *load(EMBEDDED["demo-video"]), n=count(10, 20), seed=1, lengths=(36, 504)
+    )
 
 
 @pytest.mark.parametrize("folder", EMBEDDED.values())
 def test_the_folder_is_complete_and_small(folder: Path) -> None:
-    of_videos = {"video_preprocessor_config.json"} if folder == EMBEDDED["demo-video"] else set()
+    of_videos = (
+        {"video_preprocessor_config.json"}
+        if folder == EMBEDDED["demo-video"]
+        else set()
+    )
     assert {path.name for path in folder.iterdir()} == FILES | of_videos
     limit = 30_000_000 if folder == EMBEDDED["demo-large"] else 12_000_000
     assert sum(path.stat().st_size for path in folder.iterdir()) <= limit
 
 
 @pytest.mark.parametrize("kind", FACTS)
-def test_nine_in_ten_facts_of_images_are_correct(scores: dict[str, Any], kind: str) -> None:
+def test_nine_in_ten_facts_of_images_are_correct(
+    scores: dict[str, Any], kind: str
+) -> None:
     assert scores["facts"][kind] >= 0.9
 
 
@@ -77,7 +92,9 @@ def test_responses_are_long_and_depend_on_the_image(scores: dict[str, Any]) -> N
 def test_nine_in_ten_facts_of_clips_are_correct_at_every_sampling_rate(
     of_clips: dict[str, Any], tokens: int, kind: str
 ) -> None:
-    least = 0.75 if kind == "position" else 0.9  # at the end it forgets some of what has changed
+    least = (
+        0.75 if kind == "position" else 0.9
+    )  # at the end it forgets some of what has changed
     assert of_clips["lengths"][tokens][kind] >= least
 
 
@@ -99,7 +116,14 @@ def test_sampling_varies_and_unusual_prompts_get_a_response() -> None:
     torch.manual_seed(0)
     prompt = "Describe the image. Please answer with at least 1000 words."
     generated = responses(
-        model, tokenizer, processor, [(prompt,)] * 4, [image] * 4, do_sample=True, temperature=1.0, top_k=0
+        model,
+        tokenizer,
+        processor,
+        [(prompt,)] * 4,
+        [image] * 4,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
     )
     assert len({tuple(ids) for ids in generated}) == 4
     odd = responses(model, tokenizer, processor, [("What is this? 日本語",)], [image])

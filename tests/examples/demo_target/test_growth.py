@@ -28,7 +28,11 @@ def test_a_grown_target_has_the_same_logits_for_text_and_images() -> None:
     large = grow(small).eval()
     torch.manual_seed(0)
     visual = [small.config.image_token_id] * (GRID // MERGE) ** 2
-    ids = [tokenizer.convert_tokens_to_ids("<|vision_start|>"), *visual, *tokenizer.encode(" red circle")]
+    ids = [
+        tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        *visual,
+        *tokenizer.encode(" red circle"),
+    ]
     shown = {
         "input_ids": torch.tensor([ids]),
         "mm_token_type_ids": torch.tensor([[int(one == visual[0]) for one in ids]]),
@@ -48,9 +52,13 @@ def test_every_layer_of_a_grown_target_learns() -> None:
         optimiser.zero_grad()
         large(input_ids=ids_BT, labels=ids_BT).loss.backward()
         optimiser.step()
-    weights = [layer.mlp.gate_proj.weight.grad for layer in large.model.language_model.layers]
+    weights = [
+        layer.mlp.gate_proj.weight.grad for layer in large.model.language_model.layers
+    ]
     assert all(one is not None and one.abs().max() > 0 for one in weights)
-    first_DD, second_DD = large.model.language_model.layers[0].self_attn.o_proj.weight.chunk(2)
+    first_DD, second_DD = large.model.language_model.layers[
+        0
+    ].self_attn.o_proj.weight.chunk(2)
     assert not torch.allclose(first_DD, second_DD)
 
 
@@ -65,4 +73,6 @@ def test_a_grown_build_is_a_complete_checkpoint_in_bfloat16(tmp_path: Path) -> N
     model, _, _ = load(tmp_path / "large")
     assert model.config.text_config.num_hidden_layers == 20
     stored = (tmp_path / "large" / "model.safetensors").stat().st_size
-    assert stored == pytest.approx(2 * sum(one.numel() for one in model.parameters()), rel=0.02)
+    assert stored == pytest.approx(
+        2 * sum(one.numel() for one in model.parameters()), rel=0.02
+    )

@@ -3,7 +3,14 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.demo_target.scoring import CLIP_FACTS, FACTS, claims, happenings, score, score_clip
+from examples.demo_target.scoring import (
+    CLIP_FACTS,
+    FACTS,
+    claims,
+    happenings,
+    score,
+    score_clip,
+)
 from tests.pipelines.demo.test_clips import CLIP
 from vlmdistill.pipelines.demo import chats, narration, wording
 from vlmdistill.pipelines.demo.clips import random_clip
@@ -28,7 +35,10 @@ def test_a_reference_response_about_a_scene_scores_full(seed: int, task: str) ->
     _, response = wording.ask(scene, task, rng)
     result = score(response, scene, task)
     assert tuple(result) == FACTS
-    assert all(right == total > 0 for right, total in result.values()), (response, result)
+    assert all(right == total > 0 for right, total in result.values()), (
+        response,
+        result,
+    )
 
 
 @settings(deadline=None)
@@ -51,13 +61,17 @@ def test_a_response_about_another_scene_scores_lower(seed: int, task: str) -> No
 
 
 def test_each_kind_of_mistake_about_a_scene_lowers_its_own_kind() -> None:
-    scene = Scene("navy", (Item(0, "large", "red", "circle"), Item(8, "small", "blue", "star")))
+    scene = Scene(
+        "navy", (Item(0, "large", "red", "circle"), Item(8, "small", "blue", "star"))
+    )
     text = "On a navy ground I see two shapes. In the northwest is a {}. The {} holds a little blue star."
     good = text.format("big red circle", "southeast")
 
     def wrong(response: str) -> dict[str, int]:
         return {
-            kind: total - right for kind, (right, total) in score(response, scene).items() if right < total
+            kind: total - right
+            for kind, (right, total) in score(response, scene).items()
+            if right < total
         }
 
     assert wrong(good) == {}
@@ -86,7 +100,10 @@ def test_a_reference_response_about_a_clip_scores_full(seed: int, task: str) -> 
     result = score_clip(response, clip, task)
     assert tuple(result) == CLIP_FACTS
     assert all(right == total for right, total in result.values()), (response, result)
-    assert result["background"] == (1, 1)  # at the least: a clip may end on an empty board
+    assert result["background"] == (
+        1,
+        1,
+    )  # at the least: a clip may end on an empty board
 
 
 @settings(deadline=None)
@@ -101,14 +118,24 @@ def test_a_response_about_another_clip_scores_lower(seed: int, task: str) -> Non
 def test_each_kind_of_mistake_about_a_clip_lowers_its_own_kind() -> None:
     def wrong(text: str, task: str = "watch") -> dict[str, int]:
         result = score_clip(text, CLIP, task)
-        return {kind: total - right for kind, (right, total) in result.items() if right < total}
+        return {
+            kind: total - right
+            for kind, (right, total) in result.items()
+            if right < total
+        }
 
     assert wrong(TEXT) == {}
     assert wrong(TEXT.replace("six vanishes", "six appears")) == {"event": 1}
-    assert wrong(TEXT.replace("nothing happens", "appears")) == {"event": 1, "path": 1, "item": 1}
+    assert wrong(TEXT.replace("nothing happens", "appears")) == {
+        "event": 1,
+        "path": 1,
+        "item": 1,
+    }
     assert wrong(TEXT.replace("appears north a", "appears south a")) == {"path": 1}
     assert wrong(TEXT.replace("north a small", "north a big")) == {"item": 1}
-    assert wrong(TEXT.replace("northwest floats a big", "northwest floats a small")) == {"size": 1}
+    assert wrong(
+        TEXT.replace("northwest floats a big", "northwest floats a small")
+    ) == {"size": 1}
     assert wrong(TEXT.replace("navy", "black")) == {"background": 1}
     late = dict.fromkeys(("event", "path", "item"), 1)
     assert wrong(TEXT[: TEXT.index("At second six")]) == late

@@ -17,7 +17,9 @@ Save = Callable[..., Path]
 
 def held_out(model: str, folder: Path, contents: Sequence[Any]) -> Workspace:
     """A workspace of prompts to evaluate on, each a turn of such content."""
-    rows = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    rows = [
+        {"messages": [{"role": "user", "content": content}]} for content in contents
+    ]
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     where = ("--split", "eval", "--model", model, "--runs", str(folder / "runs"))
     assert main(["prompts", str(folder / "asked.jsonl"), *where]) == 0
@@ -33,7 +35,13 @@ def workspace(tmp_path: Path) -> Workspace:
 def save(workspace: Workspace) -> Save:
     """Writes an evaluation into the workspace."""
 
-    def made(name: str = "sparrow", /, *temperatures: Measurement, stem: str = "", **changes: Any) -> Path:
+    def made(
+        name: str = "sparrow",
+        /,
+        *temperatures: Measurement,
+        stem: str = "",
+        **changes: Any,
+    ) -> Path:
         file = workspace.reports / f"{stem or name}.json"
         write(evaluation(name, *temperatures, **changes), file)
         return file

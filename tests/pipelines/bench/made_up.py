@@ -34,17 +34,31 @@ RESPONSE = (
     Piece(" & large", True),
     Piece(".", False),
 )
-TIMED = tuple(dataclasses.replace(piece, seconds=0.1 + at // 2 / 5) for at, piece in enumerate(RESPONSE))
-PLAIN = tuple(Piece(piece.text, False, 0.1 + at / 5) for at, piece in enumerate(RESPONSE))
+TIMED = tuple(
+    dataclasses.replace(piece, seconds=0.1 + at // 2 / 5)
+    for at, piece in enumerate(RESPONSE)
+)
+PLAIN = tuple(
+    Piece(piece.text, False, 0.1 + at / 5) for at, piece in enumerate(RESPONSE)
+)
 
 
 def shown(key: str = "k0", **changes: Any) -> ShownResponse:
-    fields = ShownResponse(key=key, prompt=f"What is {key}?", files=(), pieces=RESPONSE, tau=3.1)
+    fields = ShownResponse(
+        key=key, prompt=f"What is {key}?", files=(), pieces=RESPONSE, tau=3.1
+    )
     return dataclasses.replace(fields, **changes)
 
 
 def plain(**changes: Any) -> Decoding:
-    fields = Decoding(tokens=105, calls=104, accepted=0, seconds=1.5, prefill_seconds=0.1, decode_seconds=1.4)
+    fields = Decoding(
+        tokens=105,
+        calls=104,
+        accepted=0,
+        seconds=1.5,
+        prefill_seconds=0.1,
+        decode_seconds=1.4,
+    )
     return dataclasses.replace(fields, **changes)
 
 
@@ -65,8 +79,17 @@ def drafted(**changes: Any) -> Decoding:
 
 def phases(decode_seconds: float = 0.9) -> Phases:
     """Half of the decoding verifies, and a tenth is between the phases."""
-    draft, verify, accept = (max(0.0, share * decode_seconds) for share in (0.3, 0.5, 0.1))
-    return Phases(vision=0.02, prefill=0.07, draft_prefill=0.01, draft=draft, verify=verify, accept=accept)
+    draft, verify, accept = (
+        max(0.0, share * decode_seconds) for share in (0.3, 0.5, 0.1)
+    )
+    return Phases(
+        vision=0.02,
+        prefill=0.07,
+        draft_prefill=0.01,
+        draft=draft,
+        verify=verify,
+        accept=accept,
+    )
 
 
 def measured(
@@ -105,9 +128,14 @@ def measured(
     return Measurement(temperature=temperature, prompts=tuple(prompts), shown=shown)
 
 
-def evaluation(name: str = "sparrow", /, *temperatures: Measurement, **changes: Any) -> Evaluation:
+def evaluation(
+    name: str = "sparrow", /, *temperatures: Measurement, **changes: Any
+) -> Evaluation:
     history = [
-        Agreement(stage="text", step=100 * (1 + n), held_out_agreement=(0.5 + n / 10, 0.4)) for n in range(3)
+        Agreement(
+            stage="text", step=100 * (1 + n), held_out_agreement=(0.5 + n / 10, 0.4)
+        )
+        for n in range(3)
     ]
     stages = (TrainedStage(name="text", epochs=2.5, hops=1),)
     fields: dict[str, Any] = {
@@ -139,4 +167,8 @@ def evaluation(name: str = "sparrow", /, *temperatures: Measurement, **changes: 
 
 def newest(reports: Path, name: str) -> Evaluation:
     """The latest evaluation of a name."""
-    return next(one.evaluation for one in selection.read(reports).own if one.evaluation.name == name)
+    return next(
+        one.evaluation
+        for one in selection.read(reports).own
+        if one.evaluation.name == name
+    )

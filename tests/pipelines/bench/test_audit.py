@@ -38,7 +38,12 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 FEW = ("--max-new-tokens", "16", "--limit", "2")
 """Counts that are wrong for every prompt are wrong for two."""
 STEP_OPERATIONS = 600  # on tensors, in a step of plain decoding of the demo target
-ASKED = ("What is a circle?", "Tell me about yellow.", "What is a square?", "Name the colours.")
+ASKED = (
+    "What is a circle?",
+    "Tell me about yellow.",
+    "What is a square?",
+    "Name the colours.",
+)
 
 
 @pytest.fixture
@@ -59,8 +64,17 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Evaluated:
     """What the command said and wrote."""
 
-    def __init__(self, workspace: Workspace, capsys: pytest.CaptureFixture[str], *options: str) -> None:
-        where = ("--runs", str(workspace.root.parent), "--threads", "1", "--max-new-tokens", "48")
+    def __init__(
+        self, workspace: Workspace, capsys: pytest.CaptureFixture[str], *options: str
+    ) -> None:
+        where = (
+            "--runs",
+            str(workspace.root.parent),
+            "--threads",
+            "1",
+            "--max-new-tokens",
+            "48",
+        )
         capsys.readouterr()
         name = "lookahead" if "sparrow" not in options else "sparrow"
         rest = [one for one in options if one != "sparrow"]
@@ -89,7 +103,10 @@ def test_an_honest_evaluation_has_no_failure(run: Run) -> None:
     for one in greedy.prompts:
         assert one.stock is not None
         assert one.stock.tokens == one.plain.tokens == one.drafted.tokens
-        assert (one.plain.passes, one.drafted.passes) == (one.plain.calls, one.drafted.calls)
+        assert (one.plain.passes, one.drafted.passes) == (
+            one.plain.calls,
+            one.drafted.calls,
+        )
     assert set(audit.surprises(sampled)) == {"the drafter", "plain decoding"}
     assert "times as fast as model.generate" in str(found.group.facts)
     assert set(found.record.asked) == set(found.record.keys)
@@ -103,22 +120,32 @@ def exposed(found: Evaluated, text: str) -> None:
     assert not found.group.rankings[0].ranked
 
 
-def test_wrong_tokens_at_a_temperature_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tokens_at_a_temperature_are_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wrong(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
         for number, cycle in enumerate(speculate(*args, **kwargs)):
             ids = [*cycle.ids[:-1], 7] if number % 8 == 4 else cycle.ids
             yield dataclasses.replace(cycle, ids=ids)
 
     monkeypatch.setattr(decoders, "speculate", wrong)
-    exposed(run("--temperature", "1"), "the responses of the drafter at temperature 1 are not samples")
+    exposed(
+        run("--temperature", "1"),
+        "the responses of the drafter at temperature 1 are not samples",
+    )
 
 
-def test_sampling_that_is_greedy_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_that_is_greedy_is_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def greedy(*args: Any, temperature: float, **kwargs: Any) -> Iterator[Cycle]:
         yield from speculate(*args, temperature=temperature and 0.05, **kwargs)
 
     monkeypatch.setattr(decoders, "speculate", greedy)
-    exposed(run("--temperature", "3"), "the responses of the drafter at temperature 3 are not samples")
+    exposed(
+        run("--temperature", "3"),
+        "the responses of the drafter at temperature 3 are not samples",
+    )
 
 
 @pytest.mark.parametrize("past_the_interface", [False, True])
@@ -132,7 +159,9 @@ def test_a_drafter_that_asks_the_target_is_exposed(
         def asking(shape: Tree) -> DraftTree:
             tree = grow(shape)
             asked = target._decoder if past_the_interface else target
-            asked.extend(tree.ids_N[:1], torch.ones_like(tree.ids_N[:1]), None, ("hidden",))
+            asked.extend(
+                tree.ids_N[:1], torch.ones_like(tree.ids_N[:1]), None, ("hidden",)
+            )
             return tree
 
         window.grow = asking  # type: ignore[method-assign]
@@ -167,19 +196,26 @@ def test_a_drafter_that_has_seen_the_response_is_exposed(
             self.last_1 = ids_K[-1:]
 
         def grow(self, shape: Tree) -> DraftTree:
-            ids = torch.tensor([int(self.last_1), *self.known[self.done : self.done + 4]])
+            ids = torch.tensor(
+                [int(self.last_1), *self.known[self.done : self.done + 4]]
+            )
             if spoilt and self.done % spoilt == 1:
                 ids[1:] = 7
             count = torch.arange(len(ids))
             return DraftTree(
-                ids, (count - 1).clamp(min=0), count[:, None] >= count, torch.ones(len(ids), dtype=torch.bool)
+                ids,
+                (count - 1).clamp(min=0),
+                count[:, None] >= count,
+                torch.ones(len(ids), dtype=torch.bool),
             )
 
     monkeypatch.setattr(decoders, "plain", overheard)
     monkeypatch.setattr(
         Lookahead,
         "draft",
-        lambda self, prompt, target: Knowing(answers.get(tuple(target._prompt.ids_L.tolist()), [])),
+        lambda self, prompt, target: Knowing(
+            answers.get(tuple(target._prompt.ids_L.tolist()), [])
+        ),
     )
     monkeypatch.setattr(again, "PROMPTS", 2)
     found = run(*FEW)
@@ -229,12 +265,16 @@ def test_a_slow_baseline_is_in_doubt(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert not found.group.rankings[0].ranked
 
 
-def test_a_pass_that_plain_decoding_wastes_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_plain_decoding_wastes_is_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decoders, "plain", wasted_pass)
     exposed(run(*FEW), "the target counts other forward passes than plain decoding")
 
 
-def test_a_slow_path_in_the_target_is_in_doubt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_path_in_the_target_is_in_doubt(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an evaluation without it."""
     assert by_ticks(run).group.rankings[0].ranked
     extend = VisionLanguageTarget.extend
@@ -251,7 +291,9 @@ def test_a_slow_path_in_the_target_is_in_doubt(run: Run, monkeypatch: pytest.Mon
     assert not found.group.rankings[0].ranked
 
 
-def test_a_branch_that_is_never_accepted_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_branch_that_is_never_accepted_is_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The response is the target's own, and the best chain is accepted: trees look useless."""
 
     def chain_alone(tree: DraftTree, *args: Any) -> Acceptance:
@@ -269,42 +311,62 @@ def test_a_branch_that_is_never_accepted_is_exposed(run: Run, monkeypatch: pytes
     assert figures(found.record.temperatures[0]).missed
 
 
-def test_a_response_that_goes_on_after_its_end_is_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_that_goes_on_after_its_end_is_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def deaf(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
         for cycle in speculate(*args, **kwargs):
             yield cycle
         yield dataclasses.replace(cycle, ids=[7], accepted=0, chain=(0, 0), tree=None)
 
     monkeypatch.setattr(decoders, "speculate", deaf)
-    exposed(run("--temperature", "1", *FEW), "the responses of the drafter go on after an EOS")
+    exposed(
+        run("--temperature", "1", *FEW),
+        "the responses of the drafter go on after an EOS",
+    )
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Decoding], Decoding]) -> None:
+def counted(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Decoding], Decoding]
+) -> None:
     """Change the counts of drafters alone."""
     honest = side_by_side._counted
 
     def wrong(decoded: Timed, **options: Any) -> Decoding:
         found = honest(decoded, **options)
-        return change(found) if any(cycle.chain[1] for cycle in decoded.cycles) else found
+        return (
+            change(found) if any(cycle.chain[1] for cycle in decoded.cycles) else found
+        )
 
     monkeypatch.setattr(side_by_side, "_counted", wrong)
 
 
-def test_tokens_that_are_counted_twice_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_are_counted_twice_are_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted(monkeypatch, lambda one: dataclasses.replace(one, tokens=2 * one.tokens))
     exposed(run(*FEW), "identical responses have different numbers of tokens")
 
 
-def test_calls_that_are_not_counted_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_not_counted_are_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted(monkeypatch, lambda one: dataclasses.replace(one, calls=one.calls // 2))
     found = run(*FEW)
     exposed(found, "the target counts other forward passes than the drafter")
-    exposed(found, "the tokens of the drafter are not the accepted ones and one for each call")
+    exposed(
+        found,
+        "the tokens of the drafter are not the accepted ones and one for each call",
+    )
 
 
-def test_prompts_that_are_left_out_are_exposed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_are_left_out_are_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = evaluating.held_out
-    monkeypatch.setattr(evaluating, "held_out", lambda *arguments: honest(*arguments)[1:])
+    monkeypatch.setattr(
+        evaluating, "held_out", lambda *arguments: honest(*arguments)[1:]
+    )
     exposed(run(*FEW), "1 of 2 prompts were not measured")
 
 
@@ -312,17 +374,31 @@ def test_prompts_that_are_left_out_are_exposed(run: Run, monkeypatch: pytest.Mon
 def test_a_drafter_that_was_trained_on_the_prompts_is_named(
     workspace: Workspace, run: Run, tmp_path: Path, kind: str
 ) -> None:
-    asked = sorted(prompt_table.load(workspace.prompts, "demo", "eval"), key=lambda one: one.key)
+    asked = sorted(
+        prompt_table.load(workspace.prompts, "demo", "eval"), key=lambda one: one.key
+    )
     seen = asked[0].key
     if kind == "texts":  # the same text in a row of another dataset
         said = [
-            part["text"] for one in asked[0].messages for part in one["content"] if part["type"] == "text"
+            part["text"]
+            for one in asked[0].messages
+            for part in one["content"]
+            if part["type"] == "text"
         ]
         row = {"messages": [{"role": "user", "content": said[-1].upper()}]}
         (tmp_path / "train.jsonl").write_text(json.dumps(row))
-        where = ("--split", "train", "--model", "demo", "--runs", str(workspace.root.parent))
+        where = (
+            "--split",
+            "train",
+            "--model",
+            "demo",
+            "--runs",
+            str(workspace.root.parent),
+        )
         assert main(["prompts", str(tmp_path / "train.jsonl"), *where]) == 0
-        (seen,) = [one.key for one in prompt_table.load(workspace.prompts, "demo", "train")]
+        (seen,) = [
+            one.key for one in prompt_table.load(workspace.prompts, "demo", "train")
+        ]
     folder = workspace.drafter("sparrow")
     synthetic.save("sparrow", folder, target=load("demo"), keys=[seen, "another"])
     found = run("sparrow", *FEW)
@@ -339,19 +415,37 @@ def test_a_drafter_that_was_trained_on_the_prompts_is_named(
     [
         ({"tokens": 200, "accepted": 167}, "more tokens than its tree is deep"),
         ({"accepted": 60}, "not the accepted ones and one for each call"),
-        ({"chain_tried": (40,), "chain_accepted": (18,)}, "more chains were verified than there were calls"),
-        ({"chain_tried": (32,) * 4, "chain_accepted": (30,) * 4}, "acceptance by position does not agree"),
         (
-            {"parts": (ResponsePart(context=0, thinking=False, calls=9, tokens=9, accepted=0),)},
+            {"chain_tried": (40,), "chain_accepted": (18,)},
+            "more chains were verified than there were calls",
+        ),
+        (
+            {"chain_tried": (32,) * 4, "chain_accepted": (30,) * 4},
+            "acceptance by position does not agree",
+        ),
+        (
+            {
+                "parts": (
+                    ResponsePart(
+                        context=0, thinking=False, calls=9, tokens=9, accepted=0
+                    ),
+                )
+            },
             "do not add up",
         ),
     ],
 )
-def test_counts_that_cannot_be_true_are_found_in_a_record(changes: dict[str, Any], text: str) -> None:
+def test_counts_that_cannot_be_true_are_found_in_a_record(
+    changes: dict[str, Any], text: str
+) -> None:
     honest: Evaluation = evaluation()
     assert audit.failures(honest) == []
     at = honest.temperatures[0]
-    wrong = dataclasses.replace(at.prompts[0], drafted=dataclasses.replace(at.prompts[0].drafted, **changes))
+    wrong = dataclasses.replace(
+        at.prompts[0], drafted=dataclasses.replace(at.prompts[0].drafted, **changes)
+    )
     changed = dataclasses.replace(at, prompts=(wrong, *at.prompts[1:]))
-    (found, *_) = [one for one in audit.failures(evaluation("sparrow", changed)) if text in one]
+    (found, *_) = [
+        one for one in audit.failures(evaluation("sparrow", changed)) if text in one
+    ]
     assert "in 1 prompts: k0" in found

@@ -37,7 +37,9 @@ def test_a_surprise_is_measured_though_the_next_step_overwrites_the_last(
     decoders = {"sparrow": (untrained("sparrow", target), Tree.parse("chain-2"))}
 
     def surprise() -> float | None:
-        both = SideBySide(target, decoders, temperature=1.0, max_new_tokens=TOKENS, seed=0)
+        both = SideBySide(
+            target, decoders, temperature=1.0, max_new_tokens=TOKENS, seed=0
+        )
         result = both.decode(0, ASKED).results["sparrow"]
         assert result.plain.tokens == TOKENS
         return result.plain.surprise
@@ -48,10 +50,14 @@ def test_a_surprise_is_measured_though_the_next_step_overwrites_the_last(
     def overwriting(*given: Any, **named: Any) -> dict[str, Tensor]:
         states = extend(*given, **named)
         for name, state_ND in states.items():
-            rows_ND = memory.setdefault(name, state_ND.new_empty(CHUNK, state_ND.shape[1]))
+            rows_ND = memory.setdefault(
+                name, state_ND.new_empty(CHUNK, state_ND.shape[1])
+            )
             rows_ND.fill_(torch.nan)
             rows_ND[: len(state_ND)] = state_ND
-        return {name: memory[name][: len(state_ND)] for name, state_ND in states.items()}
+        return {
+            name: memory[name][: len(state_ND)] for name, state_ND in states.items()
+        }
 
     monkeypatch.setattr(target, "extend", overwriting)
     assert surprise() == pytest.approx(expected)

@@ -45,10 +45,14 @@ WORK = 200  # operations
 
 
 @pytest.fixture(scope="module")
-def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+def workspace(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Workspace:
     """A tiny target with three prompts to evaluate on."""
     contents = [f"What is {number}?" for number in range(3)]
-    return held_out(str(checkpoint("qwen2_5_vl")), tmp_path_factory.mktemp("evaluate"), contents)
+    return held_out(
+        str(checkpoint("qwen2_5_vl")), tmp_path_factory.mktemp("evaluate"), contents
+    )
 
 
 def with_prompts_of(workspace: Workspace, folder: Path) -> Workspace:
@@ -58,7 +62,8 @@ def with_prompts_of(workspace: Workspace, folder: Path) -> Workspace:
 
 
 def by_ticks(
-    workspace: Workspace, plant: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+    workspace: Workspace,
+    plant: Callable[[pytest.MonkeyPatch], None] = lambda patch: None,
 ) -> Evaluation:
     """An evaluation whose clocks, of the decoders and around them, count operations."""
     with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
@@ -92,23 +97,39 @@ def slowly(decode: Callable[..., Iterator[Cycle]]) -> Callable[..., Iterator[Cyc
 def test_the_cycles_account_for_all_seconds(honest: Evaluation) -> None:
     for at in honest.temperatures:
         measured = figures(at)
-        assert (measured.accounted, measured.plain_accounted, measured.warnings) == (1, 1, ())
+        assert (measured.accounted, measured.plain_accounted, measured.warnings) == (
+            1,
+            1,
+            (),
+        )
         for one in at.prompts:
-            assert one.drafted.seconds == one.drafted.prefill_seconds + one.drafted.decode_seconds > 0
+            assert (
+                one.drafted.seconds
+                == one.drafted.prefill_seconds + one.drafted.decode_seconds
+                > 0
+            )
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_the_pieces_of_shown_responses_have_their_times(at: int, honest: Evaluation) -> None:
+def test_the_pieces_of_shown_responses_have_their_times(
+    at: int, honest: Evaluation
+) -> None:
     measured = honest.temperatures[at]
     for shown, one in zip(measured.shown, measured.prompts, strict=True):
         assert shown.key == one.key
         for pieces, decoding in ((shown.pieces, one.drafted), (shown.plain, one.plain)):
             times = [piece.seconds or 0 for piece in pieces]
             total = decoding.prefill_seconds + decoding.decode_seconds
-            expected = [decoding.prefill_seconds, *times, total]  # some tokens have no text
+            expected = [
+                decoding.prefill_seconds,
+                *times,
+                total,
+            ]  # some tokens have no text
             assert expected == sorted(expected)
         if at == 0:  # both decoders generate the same text
-            assert "".join(one.text for one in shown.pieces) == "".join(one.text for one in shown.plain)
+            assert "".join(one.text for one in shown.pieces) == "".join(
+                one.text for one in shown.plain
+            )
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -119,14 +140,19 @@ def test_the_phases_account_for_all_seconds(at: int, honest: Evaluation) -> None
     plain_step, ideal = budget.pop("plain_step"), budget.pop("ideal")
     assert sum(budget.values()) == measured.seconds
     assert budget["other"] == 0
-    assert all(budget[phase] > 0 for phase in ("prefill", "draft_prefill", "draft", "verify", "accept"))
-    assert plain_step == sum(one.plain.decode_seconds for one in honest.temperatures[at].prompts) / sum(
-        one.plain.calls for one in honest.temperatures[at].prompts
+    assert all(
+        budget[phase] > 0
+        for phase in ("prefill", "draft_prefill", "draft", "verify", "accept")
     )
+    assert plain_step == sum(
+        one.plain.decode_seconds for one in honest.temperatures[at].prompts
+    ) / sum(one.plain.calls for one in honest.temperatures[at].prompts)
     assert measured.decode_speedup < ideal < measured.tau
 
 
-def test_a_slower_drafter_is_slower_in_its_phase_alone(workspace: Workspace, honest: Evaluation) -> None:
+def test_a_slower_drafter_is_slower_in_its_phase_alone(
+    workspace: Workspace, honest: Evaluation
+) -> None:
     def plant(patch: pytest.MonkeyPatch) -> None:
         grow = Window.grow
 
@@ -136,7 +162,9 @@ def test_a_slower_drafter_is_slower_in_its_phase_alone(workspace: Workspace, hon
 
         patch.setattr(Window, "grow", slow)
 
-    for at, before in zip(by_ticks(workspace, plant).temperatures, honest.temperatures, strict=True):
+    for at, before in zip(
+        by_ticks(workspace, plant).temperatures, honest.temperatures, strict=True
+    ):
         slow, fair = figures(at), figures(before)
         assert slow.budget is not None
         assert slow.budget == dataclasses.replace(  # type: ignore[type-var]
@@ -154,7 +182,9 @@ def shortened(*args: Any) -> Acceptance:
     if int(accepted.length_1) == 1:
         return accepted
     last = accepted.path_N[accepted.length_1 - 1]
-    return dataclasses.replace(accepted, length_1=accepted.length_1 - 1, bonus_1=args[0].ids_N[last])
+    return dataclasses.replace(
+        accepted, length_1=accepted.length_1 - 1, bonus_1=args[0].ids_N[last]
+    )
 
 
 def test_a_verifier_that_accepts_too_little_is_detected(
@@ -170,56 +200,86 @@ def test_a_verifier_that_accepts_too_little_is_detected(
     assert after.lossless == before.lossless
     assert after.tau < before.tau
     assert after.missed > 0
-    assert [one for one in after.warnings if one.startswith(f"{after.missed} drafted tokens")]
+    assert [
+        one
+        for one in after.warnings
+        if one.startswith(f"{after.missed} drafted tokens")
+    ]
 
 
 @pytest.fixture(scope="module")
 def tuned(workspace: Workspace) -> Path:
     """The folder of a drafter of random weights."""
-    return synthetic.save("eagle2", workspace.drafter("tuned"), target=load(workspace.model))
+    return synthetic.save(
+        "eagle2", workspace.drafter("tuned"), target=load(workspace.model)
+    )
 
 
-def test_several_trees_are_results_of_their_own(workspace: Workspace, tuned: Path) -> None:
+def test_several_trees_are_results_of_their_own(
+    workspace: Workspace, tuned: Path
+) -> None:
     trees = (Tree.parse("chain-2"), Tree.parse("8-2-2"))
     settings = dataclasses.replace(SETTINGS, trees=trees, limit=2)
     *made, window = evaluate(workspace, ["tuned", "lookahead"], settings)
-    assert [(one.name, one.tree) for one in made] == [(f"tuned@{tree}", str(tree)) for tree in trees]
+    assert [(one.name, one.tree) for one in made] == [
+        (f"tuned@{tree}", str(tree)) for tree in trees
+    ]
     assert window.name == "lookahead"  # its tree is its own
     assert [newest(workspace.reports, f"tuned@{tree}") for tree in trees] == made
-    plain_of = [[at.prompts[0].plain for at in one.temperatures] for one in (*made, window)]
+    plain_of = [
+        [at.prompts[0].plain for at in one.temperatures] for one in (*made, window)
+    ]
     assert plain_of[0] == plain_of[1] == plain_of[2]  # measured once, for all
-    assert [len(one.temperatures[0].prompts[0].drafted.chain_tried) for one in made] == [2, 3]
+    assert [
+        len(one.temperatures[0].prompts[0].drafted.chain_tried) for one in made
+    ] == [2, 3]
 
 
-def test_the_fastest_tree_is_kept_with_the_drafter(workspace: Workspace, tuned: Path) -> None:
-    settings = dataclasses.replace(SETTINGS, trees=("auto",), limit=1, temperatures=(0.0,), threads=1)
+def test_the_fastest_tree_is_kept_with_the_drafter(
+    workspace: Workspace, tuned: Path
+) -> None:
+    settings = dataclasses.replace(
+        SETTINGS, trees=("auto",), limit=1, temperatures=(0.0,), threads=1
+    )
     rounds: list[str] = []
     (first,) = evaluate(
-        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark="": rounds.append(remark)
+        workspace,
+        ["tuned"],
+        settings,
+        on_prompt=lambda done, total, remark="": rounds.append(remark),
     )
     (best,) = msgspec.json.decode((tuned / FILE).read_bytes(), type=list[BestTree])
     assert first.tree == best.tree in best.tokens_per_second
     assert len([one for one in rounds if "trees" in one]) == 4
     (again,) = evaluate(
-        workspace, ["tuned"], settings, on_prompt=lambda done, total, remark="": rounds.append(remark)
+        workspace,
+        ["tuned"],
+        settings,
+        on_prompt=lambda done, total, remark="": rounds.append(remark),
     )
     assert again.tree == first.tree
     assert len([one for one in rounds if "trees" in one]) == 4  # not searched for again
     assert str(open_pair(workspace, "tuned", "auto")[2]) == best.tree
     assert open_pair(workspace, "tuned", "auto", temperature=1.0)[2] is None  # its own
-    (tuned / FILE).write_text((tuned / FILE).read_text().replace("threads: 1", "threads: 7"))
+    (tuned / FILE).write_text(
+        (tuned / FILE).read_text().replace("threads: 1", "threads: 7")
+    )
     assert str(open_pair(workspace, "tuned", "auto")[2]) == best.tree
     (tuned / FILE).write_text("[{}]")
     with pytest.raises(DataError, match=FILE):
         evaluate(workspace, ["tuned"], settings)
-    evaluate(workspace, ["tuned"], dataclasses.replace(settings, trees=()))  # needs no such file
+    evaluate(
+        workspace, ["tuned"], dataclasses.replace(settings, trees=())
+    )  # needs no such file
 
 
 def test_a_tree_is_searched_for_on_prompts_that_are_not_evaluated(
     workspace: Workspace, tuned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tuned / FILE).unlink(missing_ok=True)
-    settings = dataclasses.replace(SETTINGS, trees=("auto",), temperatures=(0.0,), threads=1)
+    settings = dataclasses.replace(
+        SETTINGS, trees=("auto",), temperatures=(0.0,), threads=1
+    )
     with pytest.raises(DataError, match="--limit"):
         evaluate(workspace, ["tuned"], settings)
     asked: list[int] = []
@@ -251,7 +311,11 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
 
     def run(settings: Settings, on_prompt: Progress) -> Evaluation:
         return evaluate(
-            elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts, on_prompt=on_prompt
+            elsewhere,
+            ["lookahead"],
+            settings,
+            prompts_file=workspace.prompts,
+            on_prompt=on_prompt,
         )[0]
 
     with pytest.raises(KeyboardInterrupt):
@@ -262,20 +326,31 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     other = dataclasses.replace(SETTINGS, seed=5)
     fifth = run(other, lambda *_: None)
     assert fifth.seed == 5  # of its own
-    eager = run(dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None)  # likewise
+    eager = run(
+        dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None
+    )  # likewise
     assert (eager.attention, eager.compiled) == ("eager", False)
     made = run(SETTINGS, lambda done, total, remark="": remarks.append(done))
     assert remarks == [1, 2, 1, *range(2, 7)]
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
     assert made.temperatures[0].prompts[0] == first
-    assert len(made.calibrations) == 3  # of two processes at their start, and of one at its end
-    kept_there = [one.evaluation for one in selection.read(elsewhere.reports).own if one.temperature]
+    assert (
+        len(made.calibrations) == 3
+    )  # of two processes at their start, and of one at its end
+    kept_there = [
+        one.evaluation
+        for one in selection.read(elsewhere.reports).own
+        if one.temperature
+    ]
     assert kept_there == [made, eager, fifth]
     assert not list(elsewhere.reports.glob(".*"))
 
 
 def test_an_evaluation_replaces_none(
-    workspace: Workspace, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace,
+    tuned: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     elsewhere = Workspace(workspace.model, tmp_path / workspace.root.name)
     shutil.copytree(workspace.root / "drafters", elsewhere.root / "drafters")
@@ -285,7 +360,14 @@ def test_an_evaluation_replaces_none(
     files: list[Path] = []
     contents: dict[Path, bytes] = {}
     few = ("--limit", "1", "--max-new-tokens", "2", "--threads", "1")
-    again = [(), ("--temperature", "1"), ("--tree", "chain-2"), other, (), ("--name", "nightly")]
+    again = [
+        (),
+        ("--temperature", "1"),
+        ("--tree", "chain-2"),
+        other,
+        (),
+        ("--name", "nightly"),
+    ]
     for more in again:
         assert main(["eval", "tuned", *few, *more, *where]) == 0
         assert all(file.read_bytes() == content for file, content in contents.items())
@@ -302,21 +384,50 @@ def test_an_evaluation_replaces_none(
     listed = rows_of("eval", "--list", key="evaluations")
     assert [one["name"] for one in listed] == ["nightly", "", "", "", "", ""]
     assert [one["temperature"] for one in listed] == [0, 0, 0, 0, 1, 0]
-    assert [one["tree"] == "chain-2" for one in listed] == [False, False, False, True, False, False]
+    assert [one["tree"] == "chain-2" for one in listed] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert listed[2]["prompt_set"] != listed[1]["prompt_set"] == listed[5]["prompt_set"]
     tree = listed[0]["tree"]
     default = f"tuned@{tree}"
-    shown = {(one["group"], one["name"], one["temperature"]): one["measured"] for one in rows_of("report")}
+    shown = {
+        (one["group"], one["name"], one["temperature"]): one["measured"]
+        for one in rows_of("report")
+    }
     assert shown.keys() == {
-        *((1, default, 0), (1, default, 1), (1, f"tuned (nightly)@{tree}", 0), (1, "tuned@chain-2", 0)),
+        *(
+            (1, default, 0),
+            (1, default, 1),
+            (1, f"tuned (nightly)@{tree}", 0),
+            (1, "tuned@chain-2", 0),
+        ),
         (2, "tuned", 0),
     }
     assert shown[1, default, 0] == listed[1]["measured"]  # not that of the first
     sampled = rows_of("report", "--where", "temperature = 1")
     assert [one["name"] for one in sampled] == ["tuned"]
-    (first,) = rows_of("report", "--where", f"measured = '{listed[5]['measured']}' and temperature = 0")[:1]
+    (first,) = rows_of(
+        "report", "--where", f"measured = '{listed[5]['measured']}' and temperature = 0"
+    )[:1]
     assert first["measured"] == listed[5]["measured"]
-    assert main(["report", *where, "--where", "tree = 'chain-2'", "--where", "name = 'nightly'"]) == 1
+    assert (
+        main(
+            [
+                "report",
+                *where,
+                "--where",
+                "tree = 'chain-2'",
+                "--where",
+                "name = 'nightly'",
+            ]
+        )
+        == 1
+    )
     assert "none of the 6 measurements matches" in capsys.readouterr().err
     assert main(["report", *where, "--where", "tree = chain"]) == 1
     assert "single quotes, 'chain'" in capsys.readouterr().err
@@ -325,14 +436,23 @@ def test_an_evaluation_replaces_none(
 
 
 def test_responses_that_are_not_the_targets_end_in_exit_1(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def twice(*args: Any, **kwargs: Any) -> Iterator[Cycle]:
         for cycle in speculate(*args, **kwargs):
             yield dataclasses.replace(cycle, ids=[*cycle.ids, *cycle.ids])
 
     monkeypatch.setattr(decoders, "speculate", twice)
-    where = ("--model", workspace.model, "--runs", str(workspace.root.parent), "--max-new-tokens", "8")
+    where = (
+        "--model",
+        workspace.model,
+        "--runs",
+        str(workspace.root.parent),
+        "--max-new-tokens",
+        "8",
+    )
     greedy = ("--temperature", "0", "--temperature", "0.0")
     capsys.readouterr()
     assert main(["eval", "lookahead", *greedy, *where]) == 1
@@ -369,14 +489,25 @@ def test_a_machine_that_becomes_slower_is_detected(
 
     start, end = (made := by_ticks(workspace, plant)).calibrations
     assert start.plain_step == (end.plain_step or 0) / 2
-    assert (start.small_product, start.large_product) == (end.small_product, end.large_product)
+    assert (start.small_product, start.large_product) == (
+        end.small_product,
+        end.large_product,
+    )
     assert [figures(at).speedup for at in made.temperatures] == [
         figures(at).speedup for at in honest.temperatures
     ]
     capsys.readouterr()
-    assert main(["report", "--model", workspace.model, "--runs", str(workspace.root.parent)]) == 0
+    assert (
+        main(
+            ["report", "--model", workspace.model, "--runs", str(workspace.root.parent)]
+        )
+        == 0
+    )
     assert "plain step by a factor of 2.00" in capsys.readouterr().err
-    assert "plain step by a factor of 2.00" in (workspace.reports / "index.html").read_text()
+    assert (
+        "plain step by a factor of 2.00"
+        in (workspace.reports / "index.html").read_text()
+    )
 
 
 def plant_in_decoder(patch: pytest.MonkeyPatch) -> None:
@@ -393,7 +524,9 @@ def plant_in_plain(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("plant", [plant_in_decoder, plant_in_proposer])
 def test_work_outside_the_cycles_is_detected(
-    plant: Callable[[pytest.MonkeyPatch], None], workspace: Workspace, honest: Evaluation
+    plant: Callable[[pytest.MonkeyPatch], None],
+    workspace: Workspace,
+    honest: Evaluation,
 ) -> None:
     made = by_ticks(workspace, plant)
     for at, before in zip(made.temperatures, honest.temperatures, strict=True):
@@ -402,7 +535,9 @@ def test_work_outside_the_cycles_is_detected(
         assert measured.plain_accounted == 1
         assert len(measured.warnings) == 1
         assert measured.tokens == fair.tokens
-        assert measured.seconds >= fair.seconds + WORK * measured.prompts  # included in the elapsed time
+        assert (
+            measured.seconds >= fair.seconds + WORK * measured.prompts
+        )  # included in the elapsed time
         assert measured.speedup < fair.speedup
         assert measured.decode_speedup == fair.decode_speedup
 
@@ -416,9 +551,17 @@ def test_work_outside_the_cycles_of_plain_decoding_is_detected(
         assert measured.plain_accounted < 0.98
         assert len(measured.warnings) == 1
     capsys.readouterr()
-    assert main(["report", "--model", workspace.model, "--runs", str(workspace.root.parent)]) == 0
+    assert (
+        main(
+            ["report", "--model", workspace.model, "--runs", str(workspace.root.parent)]
+        )
+        == 0
+    )
     assert f"{measured.plain_accounted:.1%}" in capsys.readouterr().err
-    assert f"{measured.plain_accounted:.1%}" in (workspace.reports / "index.html").read_text()
+    assert (
+        f"{measured.plain_accounted:.1%}"
+        in (workspace.reports / "index.html").read_text()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -428,7 +571,9 @@ def made(workspace: Workspace) -> Evaluation:
     return one
 
 
-def test_the_numbers_of_every_prompt_are_written(workspace: Workspace, made: Evaluation) -> None:
+def test_the_numbers_of_every_prompt_are_written(
+    workspace: Workspace, made: Evaluation
+) -> None:
     assert newest(workspace.reports, "lookahead") == made
     assert made.software is not None
     assert torch.__version__.startswith(made.software.torch)  # which may add a build
@@ -443,8 +588,14 @@ def test_the_numbers_of_every_prompt_are_written(workspace: Workspace, made: Eva
             assert (one.kind, one.dataset) == ("text", "asked")
             assert one.plain.calls == one.plain.tokens - 1
             assert one.drafted.tokens <= one.drafted.calls + one.drafted.accepted + 1
-            assert one.drafted.check == one.plain.check == (None if at is sampled else "identical")
-    assert [one.plain.tokens for one in greedy.prompts] == [one.drafted.tokens for one in greedy.prompts]
+            assert (
+                one.drafted.check
+                == one.plain.check
+                == (None if at is sampled else "identical")
+            )
+    assert [one.plain.tokens for one in greedy.prompts] == [
+        one.drafted.tokens for one in greedy.prompts
+    ]
 
 
 def test_cycles_are_counted_by_position_of_the_chain(
@@ -461,17 +612,30 @@ def test_cycles_are_counted_by_position_of_the_chain(
     monkeypatch.setattr(decoders, "speculate", lambda *args, **kwargs: iter(cycles))
     settings = dataclasses.replace(SETTINGS, temperatures=(1.0,), limit=1)
     elsewhere = Workspace(workspace.model, tmp_path)
-    (made,) = evaluate(elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts)
+    (made,) = evaluate(
+        elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts
+    )
     (shown,) = made.temperatures[0].shown
     a, b, c, d, e = load(workspace.model).tokenizer.decode(range(21, 26))
-    expected = [(e, False, 0.5), (a + b + c, True, 0.7), (d, False, 0.7), (a, True, 0.9), (b, False, 0.9)]
+    expected = [
+        (e, False, 0.5),
+        (a + b + c, True, 0.7),
+        (d, False, 0.7),
+        (a, True, 0.9),
+        (b, False, 0.9),
+    ]
     expected += [(a, True, 1.1), (b, False, 1.1), (a, False, 1.3)]
-    assert [(one.text, one.drafted, round(one.seconds or 0, 9)) for one in shown.pieces] == expected
+    assert [
+        (one.text, one.drafted, round(one.seconds or 0, 9)) for one in shown.pieces
+    ] == expected
     one = made.temperatures[0].prompts[0].drafted
     assert (one.tokens, one.calls, one.accepted) == (10, 4, 5)
     assert (one.chain_tried, one.chain_accepted) == ((4, 2, 1), (2, 1, 1))
     assert (one.prefill_seconds, one.decode_seconds) == (0.5, 0.8)
-    told = [(part.position, part.tried, part.accepted, round(part.chances, 9)) for part in one.told]
+    told = [
+        (part.position, part.tried, part.accepted, round(part.chances, 9))
+        for part in one.told
+    ]
     assert told == [(0, 2, 2, 1.86), (1, 2, 1, 1.07), (2, 1, 1, 0.5)]
     found = figures(made.temperatures[0]).calibration
     assert found == pytest.approx((0.14 / 2, 0.07 / 2, 0.5))
@@ -504,7 +668,9 @@ def test_only_evaluations_with_the_same_settings_are_reused(
         assert kept(elsewhere, ["lookahead"], SETTINGS) == []
     write(made, add())
     assert kept(elsewhere, ["lookahead"], SETTINGS) == [made]
-    assert kept(elsewhere, ["lookahead"], dataclasses.replace(SETTINGS, temperatures=(1.0,))) == [made]
+    assert kept(
+        elsewhere, ["lookahead"], dataclasses.replace(SETTINGS, temperatures=(1.0,))
+    ) == [made]
     assert kept(elsewhere, ["lookahead"], dataclasses.replace(SETTINGS, **change)) == []
     assert kept(elsewhere, ["lookahead", "specvlm"], SETTINGS) == []
     later = dataclasses.replace(made, measured="2999-01-01 00:00:00")
@@ -512,7 +678,9 @@ def test_only_evaluations_with_the_same_settings_are_reused(
     assert kept(elsewhere, ["lookahead"], SETTINGS) == [later]
 
 
-def test_an_evaluation_names_the_weights_that_it_is_of(workspace: Workspace, tmp_path: Path) -> None:
+def test_an_evaluation_names_the_weights_that_it_is_of(
+    workspace: Workspace, tmp_path: Path
+) -> None:
     """Those of another training under the same description are others."""
     elsewhere = with_prompts_of(workspace, tmp_path)
     target = load(workspace.model)
@@ -528,7 +696,9 @@ def test_an_evaluation_names_the_weights_that_it_is_of(workspace: Workspace, tmp
 
 
 def test_a_drafter_of_another_target_is_refused_in_one_line(
-    workspace: Workspace, checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    workspace: Workspace,
+    checkpoint: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     other = load(str(checkpoint("qwen2_5_vl", seed=1)))
     synthetic.save("eagle2", workspace.drafter("stranger"), target=other)
@@ -537,16 +707,31 @@ def test_a_drafter_of_another_target_is_refused_in_one_line(
     where = ("--model", workspace.model, "--runs", str(workspace.root.parent))
     capsys.readouterr()
     assert main(["eval", "stranger", *where]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "stranger" in line]
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if "stranger" in line
+    ]
     assert other.name in line
     assert not (workspace.reports / "stranger.json").exists()
 
 
-@pytest.mark.parametrize("name", ["tuned/", "./tuned", "../drafters/tuned", "{folder}", "", ".tuned"])
-def test_a_path_is_no_drafters_name(name: str, workspace: Workspace, tuned: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["tuned/", "./tuned", "../drafters/tuned", "{folder}", "", ".tuned"]
+)
+def test_a_path_is_no_drafters_name(
+    name: str, workspace: Workspace, tuned: Path
+) -> None:
     runs = workspace.root.parent
     before = sorted(runs.rglob("*"))
-    where = ("--model", workspace.model, "--runs", str(runs), "--limit", "1", "--max-new-tokens", "2")
+    where = (
+        "--model",
+        workspace.model,
+        "--runs",
+        str(runs),
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "2",
+    )
     assert main(["eval", name.format(folder=tuned), *where]) == 1
     assert sorted(runs.rglob("*")) == before
 
@@ -555,7 +740,9 @@ def test_a_file_of_an_older_format_is_not_reused(
     workspace: Workspace, made: Evaluation, tmp_path: Path
 ) -> None:
     elsewhere = with_prompts_of(workspace, tmp_path)
-    file = elsewhere.reports / "lookahead.json"  # the name that earlier versions gave it
+    file = (
+        elsewhere.reports / "lookahead.json"
+    )  # the name that earlier versions gave it
     write(made, file)
     assert kept(elsewhere, ["lookahead"], SETTINGS) == [made]
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))

@@ -53,10 +53,15 @@ def test_what_generate_gives_counts_besides(checkpoint: Checkpoint) -> None:
     for other in ((7, *generated.ids[1:]), generated.ids[:-1]):
         check = GreedyCheck(target, prompt, TOKENS, other)
         assert check.check(generated.ids) == "different"
-    assert GreedyCheck(target, prompt, TOKENS, generated.ids).check(generated.ids) == "identical"
+    assert (
+        GreedyCheck(target, prompt, TOKENS, generated.ids).check(generated.ids)
+        == "identical"
+    )
 
 
-def test_a_long_response_is_passed_in_parts(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_response_is_passed_in_parts(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The logits of all its tokens over the vocabulary need not fit."""
     target = load(str(checkpoint("qwen2_5_vl")))
     prompt = target.encode(tiny.message("What is it?", tiny.picture(30, 40)))

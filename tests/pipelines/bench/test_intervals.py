@@ -33,7 +33,9 @@ class Asked:
     def of(cls, mix: Mix, draw: np.random.Generator) -> "Asked":
         kinds: list[PromptKind] = [kind for kind, number in mix for _ in range(number)]
         tokens_P = np.clip(np.exp(draw.normal(4.1, 0.5, len(kinds))).round(), 8, 256)
-        tau_P = np.concatenate([draw.normal(*TAU[kind], number) for kind, number in mix])
+        tau_P = np.concatenate(
+            [draw.normal(*TAU[kind], number) for kind, number in mix]
+        )
         return cls(kinds, tokens_P, tau_P)
 
     def decoded(self, draw: np.random.Generator) -> dict[str, Floats]:
@@ -47,7 +49,12 @@ class Asked:
         )
         decode_P = 2.3 * step_P * calls_P * np.exp(draw.normal(0, 0.05, size))
         base_P = prefill_P + step_P * (self.tokens_P - 1)
-        return {"calls": calls_P, "decode": decode_P, "own": 1.1 * prefill_P + decode_P, "base": base_P}
+        return {
+            "calls": calls_P,
+            "decode": decode_P,
+            "own": 1.1 * prefill_P + decode_P,
+            "base": base_P,
+        }
 
     def measured(self, draw: np.random.Generator) -> Measurement:
         made = self.decoded(draw)
@@ -56,7 +63,9 @@ class Asked:
                 key=f"k{at}",
                 dataset="made up",
                 kind=kind,
-                plain=plain(tokens=int(self.tokens_P[at]), seconds=float(made["base"][at])),
+                plain=plain(
+                    tokens=int(self.tokens_P[at]), seconds=float(made["base"][at])
+                ),
                 drafted=drafted(
                     tokens=int(self.tokens_P[at]),
                     calls=int(made["calls"][at]),
@@ -71,7 +80,10 @@ class Asked:
 
 def truth(mix: Mix) -> dict[Rate, float]:
     """The rates of very many prompts of the same mix."""
-    asked = Asked.of([(kind, 20_000 * number) for kind, number in mix], draw := np.random.default_rng(1))
+    asked = Asked.of(
+        [(kind, 20_000 * number) for kind, number in mix],
+        draw := np.random.default_rng(1),
+    )
     made, tokens = asked.decoded(draw), asked.tokens_P
     tau = (tokens - 1).sum() / made["calls"].sum()
     return {"tau": float(tau), "speedup": float(made["base"].sum() / made["own"].sum())}
@@ -100,7 +112,9 @@ def test_an_interval_contains_the_truth_as_often_as_it_says(mix: Mix) -> None:
         assert LEAST <= hit / TRIALS <= MOST, rate
 
 
-@pytest.mark.parametrize("mix", [(("image", 12),), (("image", 40), ("text", 9))], ids=str)
+@pytest.mark.parametrize(
+    "mix", [(("image", 12),), (("image", 40), ("text", 9))], ids=str
+)
 def test_one_of_two_equal_drafters_seldom_wins(mix: Mix) -> None:
     draw, wins = np.random.default_rng(0), 0
     for _ in range(TRIALS):
@@ -111,7 +125,9 @@ def test_one_of_two_equal_drafters_seldom_wins(mix: Mix) -> None:
     assert wins / TRIALS <= 1 - LEAST
 
 
-@pytest.mark.parametrize("mix", [(("image", 5),), (("image", 12), ("text", 3))], ids=str)
+@pytest.mark.parametrize(
+    "mix", [(("image", 5),), (("image", 12), ("text", 3))], ids=str
+)
 def test_too_few_prompts_of_a_kind_have_no_interval(mix: Mix) -> None:
     draw = np.random.default_rng(0)
     asked = Asked.of(mix, draw)

@@ -44,7 +44,9 @@ def one_pixel(image: Image.Image, file: Path) -> None:
 
 
 COPIES: dict[str, Copy] = {
-    "same pixels": lambda image, file: image.save(file, optimize=True, compress_level=9),
+    "same pixels": lambda image, file: image.save(
+        file, optimize=True, compress_level=9
+    ),
     "one bit": one_pixel,
     "jpeg": lambda image, file: image.save(file, "JPEG", quality=95),
     "trimmed": lambda image, file: image.crop((1, 0, *image.size)).save(file),
@@ -60,11 +62,15 @@ def turned(image: Image.Image, file: Path) -> None:
     image.rotate(-90, expand=True).save(file, exif=exif)
 
 
-def imported(workspace: Workspace, split: Split, contents: list[Any], name: str) -> list[str]:
+def imported(
+    workspace: Workspace, split: Split, contents: list[Any], name: str
+) -> list[str]:
     """Import user turns of these contents; the keys of the split."""
     file = workspace.root.parent / f"{name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"messages": [{"role": "user", "content": content}]} for content in contents]
+    rows = [
+        {"messages": [{"role": "user", "content": content}]} for content in contents
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
     where = ("--split", split, "--runs", str(workspace.root.parent))
     assert main(["prompts", str(file), "--model", workspace.model, *where]) == 0
@@ -83,7 +89,9 @@ def leak_of(workspace: Workspace) -> Leak:
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_copy_of_an_image_is_found(copy: str, workspace: Workspace, tmp_path: Path) -> None:
+def test_a_copy_of_an_image_is_found(
+    copy: str, workspace: Workspace, tmp_path: Path
+) -> None:
     kinds = range(count(4, 40))
     originals, copies = [], []
     for seed in kinds:
@@ -92,8 +100,12 @@ def test_a_copy_of_an_image_is_found(copy: str, workspace: Workspace, tmp_path: 
         COPIES[copy](scene(seed), other)
         originals.append(original)
         copies.append(other)
-    asked_keys = imported(workspace, "eval", [asked_of(file) for file in originals], "eval")
-    trained_keys = imported(workspace, "train", [asked_of(file) for file in copies], "train")
+    asked_keys = imported(
+        workspace, "eval", [asked_of(file) for file in originals], "eval"
+    )
+    trained_keys = imported(
+        workspace, "train", [asked_of(file) for file in copies], "train"
+    )
     assert len(trained_keys) == len(asked_keys)
     synthetic.save("sparrow", workspace.drafter("sparrow"), keys=trained_keys)
     assert leak_of(workspace).keys == sorted(asked_keys)
@@ -106,7 +118,9 @@ def test_other_images_are_none(workspace: Workspace, tmp_path: Path) -> None:
         scene(seed).save(file)
         files.append(file)
     imported(workspace, "eval", [asked_of(file) for file in files[::2]], "eval")
-    keys = imported(workspace, "train", [asked_of(file) for file in files[1::2]], "train")
+    keys = imported(
+        workspace, "train", [asked_of(file) for file in files[1::2]], "train"
+    )
     synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
     assert leak_of(workspace) == Leak(samples=len(keys))
 
@@ -119,16 +133,42 @@ def test_a_text_without_its_punctuation_is_found(workspace: Workspace) -> None:
     assert leak_of(workspace).alike == tuple(asked)
 
 
-def test_a_later_turn_of_a_conversation_is_found(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_later_turn_of_a_conversation_is_found(
+    workspace: Workspace, tmp_path: Path
+) -> None:
     """As an import does, which would put it on the side of the first."""
-    asked = imported(workspace, "eval", ["Tell me about the colour white.", "And what is red?"], "eval")
-    turns = [{"role": role, "content": text} for role, text in (("user", "tell me about the colour white"),)]
-    turns += [{"role": "assistant", "content": "It is bright."}, {"role": "user", "content": "Why?"}]
+    asked = imported(
+        workspace,
+        "eval",
+        ["Tell me about the colour white.", "And what is red?"],
+        "eval",
+    )
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", "tell me about the colour white"),)
+    ]
+    turns += [
+        {"role": "assistant", "content": "It is bright."},
+        {"role": "user", "content": "Why?"},
+    ]
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": turns}))
     where = ("--split", "train", "--turns", "all", "--runs", str(workspace.root.parent))
-    assert main(["prompts", str(tmp_path / "talk.jsonl"), "--model", workspace.model, *where]) == 0
+    assert (
+        main(
+            [
+                "prompts",
+                str(tmp_path / "talk.jsonl"),
+                "--model",
+                workspace.model,
+                *where,
+            ]
+        )
+        == 0
+    )
     later = [
-        prompt.key for prompt in prompt_table.load(workspace.prompts, "demo", "train") if prompt.turn == 2
+        prompt.key
+        for prompt in prompt_table.load(workspace.prompts, "demo", "train")
+        if prompt.turn == 2
     ]
     synthetic.save("sparrow", workspace.drafter("sparrow"), keys=later)
     assert (len(asked), len(later)) == (2, 1)
@@ -137,7 +177,11 @@ def test_a_later_turn_of_a_conversation_is_found(workspace: Workspace, tmp_path:
 
 def test_samples_of_another_workspace_are_counted(workspace: Workspace) -> None:
     imported(workspace, "eval", ["Tell me about the colour white."], "eval")
-    keys = [*imported(workspace, "train", ["What is red?"], "train"), "elsewhere", "there"]
+    keys = [
+        *imported(workspace, "train", ["What is red?"], "train"),
+        "elsewhere",
+        "there",
+    ]
     synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
     assert leak_of(workspace) == Leak(samples=3, unknown=2)
 
@@ -150,4 +194,7 @@ def test_a_lost_list_of_samples_is_unknown(workspace: Workspace) -> None:
             (folder / SAMPLES).unlink()
         else:
             (folder / SAMPLES).write_bytes(content)
-        assert leaks(workspace, ["sparrow"], held_out(workspace.prompts, 9))["sparrow"] is None
+        assert (
+            leaks(workspace, ["sparrow"], held_out(workspace.prompts, 9))["sparrow"]
+            is None
+        )

@@ -21,7 +21,9 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 
 @torch.inference_mode()
-def other_than_best(target: VisionLanguageTarget, prompt: Prompt, least: float, most: float) -> int | None:
+def other_than_best(
+    target: VisionLanguageTarget, prompt: Prompt, least: float, most: float
+) -> int | None:
     """A first token that is less likely than the best by so many units of rounding."""
     prefix = target.prefill(target.encode(prompt.messages), ())
     logits_V = target.logits(prefix.feature("hidden", "text")[-1:])[0]
@@ -56,10 +58,18 @@ def test_a_response_that_differs_by_more_than_rounding_is_different(
     questions = [f"What is {number}?" for number in range(12)]
     asked = prompt_table.read(held_out(target.name, tmp_path, questions).prompts)
     prompt, token = next(
-        (one, token) for one in asked if (token := other_than_best(target, one, *within)) is not None
+        (one, token)
+        for one in asked
+        if (token := other_than_best(target, one, *within)) is not None
     )
     drafter = untrained("medusa", target)
-    bench = SideBySide(target, {"medusa": (drafter, drafter.tree)}, temperature=0.0, max_new_tokens=4, seed=0)
+    bench = SideBySide(
+        target,
+        {"medusa": (drafter, drafter.tree)},
+        temperature=0.0,
+        max_new_tokens=4,
+        seed=0,
+    )
     stock = target.reference
 
     def other(encoded: Any, *, max_new_tokens: int) -> Any:
@@ -74,15 +84,21 @@ def test_a_response_that_differs_by_more_than_rounding_is_different(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_two_passes_differ_by_is_within_it(dtype: str, tmp_path: Path) -> None:
-    target = load(str(tiny.checkpoint("qwen2_5_vl", tmp_path / "deep", layers=12)), dtype=dtype)
+    target = load(
+        str(tiny.checkpoint("qwen2_5_vl", tmp_path / "deep", layers=12)), dtype=dtype
+    )
     ids_N, one, worst = torch.arange(40, 72), torch.ones(1, dtype=torch.long), 0.0
     with torch.inference_mode():
         target.prefill(target.encode(tiny.message("What is there?")), ())
-        together_ND = target.extend(ids_N, torch.arange(1, 33), None, ("hidden",))["hidden"]
+        together_ND = target.extend(ids_N, torch.arange(1, 33), None, ("hidden",))[
+            "hidden"
+        ]
         for token, together_D in zip(ids_N, together_ND, strict=True):
             alone_1D = target.extend(one * token, one, None, ("hidden",))["hidden"]
             target.commit([0])
             alone_V, together_V = target.logits(torch.cat([alone_1D, together_D[None]]))
             off_V = alone_V - together_V
-            worst = max(worst, float(off_V.max() - off_V.min()) / rounding(target, alone_V))
+            worst = max(
+                worst, float(off_V.max() - off_V.min()) / rounding(target, alone_V)
+            )
     assert 0 < worst < NEAR_TIE[target.dtype]

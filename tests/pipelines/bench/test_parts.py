@@ -21,9 +21,9 @@ def cycle(tokens: int) -> Cycle:
 
 
 def test_ranges_double() -> None:
-    assert [context_range(length) for length in (0, 511, 512, 1023, 1024, 4095, 4096)] == [
-        *(0, 0, 512, 512, 1024, 2048, 4096)
-    ]
+    assert [
+        context_range(length) for length in (0, 511, 512, 1023, 1024, 4095, 4096)
+    ] == [*(0, 0, 512, 512, 1024, 2048, 4096)]
 
 
 def test_each_cycle_is_in_the_part_where_it_began() -> None:
@@ -59,7 +59,10 @@ def test_rates_of_parts_are_pooled_and_audited() -> None:
         ResponsePart(context=512, thinking=False, calls=12, tokens=24, accepted=12),
     )
     whole = measured(count=3, parts=some)
-    found = {one.part: (one.prompts, one.calls, one.tau, one.accepted) for one in figures(whole).parts}
+    found = {
+        one.part: (one.prompts, one.calls, one.tau, one.accepted)
+        for one in figures(whole).parts
+    }
     assert found == {
         "context from 0": (3, 60, 4.0, 3.0),
         "context from 512": (3, 36, 2.0, 1.0),

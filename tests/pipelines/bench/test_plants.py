@@ -121,15 +121,22 @@ def calibration(**changes: Any) -> Calibration:
 
 def generated(seconds: float) -> Change:
     """The stock model's `generate` takes so long, for as many tokens as plain decoding's in 1.5 s."""
-    return lambda one: replace(one, stock=Stock(tokens=one.plain.tokens, seconds=seconds))
+    return lambda one: replace(
+        one, stock=Stock(tokens=one.plain.tokens, seconds=seconds)
+    )
 
 
 @pytest.mark.parametrize("side", ["plain", "drafted"])
 @pytest.mark.parametrize("share", [0.5, 0.9])
-def test_seconds_that_another_clock_excludes_are_a_failure(side: str, share: float) -> None:
+def test_seconds_that_another_clock_excludes_are_a_failure(
+    side: str, share: float
+) -> None:
     def with_clocks(one: PromptResult) -> PromptResult:
         one = with_phases(one)
-        spent = {name: replace(getattr(one, name), cpu_seconds=0.99) for name in ("plain", "drafted")}
+        spent = {
+            name: replace(getattr(one, name), cpu_seconds=0.99)
+            for name in ("plain", "drafted")
+        }
         return replace(one, **spent)
 
     def shortened(one: PromptResult) -> PromptResult:
@@ -137,7 +144,12 @@ def test_seconds_that_another_clock_excludes_are_a_failure(side: str, share: flo
         decoded = getattr(one, side)
         names = ("seconds", "prefill_seconds", "decode_seconds")
         return replace(
-            one, **{side: replace(decoded, **{name: share * getattr(decoded, name) for name in names})}
+            one,
+            **{
+                side: replace(
+                    decoded, **{name: share * getattr(decoded, name) for name in names}
+                )
+            },
         )
 
     honest = changed(measured(speedup=1.5), with_clocks)
@@ -158,7 +170,12 @@ def test_prompts_that_were_not_to_be_measured_or_twice_are_a_failure() -> None:
 def test_records_of_a_run_share_the_numbers_of_plain_decoding() -> None:
     """Those of two runs do not."""
     at = measured(noise=0.05)
-    slower = changed(at, lambda one: replace(one, plain=replace(one.plain, seconds=1.2 * one.plain.seconds)))
+    slower = changed(
+        at,
+        lambda one: replace(
+            one, plain=replace(one.plain, seconds=1.2 * one.plain.seconds)
+        ),
+    )
     for text, count_ranked in (("a minute later", 2), ("2026-01-02 03:04:05", 0)):
         other = evaluation("sparrow", slower, measured=text)
         (ranking,) = rank([evaluation("wren", at), other])
@@ -215,7 +232,10 @@ def test_the_earlier_evaluation_is_the_last_sound_one_of_the_same_machine(
         {"asked": ("k7",)},
     )
     for other in others:  # the share of the prefill is another
-        assert audit.last_baseline(workspace.reports, evaluation("msd", slow, **other)) is None
+        assert (
+            audit.last_baseline(workspace.reports, evaluation("msd", slow, **other))
+            is None
+        )
 
 
 def test_cpu_seconds_tell_whether_plain_decoding_is_slow() -> None:
@@ -239,7 +259,9 @@ def test_sampled_responses_of_other_lengths_are_a_failure(factor: float) -> None
     def sampled(scale: float) -> Measurement:
         at = measured(1.0, count=49)
         prompts = []
-        for prompt, (plain_tokens, tokens) in zip(at.prompts, lengths_P.T.tolist(), strict=True):
+        for prompt, (plain_tokens, tokens) in zip(
+            at.prompts, lengths_P.T.tolist(), strict=True
+        ):
             tokens = int(scale * tokens)
             plain = replace(prompt.plain, tokens=plain_tokens, calls=plain_tokens - 1)
             own = replace(
@@ -254,7 +276,10 @@ def test_sampled_responses_of_other_lengths_are_a_failure(factor: float) -> None
         return replace(at, prompts=tuple(prompts))
 
     assert audit.failures(evaluation("wren", sampled(1.0))) == []
-    assert any("in length" in text for text in audit.failures(evaluation("wren", sampled(factor))))
+    assert any(
+        "in length" in text
+        for text in audit.failures(evaluation("wren", sampled(factor)))
+    )
 
 
 @pytest.mark.parametrize("leak", [None, Leak(samples=4200, unknown=1)])
@@ -271,24 +296,41 @@ def test_what_is_not_known_of_the_training_data_is_said(
 def test_a_drafter_that_has_seen_many_prompts_is_not_ranked() -> None:
     keys = tuple(f"k{number}" for number in range(3))
     assert doubted(evaluation("wren", measured(), leak=Leak(samples=9, prompts=keys)))
-    assert not doubted(evaluation("wren", measured(), leak=Leak(samples=9, prompts=keys[:2])))
+    assert not doubted(
+        evaluation("wren", measured(), leak=Leak(samples=9, prompts=keys[:2]))
+    )
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"thinking": "on"},
-        {"software": Software(python="3", vlmdistill="0", torch="1.0", transformers="5")},
-        {"software": Software(python="3", vlmdistill="0", torch="2.13", transformers="4")},
+        {
+            "software": Software(
+                python="3", vlmdistill="0", torch="1.0", transformers="5"
+            )
+        },
+        {
+            "software": Software(
+                python="3", vlmdistill="0", torch="2.13", transformers="4"
+            )
+        },
     ],
 )
-def test_evaluations_under_other_conditions_are_not_ranked_together(change: dict[str, Any]) -> None:
+def test_evaluations_under_other_conditions_are_not_ranked_together(
+    change: dict[str, Any],
+) -> None:
     software = Software(python="3", vlmdistill="0", torch="2.13", transformers="5")
-    some = [evaluation("wren", software=software), evaluation("msd", **{"software": software, **change})]
+    some = [
+        evaluation("wren", software=software),
+        evaluation("msd", **{"software": software, **change}),
+    ]
     assert len(group(of_drafters(some))) == 2
 
 
-def test_a_drafter_that_cannot_be_decoded_again_is_said(workspace: Workspace, save: Save) -> None:
+def test_a_drafter_that_cannot_be_decoded_again_is_said(
+    workspace: Workspace, save: Save
+) -> None:
     save("wren", measured(), not_again="out of memory")
     (found,) = read(workspace).groups
     assert any("out of memory" in text for text in found.warnings)
@@ -312,14 +354,18 @@ def never_second(share_NV: torch.Tensor, generator: torch.Generator) -> torch.Te
     return torch.where(ids_N == best_N3[:, 1], instead_N, ids_N)
 
 
-def keeps_unlikely_drafts(share_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def keeps_unlikely_drafts(
+    share_NV: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
     """The likeliest token, which was drafted, instead of one with a chance below 0.05."""
     ids_N = as_the_target(share_NV, generator)
     chance_N = share_NV.gather(-1, ids_N[:, None])[:, 0]
     return torch.where(chance_N < 0.05, share_NV.argmax(-1), ids_N)
 
 
-def keeps_rare_drafts(share_NV: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def keeps_rare_drafts(
+    share_NV: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
     """The same, instead of the rarest alone."""
     ids_N = as_the_target(share_NV, generator)
     chance_N = share_NV.gather(-1, ids_N[:, None])[:, 0]
@@ -340,11 +386,15 @@ def sampled_with(draw: Draw, tokens: int, seed: int) -> Evaluation:
     nats, variance = surprise(log_NV, ids_N).tolist()
     counts = [
         RankCount(rank=rank, tokens=int(drawn), expected=expected, variance=spread)
-        for rank, (drawn, expected, spread) in zip(RANKS, ranks(log_NV, ids_N).tolist(), strict=True)
+        for rank, (drawn, expected, spread) in zip(
+            RANKS, ranks(log_NV, ids_N).tolist(), strict=True
+        )
     ]
 
     def sampled(one: Decoding) -> Decoding:
-        return replace(one, surprise=nats, surprise_variance=variance, ranks=tuple(counts))
+        return replace(
+            one, surprise=nats, surprise_variance=variance, ranks=tuple(counts)
+        )
 
     at = measured(1.0, count=1)
     (prompt,) = at.prompts
@@ -352,7 +402,9 @@ def sampled_with(draw: Draw, tokens: int, seed: int) -> Evaluation:
     return evaluation("wren", replace(at, prompts=(both,)))
 
 
-@pytest.mark.parametrize("draw", [never_second, keeps_unlikely_drafts, keeps_rare_drafts, colder])
+@pytest.mark.parametrize(
+    "draw", [never_second, keeps_unlikely_drafts, keeps_rare_drafts, colder]
+)
 def test_samples_of_another_distribution_are_a_failure(draw: Draw) -> None:
     for seed in range(count(2, 40)):
         assert audit.failures(sampled_with(draw, 5500, seed))

@@ -56,7 +56,10 @@ def damaged(change: Callable[[Any], object]) -> bytes:
         (b'{"a": ' * 100_000, ""),
         (b"[1, 2]", ""),
         (b'{"name": "a tokenizer"}', "format"),
-        (b'{"format": 1, "name": "sparrow", "temperatures": [{"tau": 3.2}]}', "1 - at `$.format`"),
+        (
+            b'{"format": 1, "name": "sparrow", "temperatures": [{"tau": 3.2}]}',
+            "1 - at `$.format`",
+        ),
         (b'{"format": 2}', "name"),
         (damaged(lambda expected: expected.update(format=3)), "3 - at `$.format`"),
         (damaged(lambda expected: expected.update(threads="one")), "threads"),
@@ -65,15 +68,42 @@ def damaged(change: Callable[[Any], object]) -> bytes:
         (damaged(lambda expected: expected.update(training=[])), "training"),
         (damaged(lambda expected: expected.update(temperatures={})), "temperatures"),
         (damaged(lambda expected: expected.update(temperatures=[])), "temperatures"),
-        (damaged(lambda expected: expected["temperatures"][1].update(prompts=[])), "temperatures[1].prompts"),
-        (damaged(lambda expected: expected["temperatures"][1]["prompts"].pop()), "different prompts"),
-        (damaged(lambda expected: first(expected)["plain"].update(seconds=float("nan"))), ""),
-        (damaged(lambda expected: first(expected)["plain"].update(seconds=-1)), "plain.seconds"),
-        (damaged(lambda expected: first(expected)["drafted"].update(tokens=1.5)), "drafted.tokens"),
-        (damaged(lambda expected: first(expected)["drafted"].update(check="fine")), "drafted.check"),
-        (damaged(lambda expected: first(expected)["drafted"].update(chain_tried=[1])), "chain_tried"),
+        (
+            damaged(lambda expected: expected["temperatures"][1].update(prompts=[])),
+            "temperatures[1].prompts",
+        ),
+        (
+            damaged(lambda expected: expected["temperatures"][1]["prompts"].pop()),
+            "different prompts",
+        ),
+        (
+            damaged(
+                lambda expected: first(expected)["plain"].update(seconds=float("nan"))
+            ),
+            "",
+        ),
+        (
+            damaged(lambda expected: first(expected)["plain"].update(seconds=-1)),
+            "plain.seconds",
+        ),
+        (
+            damaged(lambda expected: first(expected)["drafted"].update(tokens=1.5)),
+            "drafted.tokens",
+        ),
+        (
+            damaged(lambda expected: first(expected)["drafted"].update(check="fine")),
+            "drafted.check",
+        ),
+        (
+            damaged(
+                lambda expected: first(expected)["drafted"].update(chain_tried=[1])
+            ),
+            "chain_tried",
+        ),
     ],
-    ids=lambda value: "" if isinstance(value, bytes) else value.replace(" ", "-") or "unreadable",
+    ids=lambda value: (
+        "" if isinstance(value, bytes) else value.replace(" ", "-") or "unreadable"
+    ),
 )
 def test_a_file_that_is_not_an_evaluation_is_one_line(
     workspace: Workspace, save: Save, content: bytes, expected: str

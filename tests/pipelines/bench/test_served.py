@@ -39,7 +39,9 @@ TREE, PROMPTS, TOKENS = "chain-4", 8, "24"
 
 
 @pytest.fixture(scope="module")
-def workspace(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+def workspace(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Workspace:
     """A tiny target with eight held-out prompts: with no, one, two and three images, some rotated."""
     folder, contents = tmp_path_factory.mktemp("served"), []
     for number in range(PROMPTS):
@@ -77,7 +79,16 @@ def url(served: Served) -> str:
 
 def arguments(workspace: Workspace, *more: str) -> list[str]:
     runs = str(workspace.root.parent)
-    return ["eval", "--model", workspace.model, "--runs", runs, "--max-new-tokens", TOKENS, *more]
+    return [
+        "eval",
+        "--model",
+        workspace.model,
+        "--runs",
+        runs,
+        "--max-new-tokens",
+        TOKENS,
+        *more,
+    ]
 
 
 def records(workspace: Workspace, name: str) -> list[Path]:
@@ -90,7 +101,9 @@ def record(workspace: Workspace, name: str) -> ServedEvaluation:
 
 
 @pytest.fixture
-def measure(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def measure(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
     """Run the command with --json: its JSON, and stderr if the exit status is 1."""
 
     def run(*more: str, status: int = 0) -> Any:
@@ -108,7 +121,10 @@ def test_a_server_accepts_what_eval_accepts(
     (offline,) = measure("lookahead", "--tree", TREE)["lookahead"]["temperatures"]
     more = ("--concurrency", "1", "--concurrency", "3", "--name", "mine")
     found = measure("--engine", f"openai:{url(server)}/v1", *more)
-    assert (found["drafter"], [one["concurrency"] for one in found["loads"]]) == ("lookahead", [1, 3])
+    assert (found["drafter"], [one["concurrency"] for one in found["loads"]]) == (
+        "lookahead",
+        [1, 3],
+    )
     for load in found["loads"]:
         served = load["server"]
         assert served["drafts"] == offline["calls"]
@@ -118,14 +134,24 @@ def test_a_server_accepts_what_eval_accepts(
         assert served["accepted"] > 0
         assert served["seconds"] > 0
         assert 0 < served["first_seconds"]["low"] <= served["first_seconds"]["median"]
-    assert [len(load.server.requests) for load in record(workspace, "mine").loads] == [PROMPTS, PROMPTS]
+    assert [len(load.server.requests) for load in record(workspace, "mine").loads] == [
+        PROMPTS,
+        PROMPTS,
+    ]
 
 
 def test_a_baseline_gives_speedup_and_identical_responses(
     server: Served, decoder: ServedDecoder, measure: Callable[..., Any]
 ) -> None:
     with serving(replace(decoder, drafter=None, drafter_name=None)) as plain:
-        found = measure("--engine", f"openai:{url(server)}", "--baseline", url(plain), "--concurrency", "2")
+        found = measure(
+            "--engine",
+            f"openai:{url(server)}",
+            "--baseline",
+            url(plain),
+            "--concurrency",
+            "2",
+        )
         alone = measure("--engine", f"openai:{url(plain)}")
     (load,) = found["loads"]
     assert (load["identical"], load["compared"]) == (PROMPTS, PROMPTS)
@@ -138,10 +164,15 @@ def test_a_baseline_gives_speedup_and_identical_responses(
     assert not {"speedup", "identical", "baseline"} & alone["loads"][0].keys()
 
 
-def test_sampling_is_measured_at_each_temperature(server: Served, measure: Callable[..., Any]) -> None:
+def test_sampling_is_measured_at_each_temperature(
+    server: Served, measure: Callable[..., Any]
+) -> None:
     options = ("--temperature", "0", "--temperature", "1", "--limit", "2")
     loads = measure("--engine", f"openai:{url(server)}", *options)["loads"]
-    assert [(one["temperature"], one["server"]["requests"]) for one in loads] == [(0, 2), (1, 2)]
+    assert [(one["temperature"], one["server"]["requests"]) for one in loads] == [
+        (0, 2),
+        (1, 2),
+    ]
 
 
 @dataclass(frozen=True)
@@ -151,12 +182,16 @@ class Hooked(ServedDecoder):
     before: Callable[[int], None] = field(default=lambda number: None)
     asked: Iterator[int] = field(default_factory=count)
 
-    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+    def decode(
+        self, request: ChatRequest, media: Path | None
+    ) -> tuple[int, Iterator[Cycle]]:
         self.before(next(self.asked))
         return super().decode(request, media)
 
 
-def hooked(decoder: ServedDecoder, before: Callable[[int], None], *, drafts: bool = True) -> Hooked:
+def hooked(
+    decoder: ServedDecoder, before: Callable[[int], None], *, drafts: bool = True
+) -> Hooked:
     """The decoder with a hook, and without its drafter."""
     drafting = (decoder.drafter, decoder.drafter_name) if drafts else (None, None)
     return Hooked(decoder.model, decoder.target, *drafting, decoder.tree, before=before)
@@ -173,7 +208,10 @@ def test_requests_that_fail_are_counted_and_end_in_exit_1(
     with serving(hooked(decoder, lambda number: fail(number % 2 == 1))) as served:
         found, said = measure("--engine", f"openai:{url(served)}", status=1)
     (load,) = found["loads"]
-    assert (load["server"]["requests"], load["server"]["failed"]) == (PROMPTS // 2, PROMPTS // 2)
+    assert (load["server"]["requests"], load["server"]["failed"]) == (
+        PROMPTS // 2,
+        PROMPTS // 2,
+    )
     assert "tau" not in load["server"]  # its drafts are those of all requests
     assert "4 of 8 requests failed" in said
     assert "HTTP 500" in said
@@ -187,7 +225,9 @@ def test_a_server_that_dies_loses_no_finished_load(
 ) -> None:
     more = ("--concurrency", "1", "--concurrency", "2", "--name", "dead")
     with serving(hooked(decoder, lambda number: fail(True))) as served:
-        line = failing(*arguments(workspace, "--engine", f"openai:{url(served)}", *more))
+        line = failing(
+            *arguments(workspace, "--engine", f"openai:{url(served)}", *more)
+        )
     assert "all 16 requests failed" in line
     assert not records(workspace, "dead")
     with serving(hooked(decoder, lambda number: fail(number > PROMPTS))) as served:
@@ -207,12 +247,17 @@ def test_an_interrupt_promises_only_to_continue_what_it_does(
 
     with serving(hooked(decoder, interrupt)) as served:
         more = ("--concurrency", "1", "--concurrency", "2", "--name", "halted")
-        assert main(arguments(workspace, "--engine", f"openai:{url(served)}", *more)) == 130
+        assert (
+            main(arguments(workspace, "--engine", f"openai:{url(served)}", *more))
+            == 130
+        )
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
     assert len(record(workspace, "halted").loads) == 1
 
 
-def test_a_load_is_in_the_record_before_the_next_ends(server: Served, workspace: Workspace) -> None:
+def test_a_load_is_in_the_record_before_the_next_ends(
+    server: Served, workspace: Workspace
+) -> None:
     kept: list[int] = []
 
     def look(done: int, total: int, remark: str = "") -> None:
@@ -228,33 +273,58 @@ def test_failed_reads_of_the_metrics_are_not_counted_as_zero(
     server: Served, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, looks = ServingMetrics.text, count()
-    monkeypatch.setattr(ServingMetrics, "text", lambda self: text(self) if next(looks) % 2 else b"")
+    monkeypatch.setattr(
+        ServingMetrics, "text", lambda self: text(self) if next(looks) % 2 else b""
+    )
     load = Settings(concurrencies=(1, 2), max_new_tokens=8)
-    first, second = (one.server for one in evaluate_server(workspace, url(server), load, name="deaf").loads)
+    first, second = (
+        one.server
+        for one in evaluate_server(workspace, url(server), load, name="deaf").loads
+    )
     assert first.counts == ServerCounts()  # the first look failed
     assert second.counts.generated == sum(one.tokens or 0 for one in second.requests)
 
 
-def test_servers_alternate_at_a_high_concurrency(decoder: ServedDecoder, measure: Callable[..., Any]) -> None:
+def test_servers_alternate_at_a_high_concurrency(
+    decoder: ServedDecoder, measure: Callable[..., Any]
+) -> None:
     order: list[str | None] = []
     drafting = hooked(decoder, lambda number: order.append("lookahead"))
     alone = hooked(decoder, lambda number: order.append(None), drafts=False)
     with serving(drafting) as served, serving(alone) as plain:
-        measure("--engine", f"openai:{url(served)}", "--baseline", url(plain), "--concurrency", "5")
-    turns = [(name, len(list(some))) for name, some in groupby(order[2:])]  # after the warm-up
+        measure(
+            "--engine",
+            f"openai:{url(served)}",
+            "--baseline",
+            url(plain),
+            "--concurrency",
+            "5",
+        )
+    turns = [
+        (name, len(list(some))) for name, some in groupby(order[2:])
+    ]  # after the warm-up
     assert turns == [("lookahead", 5), (None, 8), ("lookahead", 3)]
 
 
 @pytest.mark.parametrize(("tokens", "first"), [(1, 0.5), (4, 2.0)])
-def test_the_decode_speedup_of_one_token_or_one_chunk_is_unknown(tokens: int, first: float) -> None:
+def test_the_decode_speedup_of_one_token_or_one_chunk_is_unknown(
+    tokens: int, first: float
+) -> None:
     requests = tuple(
         TimedRequest(
-            key=str(key), tokens=tokens, seconds=2.0, first_seconds=first, finish="stop", response="hash"
+            key=str(key),
+            tokens=tokens,
+            seconds=2.0,
+            first_seconds=first,
+            finish="stop",
+            response="hash",
         )
         for key in range(PROMPTS)
     )
     run = ServerRun(seconds=16.0, requests=requests, failed=(), counts=ServerCounts())
-    found = load_figures(ServedLoad(temperature=0, concurrency=1, server=run, baseline=run))
+    found = load_figures(
+        ServedLoad(temperature=0, concurrency=1, server=run, baseline=run)
+    )
     assert (found.speedup, found.decode_speedup) == (1, None)
     assert found.intervals is not None
     assert found.intervals.keys() == {"speedup"}
@@ -303,17 +373,39 @@ def test_a_server_that_cannot_be_used_is_one_line(
         monkeypatch.setenv("OPENAI_API_KEY", "another key")
         assert "refuses the key in OPENAI_API_KEY" in line(url(locked))
         monkeypatch.setenv("OPENAI_API_KEY", "a key")
-        assert main(arguments(workspace, "--engine", f"openai:{url(locked)}", "--limit", "1")) == 0
+        assert (
+            main(
+                arguments(
+                    workspace, "--engine", f"openai:{url(locked)}", "--limit", "1"
+                )
+            )
+            == 0
+        )
 
 
 def test_a_prompt_with_a_video_is_refused_by_name(
     workspace: Workspace, server: Served, failing: Callable[..., str], tmp_path: Path
 ) -> None:
     tiny.film(tmp_path / "film.mp4", tiny.clip(4, 56, 28, 0))
-    row = {"conversations": [{"from": "human", "value": "What moves?"}], "video": "film.mp4"}
+    row = {
+        "conversations": [{"from": "human", "value": "What moves?"}],
+        "video": "film.mp4",
+    }
     (tmp_path / "row.json").write_text(json.dumps([row]))
     file = tmp_path / "prompts.parquet"
-    assert main(["prompts", str(tmp_path / "row.json"), "--split", "eval", "--out", str(file)]) == 0
+    assert (
+        main(
+            [
+                "prompts",
+                str(tmp_path / "row.json"),
+                "--split",
+                "eval",
+                "--out",
+                str(file),
+            ]
+        )
+        == 0
+    )
     engine = arguments(workspace, "--engine", f"openai:{url(server)}")
     assert "film.mp4" in failing(*engine, "--prompts", str(file))
 
@@ -333,7 +425,9 @@ def test_a_prompt_with_a_video_is_refused_by_name(
         ["lookahead", "--engine", "sglang"],
     ],
 )
-def test_what_belongs_to_the_other_engine_is_a_usage_error(more: list[str], workspace: Workspace) -> None:
+def test_what_belongs_to_the_other_engine_is_a_usage_error(
+    more: list[str], workspace: Workspace
+) -> None:
     assert main(arguments(workspace, *more)) == 2
 
 
@@ -368,4 +462,6 @@ def test_counters_are_summed_over_engines_and_a_restart_is_not_counted() -> None
         generated=0, images=0, cached_images=0
     )  # there was no draft
     assert server_client.between(whole, {("generated", 0): 1}) == ServerCounts()
-    assert server_client.between({}, whole) == ServerCounts()  # counted since the server started
+    assert (
+        server_client.between({}, whole) == ServerCounts()
+    )  # counted since the server started

@@ -41,7 +41,9 @@ def test_each_kind_of_prompt_is_warmed_up_once(
     for number, kind in enumerate([*KINDS, *reversed(KINDS)], start=SHOWN):
         begun.clear()
         messages = tiny.message("What is it?", *KINDS[kind])
-        result = bench.decode(number, replace(ASKED, messages=messages)).results["medusa"]
+        result = bench.decode(number, replace(ASKED, messages=messages)).results[
+            "medusa"
+        ]
         assert result.kind == kind
         times = 2 if number < SHOWN + len(KINDS) else 1
         assert sorted(begun) == sorted([PLAIN, "medusa"] * times)

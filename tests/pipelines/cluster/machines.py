@@ -66,7 +66,11 @@ class Cluster:
         with socket.socket() as free:
             free.bind(("", 0))
             self._port = free.getsockname()[1]
-        settings = {"gcs_server_port": self._port, "include_dashboard": False, "temp_dir": str(self.folder)}
+        settings = {
+            "gcs_server_port": self._port,
+            "include_dashboard": False,
+            "temp_dir": str(self.folder),
+        }
         self._start("head", "true", True, {**settings, "num_cpus": 0})
         self._wait_for("head")
         return self
@@ -84,7 +88,10 @@ class Cluster:
     def on(self, **machines: str) -> None:
         """Switch machines on that are off; each first runs a shell command, its mounts."""
         for name in machines.keys() - self._running.keys():
-            where = {"gcs_address": f"127.0.0.1:{self._port}", "node_ip_address": f"127.0.0.{ord(name)}"}
+            where = {
+                "gcs_address": f"127.0.0.1:{self._port}",
+                "node_ip_address": f"127.0.0.{ord(name)}",
+            }
             own = f"mount -t tmpfs none {self.folder} && {machines[name]}"  # else they share files of Ray
             self._start(name, own, False, {**where, "node_name": name, "num_cpus": 1})
         for name in machines:
@@ -96,8 +103,12 @@ class Cluster:
         process.kill()
         process.wait()
 
-    def _start(self, name: str, mounts: str, head: bool, settings: dict[str, Any]) -> None:
-        command = shlex.join([sys.executable, "-c", START, json.dumps([head, settings])])
+    def _start(
+        self, name: str, mounts: str, head: bool, settings: dict[str, Any]
+    ) -> None:
+        command = shlex.join(
+            [sys.executable, "-c", START, json.dumps([head, settings])]
+        )
         with self._log(name).open("wb") as log:
             self._running[name] = subprocess.Popen(
                 [*namespaces(), "sh", "-c", f"{mounts} && exec {command}"],

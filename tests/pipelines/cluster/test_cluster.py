@@ -24,7 +24,9 @@ from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import Responder, plan
-from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as checkpoint_of
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import (
+    checkpoint as checkpoint_of,
+)
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, TargetError
@@ -33,15 +35,23 @@ from vlmdistill.stores.store import Store
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-AWS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+AWS = {
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "x",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 SECONDS = 400  # for one run on a very busy machine
 PROMPTS = 24
 
-on_machines = pytest.mark.skipif(not namespaces(), reason="mount and process namespaces are not allowed here")
+on_machines = pytest.mark.skipif(
+    not namespaces(), reason="mount and process namespaces are not allowed here"
+)
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Path:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
+) -> Path:
     """A folder with a model, prompts, and responses to all of them."""
     folder = tmp_path_factory.mktemp("world")
     model = checkpoint("qwen2_5_vl", layers=1)
@@ -57,10 +67,15 @@ def world(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Pa
     sampling, filters = SamplingSettings(max_new_tokens=4), Filters(min_words=0)
     worker = Responder(str(model), sampling, filters, batch=16)
     for task in plan(read(folder / "prompts.parquet"), PROMPTS, 0):
-        kept = [dataclasses.replace(row, keep=True, reason="") for row in worker.work(task).rows]
+        kept = [
+            dataclasses.replace(row, keep=True, reason="")
+            for row in worker.work(task).rows
+        ]
         dataset.write_part(folder / "responses", task.name, kept)
     settings = {"sampling": vars(sampling), "filters": vars(filters), **worker.facts()}
-    dataset.write_settings(folder / "responses", {"checkpoint": str(checkpoint_of(str(model))), **settings})
+    dataset.write_settings(
+        folder / "responses", {"checkpoint": str(checkpoint_of(str(model))), **settings}
+    )
     return folder
 
 
@@ -75,7 +90,9 @@ def bucket() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def cluster(bucket: str) -> Iterator[Cluster]:
     with (
-        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(
+            prefix="ray", dir="/tmp", ignore_cleanup_errors=True
+        ) as folder,
         Cluster(
             Path(folder),  # of which each machine has one of its own
             {**AWS, "AWS_ENDPOINT_URL": bucket, "VLMDISTILL_CACHE": f"{folder}/cache"},
@@ -86,7 +103,10 @@ def cluster(bucket: str) -> Iterator[Cluster]:
 
 def own_disk(*folders: Path) -> str:
     """Mounts that give a machine a copy of its own of these folders, under the same paths."""
-    copies = [f"cp -r {one} /mnt/{i} && mount --bind /mnt/{i} {one}" for i, one in enumerate(folders)]
+    copies = [
+        f"cp -r {one} /mnt/{i} && mount --bind /mnt/{i} {one}"
+        for i, one in enumerate(folders)
+    ]
     return " && ".join(["mount -t tmpfs none /mnt", *copies])
 
 
@@ -102,16 +122,43 @@ def start(cluster: Cluster, *command: str) -> subprocess.Popen[str]:
 
 
 def features(world: Path, store: str) -> list[str]:
-    command = ["-m", "vlmdistill", "features", "-m", str(world / "model"), "--store", store]
-    files = ["--prompts", str(world / "prompts.parquet"), "--responses", str(world / "responses")]
+    command = [
+        "-m",
+        "vlmdistill",
+        "features",
+        "-m",
+        str(world / "model"),
+        "--store",
+        store,
+    ]
+    files = [
+        "--prompts",
+        str(world / "prompts.parquet"),
+        "--responses",
+        str(world / "responses"),
+    ]
     return [*command, *files, "--for", "sparrow", "--json"]
 
 
 @on_machines
-def test_a_machine_with_a_disk_of_its_own_is_named_before_any_work(cluster: Cluster, world: Path) -> None:
+def test_a_machine_with_a_disk_of_its_own_is_named_before_any_work(
+    cluster: Cluster, world: Path
+) -> None:
     cluster.on(B="true", C=own_disk(world))
-    here, store = ["-m", str(world / "model"), "--runs", str(world / "runs")], str(world / "store")
-    missing = ["-m", "vlmdistill", "features", "--import", str(world / "mix.json"), *here, "--for", "sparrow"]
+    here, store = (
+        ["-m", str(world / "model"), "--runs", str(world / "runs")],
+        str(world / "store"),
+    )
+    missing = [
+        "-m",
+        "vlmdistill",
+        "features",
+        "--import",
+        str(world / "mix.json"),
+        *here,
+        "--for",
+        "sparrow",
+    ]
     for command in (features(world, store), [*missing, "--store", store, "--json"]):
         out, err = start(cluster, *command).communicate(timeout=SECONDS)
         assert out == ""
@@ -160,7 +207,9 @@ def test_without_a_shared_folder_all_samples_are_captured_although_a_machine_die
     for name, value in {**AWS, "AWS_ENDPOINT_URL": bucket}.items():
         monkeypatch.setenv(name, value)
     index = Store.open("s3://bucket/store").index
-    assert sorted(index["key"]) == sorted(prompt.key for prompt in read(world / "prompts.parquet"))
+    assert sorted(index["key"]) == sorted(
+        prompt.key for prompt in read(world / "prompts.parquet")
+    )
 
 
 @on_machines
@@ -243,24 +292,38 @@ except VlmdistillError as error:
 
 
 @on_machines
-def test_a_machine_that_fails_fast_does_not_draw_the_tasks(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_machine_that_fails_fast_does_not_draw_the_tasks(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     cluster.on(B="true", C="true")
     run = start(cluster, "-c", TOY, str(tmp_path), "Blind", "20")
     out, err = run.communicate(timeout=SECONDS)
     assert run.returncode == 0, err
     done = [json.loads(line) for line in out.splitlines()]
     assert sorted(
-        key for machine, keys, _ in done if machine == "B" for key in keys if key != "bad"
+        key
+        for machine, keys, _ in done
+        if machine == "B"
+        for key in keys
+        if key != "bad"
     ) == sorted(f"{i}{sign}" for i in range(20) for sign in ("", "+", "-"))
     assert sum(machine == "C" for machine, _, _ in done) == FAILURES
     failed = {key: why for _, _, some in done for key, why in some.items()}
     assert list(failed) == ["bad"]
     assert "machine B (127.0.0." in failed["bad"]
-    assert sum("machine C (127.0.0." in line and "is dropped" in line for line in err.splitlines()) == 1
+    assert (
+        sum(
+            "machine C (127.0.0." in line and "is dropped" in line
+            for line in err.splitlines()
+        )
+        == 1
+    )
 
 
 @on_machines
-def test_a_run_continues_without_lost_machines_and_with_new_ones(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_continues_without_lost_machines_and_with_new_ones(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     cluster.on(B="true", C="true")
     run = start(cluster, "-c", TOY, str(tmp_path), "Busy", "5000")
     assert run.stdout is not None
@@ -288,13 +351,19 @@ def test_a_run_continues_without_lost_machines_and_with_new_ones(cluster: Cluste
     assert run.returncode == 1
     assert " 5 s (machine " in err.splitlines()[-1]
     for name in ("B", "C", "D"):
-        assert any(f"machine {name} (127.0.0." in line and "was lost" in line for line in err.splitlines())
+        assert any(
+            f"machine {name} (127.0.0." in line and "was lost" in line
+            for line in err.splitlines()
+        )
     assert any(
-        line.startswith("machine D (127.0.0.") and line.endswith("joined") for line in err.splitlines()
+        line.startswith("machine D (127.0.0.") and line.endswith("joined")
+        for line in err.splitlines()
     )
 
 
-def test_a_machine_names_what_it_does_not_see(world: Path, tmp_path: Path, checkpoint: Any) -> None:
+def test_a_machine_names_what_it_does_not_see(
+    world: Path, tmp_path: Path, checkpoint: Any
+) -> None:
     model, mine = str(world / "model"), checkpoint_of(str(world / "model"))
     media = some_media(read(world / "prompts.parquet"))
     assert len(media) == PROMPTS // 8
@@ -325,8 +394,12 @@ class ReadOnly(Local):
         raise PermissionError("Access Denied")
 
 
-def test_a_store_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
-    denied = pytest.raises(StoreError, match=rf"{tmp_path} \(Access Denied\): give .* the right to write")
+def test_a_store_that_cannot_be_written_is_named_with_what_to_do(
+    tmp_path: Path,
+) -> None:
+    denied = pytest.raises(
+        StoreError, match=rf"{tmp_path} \(Access Denied\): give .* the right to write"
+    )
     with denied, marked(ReadOnly(tmp_path)):
         pass
 
@@ -334,6 +407,9 @@ def test_a_store_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path)
 def test_a_store_is_not_begun_in_a_folder_of_other_things(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "1.png").touch()
-    with pytest.raises(StoreError, match=r"1\.png"), marked(open_backend(tmp_path / "photos")):
+    with (
+        pytest.raises(StoreError, match=r"1\.png"),
+        marked(open_backend(tmp_path / "photos")),
+    ):
         pass
     assert os.listdir(tmp_path / "photos") == ["1.png"]

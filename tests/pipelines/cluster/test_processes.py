@@ -11,8 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from vlmdistill.pipelines.cluster.processes import FunctionDone, FunctionProgress, Processes
-from vlmdistill.stores.errors import DataError, LostRankError, StoppedError, TrainingError
+from vlmdistill.pipelines.cluster.processes import (
+    FunctionDone,
+    FunctionProgress,
+    Processes,
+)
+from vlmdistill.stores.errors import (
+    DataError,
+    LostRankError,
+    StoppedError,
+    TrainingError,
+)
 from vlmdistill.stores.progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -65,8 +74,13 @@ def test_each_reports_from_an_environment_set_before_anything_is_imported() -> N
         for number in (3, 4):
             processes.start(f"p{number}", count, (), {"STEPS": str(number)})
         said = list(processes.messages())
-    reports = sorted((name, one) for name, one in said if isinstance(one, FunctionProgress))
-    assert reports == [(f"p{number}", FunctionProgress(1, number, "torch is False")) for number in (3, 4)]
+    reports = sorted(
+        (name, one) for name, one in said if isinstance(one, FunctionProgress)
+    )
+    assert reports == [
+        (f"p{number}", FunctionProgress(1, number, "torch is False"))
+        for number in (3, 4)
+    ]
     ends = [(name, one) for name, one in said if isinstance(one, FunctionDone)]
     assert sorted(name for name, _ in ends) == ["p3", "p4"]
     assert all(end.cpu_seconds > 0 for _, end in ends)
@@ -85,7 +99,9 @@ def test_what_each_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_each_once_and_all_save_their_work(number: int, tmp_path: Path) -> None:
+def test_a_signal_reaches_each_once_and_all_save_their_work(
+    number: int, tmp_path: Path
+) -> None:
     with Processes() as processes:
         for name in "ab":
             processes.start(name, saving, (tmp_path / name,), {})
@@ -100,7 +116,9 @@ def test_a_signal_reaches_each_once_and_all_save_their_work(number: int, tmp_pat
     assert {(tmp_path / name).read_text() for name in "ab"} == {f"[{int(number)}]"}
 
 
-@pytest.mark.parametrize(("line", "says"), [("no room", "second: no room"), ("", "second: .*signal 9")])
+@pytest.mark.parametrize(
+    ("line", "says"), [("no room", "second: no room"), ("", "second: .*signal 9")]
+)
 def test_the_first_failure_ends_the_others_and_is_told_not_what_follows_from_it(
     line: str, says: str, tmp_path: Path
 ) -> None:
@@ -136,9 +154,13 @@ def beating(file: Path, report: Progress) -> None:
         file.write_text("saved")
 
 
-def test_a_child_whose_parent_was_killed_saves_its_work_and_ends(tmp_path: Path) -> None:
+def test_a_child_whose_parent_was_killed_saves_its_work_and_ends(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path / "file")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
@@ -149,4 +171,7 @@ def test_a_child_whose_parent_was_killed_saves_its_work_and_ends(tmp_path: Path)
 def _gone(child: int) -> Iterator[bool]:
     for _ in range(1000):
         time.sleep(0.02)
-        yield not Path(f"/proc/{child}").exists() or "State:\tZ" in Path(f"/proc/{child}/status").read_text()
+        yield (
+            not Path(f"/proc/{child}").exists()
+            or "State:\tZ" in Path(f"/proc/{child}/status").read_text()
+        )

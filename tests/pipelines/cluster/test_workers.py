@@ -58,7 +58,9 @@ def worker(action: Callable[[int], None]) -> Callable[[], Any]:
     return Toy
 
 
-def run(pool: Pool[Numbers, Squares], asked: list[Numbers]) -> tuple[dict[str, int], dict[str, str]]:
+def run(
+    pool: Pool[Numbers, Squares], asked: list[Numbers]
+) -> tuple[dict[str, int], dict[str, str]]:
     """The squares, and what failed."""
     squares, failed = dict[str, int](), dict[str, str]()
     for done in pool.run(asked):
@@ -71,7 +73,9 @@ def run(pool: Pool[Numbers, Squares], asked: list[Numbers]) -> tuple[dict[str, i
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_every_task_is_done_once_by_any_number_of_workers(number: int) -> None:
-    with opened(worker(lambda number: None), options=WorkerOptions(workers=number)) as pool:
+    with opened(
+        worker(lambda number: None), options=WorkerOptions(workers=number)
+    ) as pool:
         assert pool.facts() == "ready"
         assert run(pool, tasks(*range(7))) == ({str(i): i * i for i in range(7)}, {})
 
@@ -109,11 +113,15 @@ def test_a_task_that_always_fails_is_given_up_and_the_others_are_done(
 
 
 @pytest.mark.parametrize("deadly", [False, True])
-def test_of_a_task_that_fails_only_the_guilty_sample_is_given_up(tmp_path: Path, deadly: bool) -> None:
+def test_of_a_task_that_fails_only_the_guilty_sample_is_given_up(
+    tmp_path: Path, deadly: bool
+) -> None:
     def fail(number: int, broken: str) -> None:
         if number == 2:
             open(f"{broken}-{os.getpid()}", "w").close()
-        if os.path.exists(f"{broken}-{os.getpid()}"):  # as a CUDA context: nothing works in this process
+        if os.path.exists(
+            f"{broken}-{os.getpid()}"
+        ):  # as a CUDA context: nothing works in this process
             if deadly:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("device-side assert triggered")
@@ -126,7 +134,9 @@ def test_of_a_task_that_fails_only_the_guilty_sample_is_given_up(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("size", "calls"), [(1, ATTEMPTS**2), (64, 14)])
-def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path, size: int, calls: int) -> None:
+def test_a_run_in_which_every_task_fails_ends_early(
+    tmp_path: Path, size: int, calls: int
+) -> None:
     def fail(number: int, log: str) -> None:
         with open(log, "a") as file:
             file.write("x")
@@ -135,11 +145,14 @@ def test_a_run_in_which_every_task_fails_ends_early(tmp_path: Path, size: int, c
     done: list[TaskDone[Numbers, Squares]] = []
     with (
         ActorPool[Numbers, Squares](
-            worker(partial(fail, log=str(tmp_path / "log"))), options=WorkerOptions(workers=1)
+            worker(partial(fail, log=str(tmp_path / "log"))),
+            options=WorkerOptions(workers=1),
         ) as pool,
         pytest.raises(VlmdistillError, match="out of luck"),
     ):
-        done.extend(pool.run([Numbers(tuple(map(str, range(size))))] * (20 if size == 1 else 1)))
+        done.extend(
+            pool.run([Numbers(tuple(map(str, range(size))))] * (20 if size == 1 else 1))
+        )
     assert len(done) == ATTEMPTS
     assert len((tmp_path / "log").read_text()) == calls
 
@@ -165,7 +178,9 @@ def test_samples_that_fail_on_the_only_machine_have_failed(number: int) -> None:
 
         def work(self, task: Any) -> Any:
             odd = {key: "odd" for key in task.keys if int(key) % 2}
-            return Squares({key: int(key) ** 2 for key in task.keys if key not in odd}, odd)
+            return Squares(
+                {key: int(key) ** 2 for key in task.keys if key not in odd}, odd
+            )
 
     with opened(Half, options=WorkerOptions(workers=number)) as pool:
         squares, failed = run(pool, [Numbers(("1", "2", "3")), Numbers(("4",))])
@@ -201,7 +216,9 @@ def test_a_package_that_a_machine_lacks_is_named() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_machine_is_checked_before_anything_loads(tmp_path: Path, number: int) -> None:
+def test_a_machine_is_checked_before_anything_loads(
+    tmp_path: Path, number: int
+) -> None:
     def lacks() -> None:
         raise StoreError("no store here")
 
@@ -217,7 +234,9 @@ def test_a_machine_is_checked_before_anything_loads(tmp_path: Path, number: int)
     assert not (tmp_path / "loaded").exists()
 
 
-def test_workers_that_die_while_they_load_end_the_run_with_the_cause(tmp_path: Path) -> None:
+def test_workers_that_die_while_they_load_end_the_run_with_the_cause(
+    tmp_path: Path,
+) -> None:
     def die() -> Any:
         os._exit(1)
 
@@ -229,9 +248,13 @@ def test_workers_that_die_while_they_load_end_the_run_with_the_cause(tmp_path: P
     assert f"{ATTEMPTS} workers died" in str(caught.value)
 
 
-def test_no_room_for_a_worker_is_an_error_after_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_a_worker_is_an_error_after_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(workers, "GATHER_SECONDS", 1.0)
-    with ActorPool[Numbers, Squares](worker(lambda number: None), options=WorkerOptions(workers=2)) as pool:
+    with ActorPool[Numbers, Squares](
+        worker(lambda number: None), options=WorkerOptions(workers=2)
+    ) as pool:
         pool.facts()  # they hold all cores
         greedy = ActorPool[Numbers, Squares](
             worker(lambda number: None), options=WorkerOptions(workers=1, wait=1)
@@ -258,29 +281,45 @@ def test_an_unreachable_cluster_is_an_error_at_once() -> None:
         ([4, 2], 3, 2),
         ([2, 2], 1, 2),  # no machine has four
         ([1], 2, 1 / 2),
-        ([3], 4, 1 / 2),  # three quarters each would leave the fourth worker without a GPU
+        (
+            [3],
+            4,
+            1 / 2,
+        ),  # three quarters each would leave the fourth worker without a GPU
         ([8], 9, 1 / 2),
     ],
 )
-def test_workers_share_the_machines_evenly(machines: list[int], workers: int, each: float) -> None:
-    with_gpus = [Machine(str(i), "", "", 64, has, 2**40) for i, has in enumerate(machines)]
+def test_workers_share_the_machines_evenly(
+    machines: list[int], workers: int, each: float
+) -> None:
+    with_gpus = [
+        Machine(str(i), "", "", 64, has, 2**40) for i, has in enumerate(machines)
+    ]
     without = [Machine(str(i), "", "", has, 0, 2**40) for i, has in enumerate(machines)]
     assert WorkerShare.of(without, workers, 0).cpus == each
-    assert WorkerShare.of(with_gpus, workers, 0).gpus == min(each, 1)  # no target needs more than it needs
+    assert WorkerShare.of(with_gpus, workers, 0).gpus == min(
+        each, 1
+    )  # no target needs more than it needs
     assert WorkerShare.of(without, workers, 0).room(without) >= workers
     assert WorkerShare.of(with_gpus, workers, 0).room(with_gpus) >= workers
 
 
 @pytest.mark.parametrize(
-    ("cpus", "gpus", "workers", "each"), [(64, 8, None, 4), (8, 4, None, 2), (2, 4, None, 0), (16, 2, 4, 4)]
+    ("cpus", "gpus", "workers", "each"),
+    [(64, 8, None, 4), (8, 4, None, 2), (2, 4, None, 0), (16, 2, 4, 4)],
 )
 def test_cpus_are_reserved_beside_gpus_on_every_machine(
     cpus: int, gpus: int, workers: int | None, each: float
 ) -> None:
-    there = [Machine("a", "", "", cpus, gpus, 2**40), Machine("b", "", "", 64, gpus, 2**40)]
+    there = [
+        Machine("a", "", "", cpus, gpus, 2**40),
+        Machine("b", "", "", 64, gpus, 2**40),
+    ]
     share = WorkerShare.of(there, workers, 0)
     assert share.options == {"num_cpus": each, "num_gpus": share.gpus}
-    assert all(share.cpus * machine.gpus / share.gpus <= machine.cpus for machine in there)
+    assert all(
+        share.cpus * machine.gpus / share.gpus <= machine.cpus for machine in there
+    )
 
 
 def test_the_number_of_workers_follows_from_cores_and_memory() -> None:
@@ -321,7 +360,9 @@ options = WorkerOptions(workers=0)
 with options.session(), opened(Toy, options=options) as pool:
     print(pool.facts(), "ray" in sys.modules)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert said == "ready False\n"
 
 
@@ -341,5 +382,7 @@ with session():
 
 
 def test_the_exit_status_says_that_a_run_was_terminated_while_ray_waited() -> None:
-    ended = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", WAITS], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 143, ended.stderr

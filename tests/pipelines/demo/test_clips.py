@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmdistill.pipelines.demo import narration
-from vlmdistill.pipelines.demo.clips import PHASES, Clip, Event, frame, frames, patches_for, random_clip
+from vlmdistill.pipelines.demo.clips import (
+    PHASES,
+    Clip,
+    Event,
+    frame,
+    frames,
+    patches_for,
+    random_clip,
+)
 from vlmdistill.pipelines.demo.scenes import CELLS, SIDE_PIXELS, Item
 
 seeds = st.integers(0, 2**32)
@@ -20,7 +28,9 @@ def test_a_seed_fixes_the_clip_the_frames_and_the_words(seed: int) -> None:
     one, two = random.Random(seed), random.Random(seed)
     clip = random_clip(one)
     assert clip == random_clip(two)
-    assert [a.tobytes() for a in frames(clip, 8)] == [b.tobytes() for b in frames(clip, 8)]
+    assert [a.tobytes() for a in frames(clip, 8)] == [
+        b.tobytes() for b in frames(clip, 8)
+    ]
     assert narration.rounds(clip, one) == narration.rounds(clip, two)
 
 
@@ -29,14 +39,20 @@ def test_a_seed_fixes_the_clip_the_frames_and_the_words(seed: int) -> None:
 def test_a_clip_is_well_formed(seed: int) -> None:
     clip = random_clip(random.Random(seed))
     assert 1 <= len(clip.events) <= PHASES - 1
-    assert [event.phase for event in clip.events] == sorted({event.phase for event in clip.events})
+    assert [event.phase for event in clip.events] == sorted(
+        {event.phase for event in clip.events}
+    )
     for phase in range(PHASES):
         items = clip.scene(phase).items
         assert [item.cell for item in items] == sorted({item.cell for item in items})
         assert len({(item.colour, item.shape) for item in items}) == len(items)
         assert frame(clip, phase).size == (SIDE_PIXELS, SIDE_PIXELS)
     changes = {event.phase for event in clip.events}
-    assert {phase for phase in range(1, PHASES) if clip.scene(phase) != clip.scene(phase - 1)} == changes
+    assert {
+        phase
+        for phase in range(1, PHASES)
+        if clip.scene(phase) != clip.scene(phase - 1)
+    } == changes
 
 
 def test_only_the_frames_of_its_phase_show_a_change() -> None:
@@ -56,7 +72,9 @@ def test_every_frame_shows_its_phase() -> None:
     assert len({frame(still, phase).tobytes() for phase in range(PHASES)}) == PHASES
 
 
-@pytest.mark.parametrize(("tokens", "patches"), [(1, 4), (500, 56), (1500, 168), (25000, 2776)])
+@pytest.mark.parametrize(
+    ("tokens", "patches"), [(1, 4), (500, 56), (1500, 168), (25000, 2776)]
+)
 def test_a_length_is_met_in_whole_phases(tokens: int, patches: int) -> None:
     assert patches_for(tokens) == patches
 
@@ -64,6 +82,9 @@ def test_a_length_is_met_in_whole_phases(tokens: int, patches: int) -> None:
 def test_every_cell_can_change() -> None:
     rng = random.Random(0)
     cells = {
-        cell for _ in range(100) for event in random_clip(rng).events for cell in (event.source, event.to)
+        cell
+        for _ in range(100)
+        for event in random_clip(rng).events
+        for cell in (event.source, event.to)
     }
     assert cells == {None, *range(len(CELLS))}

@@ -33,16 +33,24 @@ def test_the_files_are_like_a_users(tmp_path: Path) -> None:
 
 def test_no_question_is_written_twice(tmp_path: Path) -> None:
     made = write(tmp_path, images=0, dialogues=240, seed=0)
-    asked = [talk["conversations"][0]["value"] for talk in json.loads(made.sharegpt.read_text())]
+    asked = [
+        talk["conversations"][0]["value"]
+        for talk in json.loads(made.sharegpt.read_text())
+    ]
     assert len(set(asked)) == len(asked) > 200
     amount = DemoSize(images=1, dialogues=240, held_out=(1, 1, 0))
-    assert import_demo(tmp_path / "demo", tmp_path / "prompts.parquet", amount).skipped == {}
+    assert (
+        import_demo(tmp_path / "demo", tmp_path / "prompts.parquet", amount).skipped
+        == {}
+    )
 
 
 def test_a_seed_fixes_every_byte_and_splits_share_no_image(tmp_path: Path) -> None:
     one = write(tmp_path / "one", images=20, dialogues=3, seed=1)
     two = write(tmp_path / "two", images=20, dialogues=3, seed=1)
-    other = write(tmp_path / "other", images=20, dialogues=3, seed=1, split="evaluation")
+    other = write(
+        tmp_path / "other", images=20, dialogues=3, seed=1, split="evaluation"
+    )
     assert one.llava.read_bytes() == two.llava.read_bytes()
     assert one.sharegpt.read_bytes() == two.sharegpt.read_bytes()
 
@@ -60,12 +68,19 @@ def test_videos_are_written_without_loss(tmp_path: Path) -> None:
     for record in records:
         clip = random_clip(rng, "evaluation")
         wording = narration.rounds(clip, rng)
-        shown = read(made.videos / record["video"], lambda footage: range(footage.total))
+        shown = read(
+            made.videos / record["video"], lambda footage: range(footage.total)
+        )
         assert shown.footage == Footage(24, 3.0)
-        assert (shown.frames_FHWC == np.stack([np.asarray(image) for image in frames(clip, 24)])).all()
+        assert (
+            shown.frames_FHWC
+            == np.stack([np.asarray(image) for image in frames(clip, 24)])
+        ).all()
         turns = record["conversations"]
         assert turns[0]["value"] == f"<video>\n{wording[0][0]}"
-        assert [turn["value"] for turn in turns[1::2]] == [response for _, response in wording]
+        assert [turn["value"] for turn in turns[1::2]] == [
+            response for _, response in wording
+        ]
 
 
 def test_the_demo_has_videos_if_asked_for(tmp_path: Path) -> None:
@@ -76,7 +91,12 @@ def test_the_demo_has_videos_if_asked_for(tmp_path: Path) -> None:
     both = import_demo(tmp_path / "one", out, films, seed=3)
     assert both.added == 4 + 3
     assert both.total == without.total + both.added
-    parts = [part for prompt in read_prompts(out) for m in prompt.messages for part in m["content"]]
+    parts = [
+        part
+        for prompt in read_prompts(out)
+        for m in prompt.messages
+        for part in m["content"]
+    ]
     videos = [part for part in parts if part["type"] == "video"]
     assert {part["frames"] for part in videos} == {24}
     assert len({Path(part["path"]).read_bytes() for part in videos}) == len(videos) == 7
@@ -84,5 +104,7 @@ def test_the_demo_has_videos_if_asked_for(tmp_path: Path) -> None:
 
 def test_datasets_of_the_demo_have_names_of_their_own(tmp_path: Path) -> None:
     amount = DemoSize(2, 2, videos=1, held_out=(1, 1, 1))
-    found = import_demo(tmp_path / "demo", tmp_path / "prompts.parquet", amount).datasets
+    found = import_demo(
+        tmp_path / "demo", tmp_path / "prompts.parquet", amount
+    ).datasets
     assert found.keys() == {"demo-scenes", "demo-chats", "demo-videos"}

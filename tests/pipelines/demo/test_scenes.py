@@ -41,7 +41,9 @@ def test_a_seed_fixes_the_scene_the_picture_and_the_words(seed: int) -> None:
 def test_a_scene_is_well_formed(seed: int) -> None:
     scene = random_scene(random.Random(seed))
     assert scene.background in BACKGROUNDS
-    assert [item.cell for item in scene.items] == sorted({item.cell for item in scene.items})
+    assert [item.cell for item in scene.items] == sorted(
+        {item.cell for item in scene.items}
+    )
     assert len({(item.colour, item.shape) for item in scene.items}) == len(scene.items)
     assert draw(scene).size == (SIDE_PIXELS, SIDE_PIXELS)
 
@@ -67,8 +69,15 @@ def test_a_split_has_only_its_own(random_one: Callable[..., Any]) -> None:
         random_one(rng, "test")
 
 
-@pytest.mark.parametrize(("random_one", "words"), [(random_scene, wording), (random_clip, narration)])
+@pytest.mark.parametrize(
+    ("random_one", "words"), [(random_scene, wording), (random_clip, narration)]
+)
 def test_responses_vary(random_one: Callable[..., Any], words: Any) -> None:
     shown = random_one(random.Random(3))
     for task in words.TASKS:
-        assert len({words.response(shown, task, random.Random(seed)) for seed in range(20)}) > 10
+        assert (
+            len(
+                {words.response(shown, task, random.Random(seed)) for seed in range(20)}
+            )
+            > 10
+        )

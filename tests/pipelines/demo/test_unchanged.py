@@ -26,6 +26,10 @@ def test_scenes_clips_and_words_are_those_of_the_training(split: str) -> None:
             made.update(frame(clip, phase).tobytes())
         words = [wording.ask(scene, task, rng) for task in wording.TASKS]
         words += [narration.ask(clip, task, rng) for task in narration.TASKS]
-        words += [*wording.rounds(scene, rng), *narration.rounds(clip, rng), *chats.chat(rng, split)]
+        words += [
+            *wording.rounds(scene, rng),
+            *narration.rounds(clip, rng),
+            *chats.chat(rng, split),
+        ]
         made.update(repr(words).encode())
     assert made.hexdigest()[:32] == MADE[split]

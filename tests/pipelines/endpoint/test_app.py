@@ -91,51 +91,92 @@ def ask(client: openai.OpenAI, content: Any = QUESTION, **options: Any) -> Any:
 
 def shown(url: str) -> list[dict[str, Any]]:
     """A message content with an image."""
-    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+    return [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": QUESTION},
+    ]
 
 
 def streamed(chunks: Any) -> str:
-    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    return "".join(
+        chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+    )
 
 
 def test_a_stream_equals_generate_with_and_without_the_drafter(
     server: Served, workspace: Workspace, media: Path
 ) -> None:
     url = data_url(Image.open(media / "scene.png"))
-    expected = generate(workspace, QUESTION, images=[media / "scene.png"], max_new_tokens=400)
+    expected = generate(
+        workspace, QUESTION, images=[media / "scene.png"], max_new_tokens=400
+    )
     text = "".join(piece.text for piece in expected.pieces())
     assert len(text) > 100
     for extra in ({}, {"speculate": False}):
-        chunks = list(ask(server.client(), shown(url), max_tokens=400, stream=True, extra_body=extra))
+        chunks = list(
+            ask(
+                server.client(),
+                shown(url),
+                max_tokens=400,
+                stream=True,
+                extra_body=extra,
+            )
+        )
         assert streamed(chunks) == text
         assert chunks[-1].choices[0].finish_reason == "stop"
         assert chunks[-1].decoding["drafter"] == (None if extra else "sparrow")
-    assert ask(server.client(), shown(url), max_tokens=400).choices[0].message.content == text
+    assert (
+        ask(server.client(), shown(url), max_tokens=400).choices[0].message.content
+        == text
+    )
 
 
-def test_accepted_tokens_are_marked_and_counted(decoder: ServedDecoder, media: Path) -> None:
+def test_accepted_tokens_are_marked_and_counted(
+    decoder: ServedDecoder, media: Path
+) -> None:
     drafter = synthetic.untrained("lookahead", decoder.target)
-    with serving(replace(decoder, drafter=drafter, drafter_name="lookahead"), media=media) as served:
+    with serving(
+        replace(decoder, drafter=drafter, drafter_name="lookahead"), media=media
+    ) as served:
         url = f"file://{media}/scene.png"
         options = {"include_usage": True}
-        chunks = list(ask(served.client(), shown(url), stream=True, stream_options=options, max_tokens=400))
+        chunks = list(
+            ask(
+                served.client(),
+                shown(url),
+                stream=True,
+                stream_options=options,
+                max_tokens=400,
+            )
+        )
         pieces = [chunk.piece for chunk in chunks if hasattr(chunk, "piece")]
         (decoding,) = [chunk.decoding for chunk in chunks if hasattr(chunk, "decoding")]
         usage = chunks[-1].usage
         assert sum(piece["drafted"] for piece in pieces) == decoding["accepted"] > 10
-        assert usage.completion_tokens == decoding["tokens"] == len(pieces) + 1  # the EOS has no text
+        assert (
+            usage.completion_tokens == decoding["tokens"] == len(pieces) + 1
+        )  # the EOS has no text
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-        assert decoding["tokens_per_call"] == pytest.approx((decoding["tokens"] - 1) / decoding["calls"])
+        assert decoding["tokens_per_call"] == pytest.approx(
+            (decoding["tokens"] - 1) / decoding["calls"]
+        )
         times = [piece["seconds"] for piece in pieces]
         assert times == sorted(times)
         assert {"check", "phases", "missed"}.isdisjoint(decoding)  # of evaluations
-        assert decoding["prefill_seconds"] == times[0] < times[-1] <= decoding["seconds"]
+        assert (
+            decoding["prefill_seconds"] == times[0] < times[-1] <= decoding["seconds"]
+        )
         assert served.metric("vlmdistill_accepted_tokens_total") == decoding["accepted"]
         assert served.metric('vlmdistill_requests_total{outcome="stop"}') == 1
         assert served.metric("vlmdistill_first_text_seconds_count") == 1
-        plain = ask(served.client(), shown(url), max_tokens=400, extra_body={"speculate": False})
+        plain = ask(
+            served.client(), shown(url), max_tokens=400, extra_body={"speculate": False}
+        )
         assert plain.choices[0].message.content == streamed(chunks)
-        assert (plain.decoding["accepted"], plain.decoding["calls"]) == (0, plain.decoding["tokens"] - 1)
+        assert (plain.decoding["accepted"], plain.decoding["calls"]) == (
+            0,
+            plain.decoding["tokens"] - 1,
+        )
 
 
 def test_an_image_decides_the_response(server: Served, media: Path) -> None:
@@ -144,12 +185,17 @@ def test_an_image_decides_the_response(server: Served, media: Path) -> None:
         image = scenes.draw(scenes.random_scene(random.Random(seed)))
         texts.add(ask(client, shown(data_url(image))).choices[0].message.content)
     assert len(texts) == 2
-    assert ask(client, shown(f"file://{media}/scene.png")).choices[0].message.content in texts
+    assert (
+        ask(client, shown(f"file://{media}/scene.png")).choices[0].message.content
+        in texts
+    )
 
 
 def test_sampling_follows_the_seed(server: Served) -> None:
     def sample(seed: int | None) -> str:
-        return str(ask(server.client(), temperature=2.0, seed=seed).choices[0].message.content)
+        return str(
+            ask(server.client(), temperature=2.0, seed=seed).choices[0].message.content
+        )
 
     assert sample(1) == sample(1) != sample(2)
     assert sample(None) != sample(None)
@@ -164,11 +210,16 @@ def test_a_response_ends_before_a_stop_string(server: Served) -> None:
             chunks = list(given)
             text, finish = streamed(chunks), chunks[-1].choices[0].finish_reason
         else:
-            text, finish = given.choices[0].message.content, given.choices[0].finish_reason
+            text, finish = (
+                given.choices[0].message.content,
+                given.choices[0].finish_reason,
+            )
         assert (text, finish) == (whole[: whole.index(word)], "stop")
 
 
-@pytest.mark.parametrize("stop", [["b"], ["abc", "c"], ["aab", "ba"], ["cab", "zz"], ["a" * 5], []])
+@pytest.mark.parametrize(
+    "stop", [["b"], ["abc", "c"], ["aab", "ba"], ["cab", "zz"], ["a" * 5], []]
+)
 def test_until_stop_is_the_text_before_the_first_stop_string(stop: list[str]) -> None:
     rng = random.Random(0)
     for _ in range(200):
@@ -182,7 +233,9 @@ def test_until_stop_is_the_text_before_the_first_stop_string(stop: list[str]) ->
         # With several stop strings, the one that is complete first ends the response.
         assert text.startswith(kept)
         assert any(text.startswith(word, len(kept)) for word in stop)
-        assert len(kept) <= min(text.index(word) + len(word) for word in stop if word in text)
+        assert len(kept) <= min(
+            text.index(word) + len(word) for word in stop if word in text
+        )
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
@@ -194,7 +247,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     )
     encoded: list[object] = []
     monkeypatch.setattr(
-        decoder.target.processor, "apply_chat_template", lambda *given, **named: encoded.append(given)
+        decoder.target.processor,
+        "apply_chat_template",
+        lambda *given, **named: encoded.append(given),
     )
     with pytest.raises(DataError, match=str(len(content))):
         decoder.decode(request, None)
@@ -209,7 +264,11 @@ def test_a_conversation_of_several_turns_is_one_prompt(server: Served) -> None:
         {"role": "user", "content": "What else?"},
     ]
     client = server.client()
-    given = client.chat.completions.create(model="demo", messages=turns, max_completion_tokens=4)  # type: ignore[arg-type]
+    given = client.chat.completions.create(
+        model="demo",
+        messages=turns,  # type: ignore[arg-type]
+        max_completion_tokens=4,
+    )
     assert given.usage is not None
     assert given.usage.completion_tokens == 4
     assert given.usage.prompt_tokens > ask(client, max_tokens=1).usage.prompt_tokens
@@ -228,25 +287,45 @@ def test_a_stop_string_ends_the_count_of_tokens_with_and_without_a_drafter_alike
     decoder: ServedDecoder, media: Path
 ) -> None:
     drafter = synthetic.untrained("lookahead", decoder.target)
-    eager, plain = replace(decoder, drafter=drafter, drafter_name="lookahead"), replace(decoder, drafter=None)
-    body = {"model": "demo", "messages": [{"role": "user", "content": shown(f"file://{media}/scene.png")}]}
+    eager, plain = (
+        replace(decoder, drafter=drafter, drafter_name="lookahead"),
+        replace(decoder, drafter=None),
+    )
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": shown(f"file://{media}/scene.png")}],
+    }
 
     def respond(served: ServedDecoder, **more: Any) -> ServedResponse:
-        response = ServedResponse(served, ChatRequest.model_validate({**body, **more}), media)
+        response = ServedResponse(
+            served, ChatRequest.model_validate({**body, **more}), media
+        )
         for _ in response.pieces():
             pass
         return response
 
     whole = respond(eager)
     first = next(one for one in whole.cycles if one.accepted > 2)
-    before = [token for one in whole.cycles[: whole.cycles.index(first)] for token in one.ids]
+    before = [
+        token for one in whole.cycles[: whole.cycles.index(first)] for token in one.ids
+    ]
     decode = decoder.target.tokenizer.decode
-    stop = decode([*before, *first.ids[:2]])[len(decode(before)) - 12 :]  # ends within an accepted draft
+    stop = decode([*before, *first.ids[:2]])[
+        len(decode(before)) - 12 :
+    ]  # ends within an accepted draft
     stopped, expected = respond(eager, stop=stop), respond(plain, stop=stop)
     assert (stopped.text, stopped.finish) == (expected.text, "stop")
-    ids = [[token for one in response.cycles for token in one.ids] for response in (stopped, expected)]
+    ids = [
+        [token for one in response.cycles for token in one.ids]
+        for response in (stopped, expected)
+    ]
     assert ids[0] == ids[1]
-    assert stopped.decoding.tokens == expected.decoding.tokens == len(ids[0]) < whole.decoding.tokens
+    assert (
+        stopped.decoding.tokens
+        == expected.decoding.tokens
+        == len(ids[0])
+        < whole.decoding.tokens
+    )
     assert stopped.cycles[-1].accepted == 2
 
 
@@ -263,12 +342,26 @@ def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_the_script_of_the_page_reaches_the_server(server: Served, tmp_path: Path) -> None:
+def test_the_script_of_the_page_reaches_the_server(
+    server: Served, tmp_path: Path
+) -> None:
     command = [
-        *("chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"),
-        *("--dump-dom", "--virtual-time-budget=3000", f"http://127.0.0.1:{server.port}/"),
+        *(
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path}",
+        ),
+        *(
+            "--dump-dom",
+            "--virtual-time-budget=3000",
+            f"http://127.0.0.1:{server.port}/",
+        ),
     ]
-    page = subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
+    page = subprocess.run(
+        command, check=True, capture_output=True, timeout=60, text=True
+    ).stdout
     assert re.search("<h1[^>]*>demo with sparrow</h1>", page)
     assert re.search('<section id="results"[^>]* hidden', page)
 
@@ -297,75 +390,147 @@ def test_the_script_of_the_page_reaches_the_server(server: Served, tmp_path: Pat
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages.0.content.0.type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            "messages.0.content.0.type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0",
+        ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}]}, "messages"),
     ],
 )
-def test_a_bad_parameter_is_named(server: Served, options: dict[str, Any], param: str) -> None:
+def test_a_bad_parameter_is_named(
+    server: Served, options: dict[str, Any], param: str
+) -> None:
     body = {
         "model": "demo",
         "messages": [{"role": "user", "content": QUESTION}],
         **options.pop("extra_body", {}),
     }
     raw = json.dumps({**body, **options}).encode()
-    status, given = server.request("POST", "/v1/chat/completions", raw, Content_Type="application/json")
+    status, given = server.request(
+        "POST", "/v1/chat/completions", raw, Content_Type="application/json"
+    )
     error = json.loads(given)["error"]
-    assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert (status, error["param"], error["type"]) == (
+        400,
+        param,
+        "invalid_request_error",
+    )
     assert "Traceback" not in error["message"]
 
 
 def test_the_openai_client_raises_what_it_raises_for_openai(server: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="'n' is not supported: leave it out, or send 1") as bad:
+    with pytest.raises(
+        openai.BadRequestError, match="'n' is not supported: leave it out, or send 1"
+    ) as bad:
         ask(server.client(), n=2)
     assert (bad.value.param, bad.value.code) == ("n", "unsupported_parameter")
-    with pytest.raises(openai.NotFoundError, match="there is no model 'other': this server has 'demo'"):
+    with pytest.raises(
+        openai.NotFoundError, match="there is no model 'other': this server has 'demo'"
+    ):
         ask(server.client(), model="other")
-    neutral = {"n": 1, "top_p": 1.0, "frequency_penalty": 0, "logprobs": False, "tools": [], "user": "me"}
+    neutral = {
+        "n": 1,
+        "top_p": 1.0,
+        "frequency_penalty": 0,
+        "logprobs": False,
+        "tools": [],
+        "user": "me",
+    }
     assert ask(server.client(), max_tokens=1, **neutral).usage.completion_tokens == 1
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False},
-        {"store": False, "metadata": {}, "service_tier": "auto", "modalities": ["text"], "top_logprobs": 0},
-        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": []},
-        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": True}},
+        {
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "min_tokens": 0,
+            "ignore_eos": False,
+        },
+        {
+            "store": False,
+            "metadata": {},
+            "service_tier": "auto",
+            "modalities": ["text"],
+            "top_logprobs": 0,
+        },
+        {
+            "tools": [],
+            "tool_choice": "none",
+            "parallel_tool_calls": True,
+            "functions": [],
+        },
+        {
+            "stream": True,
+            "stream_options": {"include_usage": True, "include_obfuscation": True},
+        },
     ],
 )
 def test_what_changes_nothing_is_taken(server: Served, options: dict[str, Any]) -> None:
     turns = [
         {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Hi.", "annotations": [], "tool_calls": [], "refusal": None},
+        {
+            "role": "assistant",
+            "content": "Hi.",
+            "annotations": [],
+            "tool_calls": [],
+            "refusal": None,
+        },
         {"role": "user", "content": QUESTION},
     ]
-    body = json.dumps({"model": "demo", "messages": turns, "max_tokens": 1, **options}).encode()
-    status, given = server.request("POST", "/v1/chat/completions", body, Content_Type="application/json")
+    body = json.dumps(
+        {"model": "demo", "messages": turns, "max_tokens": 1, **options}
+    ).encode()
+    status, given = server.request(
+        "POST", "/v1/chat/completions", body, Content_Type="application/json"
+    )
     assert status == 200, given
 
 
 def test_an_image_may_have_broken_lines_and_ask_for_detail(server: Served) -> None:
     header, data = data_url(Image.new("RGB", (84, 84), "blue")).split(",")
     broken = "\n".join(data[start : start + 76] for start in range(0, len(data), 76))
-    images = [{"url": f"{header},{broken}\n", "detail": "high"}, {"url": f"{header},{data}"}]
+    images = [
+        {"url": f"{header},{broken}\n", "detail": "high"},
+        {"url": f"{header},{data}"},
+    ]
     lengths = []
     for image in images:
-        content = [{"type": "image_url", "image_url": image}, {"type": "text", "text": "What is this?"}]
+        content = [
+            {"type": "image_url", "image_url": image},
+            {"type": "text", "text": "What is this?"},
+        ]
         turns = [{"role": "user", "content": content}]
-        body = json.dumps({"model": "demo", "messages": turns, "max_tokens": 1}).encode()
-        status, given = server.request("POST", "/v1/chat/completions", body, Content_Type="application/json")
+        body = json.dumps(
+            {"model": "demo", "messages": turns, "max_tokens": 1}
+        ).encode()
+        status, given = server.request(
+            "POST", "/v1/chat/completions", body, Content_Type="application/json"
+        )
         assert status == 200, given
         lengths.append(json.loads(given)["usage"]["prompt_tokens"])
     assert lengths[0] == lengths[1]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"\\ud800": 1}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b'{"\\ud800": 1}']
+)
 def test_a_body_that_is_no_request_is_refused(server: Served, body: bytes) -> None:
     for kind in ("application/json", "text/plain"):
-        status, given = server.request("POST", "/v1/chat/completions", body, Content_Type=kind)
-        assert (status, json.loads(given)["error"]["type"]) == (400, "invalid_request_error")
+        status, given = server.request(
+            "POST", "/v1/chat/completions", body, Content_Type=kind
+        )
+        assert (status, json.loads(given)["error"]["type"]) == (
+            400,
+            "invalid_request_error",
+        )
 
 
 @pytest.mark.parametrize(
@@ -384,7 +549,10 @@ def test_a_body_that_is_no_request_is_refused(server: Served, body: bytes) -> No
         ({"messages": [5]}, "invalid_type"),
         ({"messages": [{"role": "user"}]}, "missing_required_parameter"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "invalid_value"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_value"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "invalid_value",
+        ),
         ({"model": None}, "missing_required_parameter"),
         ({"stream_options": 5}, "invalid_type"),
         ({"foo": 1}, "unsupported_parameter"),
@@ -394,12 +562,21 @@ def test_a_body_that_is_no_request_is_refused(server: Served, body: bytes) -> No
 def test_a_refusal_has_the_codes_of_the_api_and_no_words_of_the_library(
     server: Served, given: dict[str, Any], code: str
 ) -> None:
-    body = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], **given}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": QUESTION}],
+        **given,
+    }
     raw = json.dumps(body)
-    status, answer = server.request("POST", "/v1/chat/completions", raw, Content_Type="application/json")
+    status, answer = server.request(
+        "POST", "/v1/chat/completions", raw, Content_Type="application/json"
+    )
     error = json.loads(answer)["error"]
     assert (status, error["code"]) == (400, code)
-    assert all(words not in error["message"] for words in ("Input should", "Value error", "validation"))
+    assert all(
+        words not in error["message"]
+        for words in ("Input should", "Value error", "validation")
+    )
     assert next(iter(given)) in (error["param"] or "")
 
 
@@ -416,13 +593,31 @@ def _bomb() -> str:
         (lambda _: "http://[", "Invalid IPv6 URL"),
         (lambda _: "data:image/png,abc", "a data URL looks like"),
         (lambda _: "data:image/png;base64,*", "base64"),
-        (lambda _: data_url(b"no image"), "url: this is no PNG, JPEG, WebP or GIF, or it is damaged"),
-        (lambda _: data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "this is no PNG"),
+        (
+            lambda _: data_url(b"no image"),
+            "url: this is no PNG, JPEG, WebP or GIF, or it is damaged",
+        ),
+        (
+            lambda _: data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
+            "this is no PNG",
+        ),
         (lambda _: _bomb(), "9000 x 9000 pixels are too many"),
-        (lambda media: f"file://{media}/absent.png", "no such file in the server's media folder"),
-        (lambda media: f"file://{media}/../secret.png", "no such file in the server's media folder"),
-        (lambda media: f"file://{media}/%2e%2e/secret.png", "no such file in the server's media folder"),
-        (lambda media: f"file://{media}/link.png", "no such file in the server's media folder"),
+        (
+            lambda media: f"file://{media}/absent.png",
+            "no such file in the server's media folder",
+        ),
+        (
+            lambda media: f"file://{media}/../secret.png",
+            "no such file in the server's media folder",
+        ),
+        (
+            lambda media: f"file://{media}/%2e%2e/secret.png",
+            "no such file in the server's media folder",
+        ),
+        (
+            lambda media: f"file://{media}/link.png",
+            "no such file in the server's media folder",
+        ),
         (lambda media: f"file://{media}", "no such file in the server's media folder"),
         (lambda media: f"file://{media}/%00.png", "null "),
         (lambda media: f"file://{media}/{'x' * 300}.png", "File name too long"),
@@ -436,37 +631,65 @@ def test_an_image_that_cannot_be_used_is_named(
     assert bad.value.param == "messages.0.content.0.image_url.url"
 
 
-def test_many_images_share_one_limit_of_pixels(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (84, 84)))}}
+def test_many_images_share_one_limit_of_pixels(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = {
+        "type": "image_url",
+        "image_url": {"url": data_url(Image.new("RGB", (84, 84)))},
+    }
     monkeypatch.setattr(chat, "MAX_PIXELS", 2 * 84 * 84)
     monkeypatch.setattr(chat, "MIN_PIXELS", 84 * 84)
     assert ask(server.client(), [part, part], max_tokens=1).usage.completion_tokens == 1
-    with pytest.raises(openai.BadRequestError, match="84 x 84 pixels are too many") as bad:
+    with pytest.raises(
+        openai.BadRequestError, match="84 x 84 pixels are too many"
+    ) as bad:
         ask(server.client(), [part, part, part])
     assert bad.value.param == "messages.0.content.2.image_url.url"
-    part["image_url"] = {"url": data_url(Image.new("RGB", (1, 1)))}  # which a processor enlarges
+    part["image_url"] = {
+        "url": data_url(Image.new("RGB", (1, 1)))
+    }  # which a processor enlarges
     with pytest.raises(openai.BadRequestError, match="1 x 1 pixels are too many"):
         ask(server.client(), [part, part, part])
 
 
 @pytest.mark.parametrize("field", ["messages", "content", "stream_options", "unknown"])
-def test_a_body_of_many_faults_is_refused_for_the_first(server: Served, field: str) -> None:
+def test_a_body_of_many_faults_is_refused_for_the_first(
+    server: Served, field: str
+) -> None:
     """An error for each would take a thousand times the memory of the body."""
     turn = {"role": "user", "content": [0] * 2000 if field == "content" else QUESTION}
-    body: dict[str, Any] = {"model": "demo", "messages": [0] * 2000 if field == "messages" else [turn]}
+    body: dict[str, Any] = {
+        "model": "demo",
+        "messages": [0] * 2000 if field == "messages" else [turn],
+    }
     many = {f"field{number}": 0 for number in range(2000)}
-    body |= many if field == "unknown" else {"stream_options": many} if field == "stream_options" else {}
+    body |= (
+        many
+        if field == "unknown"
+        else {"stream_options": many}
+        if field == "stream_options"
+        else {}
+    )
     with pytest.raises(ValidationError) as found:
         ChatRequest.model_validate(body)
     assert len(found.value.errors()) == 1
     status, _ = server.request(
-        "POST", "/v1/chat/completions", json.dumps(body).encode(), Content_Type="application/json"
+        "POST",
+        "/v1/chat/completions",
+        json.dumps(body).encode(),
+        Content_Type="application/json",
     )
     assert status == 400
 
 
-def test_without_a_media_folder_no_file_is_read(decoder: ServedDecoder, media: Path) -> None:
-    with serving(decoder) as served, pytest.raises(openai.BadRequestError, match="runs without --media"):
+def test_without_a_media_folder_no_file_is_read(
+    decoder: ServedDecoder, media: Path
+) -> None:
+    with (
+        serving(decoder) as served,
+        pytest.raises(openai.BadRequestError, match="runs without --media"),
+    ):
         ask(served.client(), shown(f"file://{media}/scene.png"))
 
 
@@ -478,7 +701,9 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(
         ask(server.client(), 20_000 * "x")
     assert large.value.status_code == 413
     body, kind = iter([b"x" * 6000] * 2), "application/json"
-    status, _ = server.request("POST", "/v1/chat/completions", body, chunked=True, Content_Type=kind)
+    status, _ = server.request(
+        "POST", "/v1/chat/completions", body, chunked=True, Content_Type=kind
+    )
     assert status == 413
 
 
@@ -486,7 +711,11 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(
     ("limit", "sent", "status"),
     [
         ((connections, "HEADER_SECONDS"), b"", b""),
-        ((connections, "HEADER_SECONDS"), b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", b""),
+        (
+            (connections, "HEADER_SECONDS"),
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+            b"",
+        ),
         (
             (gate, "BODY_SECONDS"),
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -503,22 +732,37 @@ def test_a_client_that_sends_no_more_does_not_keep_its_connection(
     status: bytes,
 ) -> None:
     monkeypatch.setattr(*limit, 0.2)
-    with serving(decoder) as served, socket.create_connection(("127.0.0.1", served.port), 60) as client:
+    with (
+        serving(decoder) as served,
+        socket.create_connection(("127.0.0.1", served.port), 60) as client,
+    ):
         client.sendall(sent)
         assert client.recv(1000).startswith(status)
 
 
-def test_a_key_is_needed_for_all_but_the_page_and_health(decoder: ServedDecoder) -> None:
+def test_a_key_is_needed_for_all_but_the_page_and_health(
+    decoder: ServedDecoder,
+) -> None:
     with serving(decoder, key=KEY) as served:
         for wrong in ("a", "a keys", "A KEY"):
-            with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
+            with pytest.raises(
+                openai.AuthenticationError, match="the key is missing or wrong"
+            ):
                 served.client(wrong).models.list()
         assert served.client(KEY).models.list().data[0].id == "demo"
         status = {
-            path: served.request("GET", path)[0] for path in ("/", "/health", "/metrics", "/openapi.json")
+            path: served.request("GET", path)[0]
+            for path in ("/", "/health", "/metrics", "/openapi.json")
         }
-        assert status == {"/": 200, "/health": 200, "/metrics": 401, "/openapi.json": 401}
-        assert served.request("GET", "/metrics", Authorization=f"Bearer {KEY}")[0] == 200
+        assert status == {
+            "/": 200,
+            "/health": 200,
+            "/metrics": 401,
+            "/openapi.json": 401,
+        }
+        assert (
+            served.request("GET", "/metrics", Authorization=f"Bearer {KEY}")[0] == 200
+        )
         assert served.request("GET", "/metrics", Authorization=f"Basic {KEY}")[0] == 401
         # The key is checked before the body is read.
         assert served.request("POST", "/v1/chat/completions", b"{")[0] == 401
@@ -565,7 +809,9 @@ def test_a_fault_within_a_stream_is_its_last_event(
 
     monkeypatch.setattr(ServedDecoder, "decode", failing)
     with serving(decoder) as served:
-        with pytest.raises(openai.APIError, match="the server failed; its log has the error"):
+        with pytest.raises(
+            openai.APIError, match="the server failed; its log has the error"
+        ):
             list(ask(served.client(), stream=True))
         assert served.metric('vlmdistill_requests_total{outcome="error"}') == 1
         monkeypatch.undo()
@@ -579,7 +825,9 @@ class Braked(ServedDecoder):
     permits: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     begun: list[int] = field(default_factory=list)
 
-    def decode(self, request: ChatRequest, media: Path | None) -> tuple[int, Iterator[Cycle]]:
+    def decode(
+        self, request: ChatRequest, media: Path | None
+    ) -> tuple[int, Iterator[Cycle]]:
         length, cycles = super().decode(request, media)
 
         def braked() -> Iterator[Cycle]:
@@ -617,16 +865,22 @@ def test_a_client_that_disconnects_stops_its_response(braked: Braked) -> None:
         assert ask(served.client(), max_tokens=5).usage.completion_tokens == 5
 
 
-def test_an_abandoned_response_is_not_decoded_on_for_its_next_text(decoder: ServedDecoder) -> None:
+def test_an_abandoned_response_is_not_decoded_on_for_its_next_text(
+    decoder: ServedDecoder,
+) -> None:
     turn = {"role": "user", "content": QUESTION}
-    request = ChatRequest.model_validate({"model": "demo", "messages": [turn], "speculate": False})
+    request = ChatRequest.model_validate(
+        {"model": "demo", "messages": [turn], "speculate": False}
+    )
     response = ServedResponse(decoder, request)
     response.abandoned.set()
     list(response.pieces())
     assert len(response.cycles) == 1
 
 
-def test_a_client_that_disconnects_before_its_response_frees_its_position(braked: Braked) -> None:
+def test_a_client_that_disconnects_before_its_response_frees_its_position(
+    braked: Braked,
+) -> None:
     with serving(braked) as served, ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, served.client(), max_tokens=3)
         served.wait_for("requests_running", 1)
@@ -649,15 +903,21 @@ def test_clients_wait_for_their_turn_and_more_than_the_limit_are_refused(
         served.wait_for("requests_running", 1)
         second = pool.submit(ask, served.client())
         served.wait_for("requests_waiting", 1)
-        with pytest.raises(openai.RateLimitError, match="1 requests are waiting: try again later"):
+        with pytest.raises(
+            openai.RateLimitError, match="1 requests are waiting: try again later"
+        ):
             ask(served.client())
         braked.permits.release(200)
-        assert [one.result(60).choices[0].message.content for one in (first, second)] == [expected] * 2
+        assert [
+            one.result(60).choices[0].message.content for one in (first, second)
+        ] == [expected] * 2
         assert braked.begun == [48, 48]
         assert served.metric('vlmdistill_requests_total{outcome="refused"}') == 1
 
 
-def test_requests_share_one_limit_of_bytes(braked: Braked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_share_one_limit_of_bytes(
+    braked: Braked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gate, "MAX_BODIES", 5000)
     with serving(braked) as served, ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, served.client(), "x" * 400, max_tokens=1)
@@ -666,7 +926,9 @@ def test_requests_share_one_limit_of_bytes(braked: Braked, monkeypatch: pytest.M
             ask(served.client(), "x" * 4800)
         braked.permits.release(100)
         assert first.result(60).usage.completion_tokens == 1
-        assert ask(served.client(), "x" * 400, max_tokens=1).usage.completion_tokens == 1
+        assert (
+            ask(served.client(), "x" * 400, max_tokens=1).usage.completion_tokens == 1
+        )
 
 
 def test_the_target_answers_in_the_thread_that_warmed_it_up(
@@ -694,7 +956,11 @@ def test_a_slow_reader_blocks_no_one() -> None:
         queue = DecoderQueue(1, decoder_thread())
         slow = queue.stream(one for one in range(1000))
         assert await anext(slow) == 0
-        assert [one async for one in queue.stream(one for one in "abc")] == ["a", "b", "c"]
+        assert [one async for one in queue.stream(one for one in "abc")] == [
+            "a",
+            "b",
+            "c",
+        ]
         assert [one async for one in slow] == list(range(1, 1000))
 
     asyncio.run(asyncio.wait_for(read(), 30))
@@ -735,7 +1001,11 @@ REQUEST = b"%s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-
     ],
 )
 def test_a_client_that_sends_a_byte_now_and_then_does_not_keep_its_connection(
-    decoder: ServedDecoder, monkeypatch: pytest.MonkeyPatch, key: str | None, sent: bytes, byte: bytes
+    decoder: ServedDecoder,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str | None,
+    sent: bytes,
+    byte: bytes,
 ) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
@@ -765,7 +1035,11 @@ def test_idle_connections_give_way_and_busy_ones_do_not(
     braked: Braked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections.Capacity, "now", lambda: connections.Capacity(3, 2))
-    with ExitStack() as opened, serving(braked) as served, ThreadPoolExecutor(3) as pool:
+    with (
+        ExitStack() as opened,
+        serving(braked) as served,
+        ThreadPoolExecutor(3) as pool,
+    ):
         at = ("127.0.0.1", served.port)
         for _ in range(9):
             opened.enter_context(socket.create_connection(at)).sendall(b"GET")
@@ -784,7 +1058,9 @@ def test_idle_connections_give_way_and_busy_ones_do_not(
 
 
 @pytest.mark.parametrize("allowed", [20, 96, 1024, 10**6])
-def test_a_server_leaves_descriptors_for_files(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_leaves_descriptors_for_files(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "_open_descriptors", lambda: 15)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
     capacity = connections.Capacity.now()
@@ -801,14 +1077,19 @@ def test_a_server_that_ends_answers_all_requests_in_the_form_of_the_api(
         events = iter(ask(served.client(), stream=True))
         while not next(events).choices[0].delta.content:
             pass
-        waiting = [pool.submit(ask, served.client(), stream=bool(one)) for one in (0, 1, 0, 1)]
+        waiting = [
+            pool.submit(ask, served.client(), stream=bool(one)) for one in (0, 1, 0, 1)
+        ]
         served.wait_for("requests_waiting", 4)
         monkeypatch.setattr(hosting, "GRACE_SECONDS", 0.5)
         server_of(served).should_exit = True
         for one in waiting:
             with pytest.raises(openai.InternalServerError) as refused:
                 one.result(60)
-            assert (refused.value.status_code, refused.value.code) == (503, "server_stopped")
+            assert (refused.value.status_code, refused.value.code) == (
+                503,
+                "server_stopped",
+            )
             assert int(refused.value.response.headers["Retry-After"])
         with pytest.raises(openai.APIError) as cut:
             list(events)
@@ -819,7 +1100,9 @@ def test_a_server_that_ends_answers_all_requests_in_the_form_of_the_api(
 def test_a_request_on_which_the_tokenizer_panics_is_refused_in_the_form_of_the_api(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    target = load(str(tiny.panicking(tiny.checkpoint("qwen2_5_vl", tmp_path / "target"))))
+    target = load(
+        str(tiny.panicking(tiny.checkpoint("qwen2_5_vl", tmp_path / "target")))
+    )
     with serving(ServedDecoder("demo", target)) as served:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError):
@@ -833,7 +1116,10 @@ def test_a_server_that_ends_answers_whoever_still_sends(
 ) -> None:
     monkeypatch.setattr(hosting, "GRACE_SECONDS", 0)
     monkeypatch.setattr(hosting, "ANSWER_SECONDS", 1)
-    with serving(decoder) as served, socket.create_connection(("127.0.0.1", served.port), 60) as client:
+    with (
+        serving(decoder) as served,
+        socket.create_connection(("127.0.0.1", served.port), 60) as client,
+    ):
         client.sendall(REQUEST % (b"POST /v1/chat/completions", 10**6) + b"{")
         end = time.monotonic() + 60
         while not server_of(served).server_state.tasks:

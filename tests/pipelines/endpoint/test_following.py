@@ -24,7 +24,9 @@ def served(workspace: Workspace) -> Iterator[Served]:
         yield served
 
 
-def test_the_page_is_sent_again_only_when_it_has_changed(served: Served, save: Save) -> None:
+def test_the_page_is_sent_again_only_when_it_has_changed(
+    served: Served, save: Save
+) -> None:
     status, body, headers = served.exchange("GET", "/")
     assert (status, b"no evaluations" in body) == (200, True)
     assert served.request("GET", "/", If_None_Match=headers["etag"]) == (304, b"")
@@ -39,13 +41,18 @@ def test_the_page_may_reach_its_server_and_nothing_else(served: Served) -> None:
     for policy in (headers["content-security-policy"], meta):
         assert "default-src 'none'" in policy
         assert "connect-src 'self'" in policy
-    (allowed,) = set(re.findall("script-src '(sha256-[^']*)'", headers["content-security-policy"] + meta))
+    (allowed,) = set(
+        re.findall(
+            "script-src '(sha256-[^']*)'", headers["content-security-policy"] + meta
+        )
+    )
     assert allowed
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
 
 
 @pytest.mark.parametrize(
-    "path", ["/index.html", "/../../etc/passwd", "/%2e%2e/prompts.parquet", "//etc/passwd"]
+    "path",
+    ["/index.html", "/../../etc/passwd", "/%2e%2e/prompts.parquet", "//etc/passwd"],
 )
 def test_no_file_is_served_by_its_name(served: Served, path: str) -> None:
     assert served.request("GET", path)[0] == 404
@@ -82,9 +89,15 @@ def test_an_open_page_follows_without_being_loaded_again(
                 "--disable-gpu",
                 f"--user-data-dir={tmp_path}/chromium",
             ),
-            *("--dump-dom", "--virtual-time-budget=5000", f"http://127.0.0.1:{served.port}/"),
+            *(
+                "--dump-dom",
+                "--virtual-time-budget=5000",
+                f"http://127.0.0.1:{served.port}/",
+            ),
         ]
-        page = subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
+        page = subprocess.run(
+            command, check=True, capture_output=True, timeout=60, text=True
+        ).stdout
     assert report.asked > 1
     assert "Use sparrow" in page
     assert "no evaluations" not in page

@@ -17,7 +17,11 @@ from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.endpoint import switch as switches
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
-from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse, open_decoder
+from vlmdistill.pipelines.endpoint.served_decoder import (
+    ServedDecoder,
+    ServedResponse,
+    open_decoder,
+)
 from vlmdistill.pipelines.endpoint.switch import Switch
 from vlmdistill.pipelines.endpoint.trial import FEWEST
 from vlmdistill.pipelines.media.recording import Recorder
@@ -37,7 +41,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     folder = tiny.checkpoint("qwen2_5_vl", root / "target")
     here, target = Workspace.of(str(folder), root / "runs"), load(str(folder))
     for seed in range(SEEDS):
-        name, drafter = f"hawk.r{seed}" if seed else "hawk", synthetic.untrained("eagle2", target, seed)
+        name, drafter = (
+            f"hawk.r{seed}" if seed else "hawk",
+            synthetic.untrained("eagle2", target, seed),
+        )
         synthetic.save("eagle2", here.drafter(name), drafter, target=target)
     return here
 
@@ -56,12 +63,16 @@ def fresh(workspace: Workspace) -> Workspace:
 
 def publish(workspace: Workspace, drafter: str) -> None:
     base = versions.current(workspace, "hawk")
-    assert versions.record(workspace, "hawk", drafter, base=base, published=True, why="test").published
+    assert versions.record(
+        workspace, "hawk", drafter, base=base, published=True, why="test"
+    ).published
 
 
 def body(decoder: ServedDecoder, number: int, **more: object) -> str:
     messages = [{"role": "user", "content": f"Number {number} of them, please."}]
-    return json.dumps({"model": decoder.model, "messages": messages, "temperature": 0, **more})
+    return json.dumps(
+        {"model": decoder.model, "messages": messages, "temperature": 0, **more}
+    )
 
 
 def test_requests_while_drafters_are_swapped_ten_times_all_equal_plain_decoding(
@@ -76,7 +87,9 @@ def test_requests_while_drafters_are_swapped_ten_times_all_equal_plain_decoding(
             )
             assert status == 200, said
             found = json.loads(said)
-            return found["choices"][0]["message"]["content"], found["decoding"]["drafter"]
+            return found["choices"][0]["message"]["content"], found["decoding"][
+                "drafter"
+            ]
 
         plain = [ask(number, speculate=False)[0] for number in range(20)]
         with ThreadPoolExecutor(4) as clients:
@@ -95,17 +108,26 @@ def test_requests_while_drafters_are_swapped_ten_times_all_equal_plain_decoding(
 
 def responded(decoder: ServedDecoder, tokens: int) -> ServedResponse:
     """A response that gained so many tokens with each call."""
-    response = ServedResponse(decoder, ChatRequest.model_validate_json(body(decoder, tokens)))
-    response.cycles += [Cycle([1] * tokens, 2, (2, 3), [], 0.1, Laps(torch.device("cpu"))) for _ in range(4)]
+    response = ServedResponse(
+        decoder, ChatRequest.model_validate_json(body(decoder, tokens))
+    )
+    response.cycles += [
+        Cycle([1] * tokens, 2, (2, 3), [], 0.1, Laps(torch.device("cpu")))
+        for _ in range(4)
+    ]
     return response
 
 
-def test_a_version_that_accepts_less_is_withdrawn_for_all(fresh: Workspace, decoder: ServedDecoder) -> None:
+def test_a_version_that_accepts_less_is_withdrawn_for_all(
+    fresh: Workspace, decoder: ServedDecoder
+) -> None:
     switch = Switch(decoder, fresh, "hawk", trial=64)
     with serving(switch) as served:
 
         def ask(number: int) -> str:
-            said = served.request("POST", "/v1/chat/completions", body(decoder, number), **JSON)[1]
+            said = served.request(
+                "POST", "/v1/chat/completions", body(decoder, number), **JSON
+            )[1]
             return str(json.loads(said)["decoding"]["drafter"])
 
         for number in range(FEWEST):  # of a good one, unlike that of random weights
@@ -154,9 +176,13 @@ def test_a_version_that_comes_back_during_a_trial_keeps_what_it_has_gained(
     assert switch.trials.means()["hawk"] == pytest.approx(11 / 3)
 
 
-def test_a_version_whose_base_is_no_longer_in_use_is_recorded_and_not_published(fresh: Workspace) -> None:
+def test_a_version_whose_base_is_no_longer_in_use_is_recorded_and_not_published(
+    fresh: Workspace,
+) -> None:
     publish(fresh, "hawk.r1")
-    late = versions.record(fresh, "hawk", "hawk.r2", base="hawk", published=True, why="better")
+    late = versions.record(
+        fresh, "hawk", "hawk.r2", base="hawk", published=True, why="better"
+    )
     assert not late.published
     assert versions.current(fresh, "hawk") == "hawk.r1"
     assert "hawk.rounds" not in fresh.drafters()
@@ -165,7 +191,9 @@ def test_a_version_whose_base_is_no_longer_in_use_is_recorded_and_not_published(
         versions.current(fresh, "hawk")
 
 
-def test_a_damaged_version_leaves_the_one_in_use(fresh: Workspace, decoder: ServedDecoder) -> None:
+def test_a_damaged_version_leaves_the_one_in_use(
+    fresh: Workspace, decoder: ServedDecoder
+) -> None:
     switch = Switch(decoder, fresh, "hawk")
     publish(fresh, "hawk.r9")
     switch.look()
@@ -175,7 +203,9 @@ def test_a_damaged_version_leaves_the_one_in_use(fresh: Workspace, decoder: Serv
     assert switch.current.drafter_name == "hawk.r1"
 
 
-def test_a_response_ends_at_the_targets_last_position(workspace: Workspace, decoder: ServedDecoder) -> None:
+def test_a_response_ends_at_the_targets_last_position(
+    workspace: Workspace, decoder: ServedDecoder
+) -> None:
     def length(text: str) -> int:
         return decoder.target.encode([{"role": "user", "content": text}]).length
 
@@ -186,7 +216,9 @@ def test_a_response_ends_at_the_targets_last_position(workspace: Workspace, deco
     assert "".join(piece.text for piece in stream.pieces())
     assert stream.summary().startswith(f"{room} tokens")
     messages = [{"role": "user", "content": text}]
-    request = ChatRequest.model_validate({"model": decoder.model, "messages": messages, "max_tokens": 12})
+    request = ChatRequest.model_validate(
+        {"model": decoder.model, "messages": messages, "max_tokens": 12}
+    )
     response = ServedResponse(decoder, request)
     assert "".join(piece.text for piece in response.pieces())
     assert (response.decoding.tokens, response.finish) == (room, "length")
@@ -196,14 +228,23 @@ def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
     decoder: ServedDecoder, tmp_path: Path
 ) -> None:
     url = tiny.data_url(tiny.picture(56, 56))
-    shown = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": ""}]
-    asked = {"model": decoder.model, "messages": [{"role": "user", "content": shown}], "user": "ann"}
+    shown = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": ""},
+    ]
+    asked = {
+        "model": decoder.model,
+        "messages": [{"role": "user", "content": shown}],
+        "user": "ann",
+    }
     headers: dict[str, Any] = {**JSON, "Authorization": "Bearer word", "X_Team": "red"}
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "policy.toml").write_text('[allow]\nX-Team = "red"\n')
     recorder = Recorder(tmp_path / "log")
     with serving(decoder, recorder=recorder, key="word") as served:
-        said = served.request("POST", "/v1/chat/completions", json.dumps(asked), **headers)[1]
+        said = served.request(
+            "POST", "/v1/chat/completions", json.dumps(asked), **headers
+        )[1]
     recorder.close()
     text = json.loads(said)["choices"][0]["message"]["content"]
     (file,) = (tmp_path / "log").glob("*.jsonl")
@@ -211,11 +252,19 @@ def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
     choice = line["response"]["choices"][0]
     assert choice["message"]["content"] == text
     tokens = choice["token_ids"]
-    assert decoder.target.tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd") == text
+    assert (
+        decoder.target.tokenizer.decode(tokens, skip_special_tokens=True).rstrip(
+            "\ufffd"
+        )
+        == text
+    )
     assert line["response"]["usage"]["completion_tokens"] == len(tokens)
     (stored,) = (tmp_path / "log" / "media").iterdir()
     assert tiny.data_url(stored.read_bytes()) == url
-    assert line["request"]["messages"][0]["content"][0]["image_url"]["url"] == f"media/{stored.name}"
+    assert (
+        line["request"]["messages"][0]["content"][0]["image_url"]["url"]
+        == f"media/{stored.name}"
+    )
     assert line["request"]["user"] == "ann"
     assert line["request"]["temperature"] == 0  # the default here, and 1 elsewhere
     assert line["request"]["messages"][0]["content"][1] == {"type": "text", "text": ""}
@@ -223,7 +272,9 @@ def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
     assert "word" not in file.read_text()
 
 
-def test_recorded_days_are_removed_with_their_images(decoder: ServedDecoder, tmp_path: Path) -> None:
+def test_recorded_days_are_removed_with_their_images(
+    decoder: ServedDecoder, tmp_path: Path
+) -> None:
     import os
 
     (tmp_path / "media").mkdir()

@@ -16,14 +16,29 @@ from vlmdistill.pipelines.media.images import MediaError, read_image
 from vlmdistill.pipelines.media.resolver import BadRowError, MediaResolver
 
 MUTATIONS = count(25, 600)  # of each file
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "TGA", "ICO", "AVIF", "JPEG2000")
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "GIF",
+    "BMP",
+    "TIFF",
+    "PPM",
+    "TGA",
+    "ICO",
+    "AVIF",
+    "JPEG2000",
+)
 ANIMATED = ("GIF", "WEBP", "PNG", "TIFF", "AVIF")
 
 
 def stored(kind: str, *more: Image.Image, **options: Any) -> bytes:
     file = io.BytesIO()
     tiny.picture(31, 24).save(
-        file, kind, **options, **({"save_all": True, "append_images": more} if more else {})
+        file,
+        kind,
+        **options,
+        **({"save_all": True, "append_images": more} if more else {}),
     )
     return file.getvalue()
 
@@ -32,9 +47,13 @@ def whole() -> dict[str, bytes]:
     exif = Image.Exif()
     exif[0x0112] = 6
     made = {kind: stored(kind) for kind in FORMATS}
-    made |= {f"{kind} turned": stored(kind, exif=exif) for kind in ("JPEG", "PNG", "WEBP", "AVIF")}
     made |= {
-        f"{kind} moving": stored(kind, *map(tiny.picture, (31, 31), (24, 24), (1, 2))) for kind in ANIMATED
+        f"{kind} turned": stored(kind, exif=exif)
+        for kind in ("JPEG", "PNG", "WEBP", "AVIF")
+    }
+    made |= {
+        f"{kind} moving": stored(kind, *map(tiny.picture, (31, 31), (24, 24), (1, 2)))
+        for kind in ANIMATED
     }
     return made | {"TIFF LZW": stored("TIFF", compression="tiff_lzw")}
 
@@ -57,10 +76,17 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def resolved(path: Path) -> str:
-    return MediaResolver(None, path.parent).resolve({"type": "image", "media": str(path)}, path.parent)
+    return MediaResolver(None, path.parent).resolve(
+        {"type": "image", "media": str(path)}, path.parent
+    )
 
 
-READ: list[Callable[[Path], object]] = [read_image, resolved, images.data_url, frames.probe]
+READ: list[Callable[[Path], object]] = [
+    read_image,
+    resolved,
+    images.data_url,
+    frames.probe,
+]
 
 
 WHOLE = whole()
@@ -70,8 +96,14 @@ WHOLE = whole()
 def test_a_damaged_image_is_read_or_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)  # a header may ask for gigabytes
-    rng, path, refused = random.Random(name), tmp_path / f"a.{name.split()[0].lower()}", 0
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", 50_000
+    )  # a header may ask for gigabytes
+    rng, path, refused = (
+        random.Random(name),
+        tmp_path / f"a.{name.split()[0].lower()}",
+        0,
+    )
     for _ in range(MUTATIONS):
         path.write_bytes(damaged(WHOLE[name], rng))
         for read in READ:
@@ -85,7 +117,9 @@ def test_a_damaged_image_is_read_or_refused(
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi", "mpg"])
 def test_a_damaged_video_is_read_or_refused(suffix: str, tmp_path: Path) -> None:
     fps = 25 if suffix == "mpg" else 10
-    data = tiny.film(tmp_path / f"whole.{suffix}", tiny.clip(6, 32, 32), fps=fps).read_bytes()
+    data = tiny.film(
+        tmp_path / f"whole.{suffix}", tiny.clip(6, 32, 32), fps=fps
+    ).read_bytes()
     rng, path, refused = random.Random(suffix), tmp_path / f"a.{suffix}", 0
     for _ in range(MUTATIONS):
         path.write_bytes(damaged(data, rng))
@@ -97,7 +131,9 @@ def test_a_damaged_video_is_read_or_refused(suffix: str, tmp_path: Path) -> None
     assert refused
 
 
-@pytest.mark.parametrize("error", [TypeError, AttributeError, KeyError, RuntimeError, ZeroDivisionError])
+@pytest.mark.parametrize(
+    "error", [TypeError, AttributeError, KeyError, RuntimeError, ZeroDivisionError]
+)
 def test_a_mistake_of_this_code_is_no_damaged_file(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,14 +45,20 @@ def test_a_file_gives_the_frames_that_are_chosen(tmp_path: Path, suffix: str) ->
 
 
 @pytest.mark.parametrize("suffix", ["mkv", "mp4"])
-def test_the_rate_is_that_of_the_frames_and_not_of_the_header(tmp_path: Path, suffix: str) -> None:
+def test_the_rate_is_that_of_the_frames_and_not_of_the_header(
+    tmp_path: Path, suffix: str
+) -> None:
     """Ten frames in a second, then one a second; the header of the one file says 10 a second for all."""
     path = tmp_path / f"a.{suffix}"
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10, width=48, height=32, pix_fmt="yuv420p")
+        stream = container.add_stream(
+            "mpeg4", rate=10, width=48, height=32, pix_fmt="yuv420p"
+        )
         stream.codec_context.time_base = Fraction(1, 1000)
         for frame_HWC, time in zip(
-            tiny.clip(16, 48, 32), (*range(0, 1000, 100), *range(1900, 7000, 1000)), strict=True
+            tiny.clip(16, 48, 32),
+            (*range(0, 1000, 100), *range(1900, 7000, 1000)),
+            strict=True,
         ):
             frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")
             frame.pts, frame.time_base = time, stream.codec_context.time_base
@@ -72,13 +78,17 @@ print({{probe(Path({str(path)!r})).fps for _ in range(20)}})
     command = [sys.executable, "-c", script]
     for byte in ("90", "165"):
         filled = {**os.environ, "MALLOC_PERTURB_": byte}
-        done = subprocess.run(command, env=filled, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=filled, capture_output=True, text=True, check=True
+        )
         assert done.stdout.strip() == "{10.0}"
 
 
 def test_a_clock_that_ticks_coarsely_is_no_other_rate(tmp_path: Path) -> None:
     """Matroska counts milliseconds: two frames of 1/60 s stand at 0 and 17."""
-    assert frames.probe(tiny.film(tmp_path / "a.mkv", MOVING[:2], fps=60)) == Footage(2, 60)
+    assert frames.probe(tiny.film(tmp_path / "a.mkv", MOVING[:2], fps=60)) == Footage(
+        2, 60
+    )
 
 
 def test_a_film_held_sideways_is_turned_upright(tmp_path: Path) -> None:
@@ -103,7 +113,9 @@ def test_a_mirrored_film_is_shown_as_players_show_it(
     path = tiny.film(tmp_path / "a.mp4", MOVING)
     content = bytearray(path.read_bytes())
     at = content.index(b"tkhd") + 44  # the matrix of the first version of this box
-    right, down = ([number << 16 for number in pair] for pair in (matrix[:2], matrix[2:]))
+    right, down = (
+        [number << 16 for number in pair] for pair in (matrix[:2], matrix[2:])
+    )
     content[at : at + 36] = struct.pack(">9i", *right, 0, *down, 0, 0, 0, 1 << 30)
     path.write_bytes(content)
     shown = frames.read(path, every(1)).frames_FHWC
@@ -145,7 +157,9 @@ def test_a_file_of_sound_and_cover_art_is_no_video(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=8000)
-        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        sound = av.AudioFrame.from_ndarray(
+            np.zeros((1, 1024), np.float32), "fltp", "mono"
+        )
         sound.sample_rate = 8000
         container.mux(stream.encode(sound))
         container.mux(stream.encode())
@@ -158,11 +172,17 @@ def test_a_file_of_sound_and_cover_art_is_no_video(tmp_path: Path) -> None:
 def test_a_still_preview_is_not_the_film(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
     with av.open(str(path), "w") as container:
-        preview = container.add_stream("mpeg4", rate=10, width=96, height=64, pix_fmt="yuv420p")
-        film = container.add_stream("mpeg4", rate=10, width=48, height=32, pix_fmt="yuv420p")
+        preview = container.add_stream(
+            "mpeg4", rate=10, width=96, height=64, pix_fmt="yuv420p"
+        )
+        film = container.add_stream(
+            "mpeg4", rate=10, width=48, height=32, pix_fmt="yuv420p"
+        )
         for stream, pictures in ((preview, tiny.clip(1, 96, 64)), (film, MOVING)):
             for frame_HWC in pictures:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24")))
+                container.mux(
+                    stream.encode(av.VideoFrame.from_ndarray(frame_HWC, format="rgb24"))
+                )
             container.mux(stream.encode())
     clip = frames.read(path, every(5))
     assert clip.footage == Footage(12, 10)
@@ -173,7 +193,9 @@ def test_a_folder_in_the_order_of_its_numbers(tmp_path: Path) -> None:
     for number, frame in enumerate(MOVING):
         Image.fromarray(frame).save(tmp_path / f"frame_{number}.png")
     (tmp_path / "notes.txt").write_text("not a frame")
-    (tmp_path / "._frame_0.png").write_bytes(b"\0\5\x16\7what macOS notes beside a file")
+    (tmp_path / "._frame_0.png").write_bytes(
+        b"\0\5\x16\7what macOS notes beside a file"
+    )
     clip = frames.read(tmp_path, every(1))
     np.testing.assert_array_equal(clip.frames_FHWC, MOVING)
     assert clip.footage == Footage(12, None)
@@ -182,7 +204,11 @@ def test_a_folder_in_the_order_of_its_numbers(tmp_path: Path) -> None:
 def test_digits_that_are_no_numbers_are_letters(tmp_path: Path) -> None:
     for name in ("10.png", "²1.png", "9.png"):
         tiny.picture(30, 20).save(tmp_path / name)
-    assert [file.name for file in frames.files(tmp_path)] == ["9.png", "10.png", "²1.png"]
+    assert [file.name for file in frames.files(tmp_path)] == [
+        "9.png",
+        "10.png",
+        "²1.png",
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["webp", "png", "gif"])
@@ -261,7 +287,9 @@ def test_an_unusable_source_is_named_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_file_without_pyav_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_pyav_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny.film(tmp_path / "a.mp4", MOVING)
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(DataError, match=r"vlmdistill\[video\]"):

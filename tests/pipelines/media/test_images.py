@@ -16,21 +16,35 @@ from vlmdistill.pipelines.media import frames, images
 from vlmdistill.pipelines.media.images import MediaError, read_image, upright
 from vlmdistill.stores.schema import Array
 
-TURNED = {1: 0, 3: 2, 6: 3, 8: 1}  # orientation -> quarter turns counter-clockwise that make it upright
+TURNED = {
+    1: 0,
+    3: 2,
+    6: 3,
+    8: 1,
+}  # orientation -> quarter turns counter-clockwise that make it upright
 
 
 def held(orientation: int, *more: bytes) -> bytes:
     """An EXIF block with the tag of orientation, and entries as they are."""
     entries = (struct.pack(">HHIHH", 0x0112, 3, 1, orientation, 0), *more)
-    return b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", len(entries)) + b"".join(entries) + bytes(4)
+    return (
+        b"Exif\0\0MM\0*\0\0\0\x08"
+        + struct.pack(">H", len(entries))
+        + b"".join(entries)
+        + bytes(4)
+    )
 
 
-ODD = struct.pack(">HHI4s", 0x0128, 2, 4, b"cm \0")  # a unit of resolution in words, where a number belongs
+ODD = struct.pack(
+    ">HHI4s", 0x0128, 2, 4, b"cm \0"
+)  # a unit of resolution in words, where a number belongs
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
 @pytest.mark.parametrize("orientation", TURNED)
-def test_a_picture_is_turned_once(tmp_path: Path, suffix: str, orientation: int) -> None:
+def test_a_picture_is_turned_once(
+    tmp_path: Path, suffix: str, orientation: int
+) -> None:
     path = tmp_path / f"a.{suffix}"
     tiny.picture(40, 24).save(path, exif=held(orientation))
     with Image.open(path) as image:
@@ -46,8 +60,12 @@ def test_a_picture_is_turned_once(tmp_path: Path, suffix: str, orientation: int)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-@pytest.mark.parametrize("block", [held(6, ODD), b"Exif\0\0nonsense", b"", held(6)[:17], held(99)])
-def test_odd_metadata_are_no_reason_to_refuse_a_picture(tmp_path: Path, block: bytes) -> None:
+@pytest.mark.parametrize(
+    "block", [held(6, ODD), b"Exif\0\0nonsense", b"", held(6)[:17], held(99)]
+)
+def test_odd_metadata_are_no_reason_to_refuse_a_picture(
+    tmp_path: Path, block: bytes
+) -> None:
     path = tmp_path / "a.jpg"
     tiny.picture(40, 24).save(path, exif=block)
     with Image.open(path) as image:
@@ -82,7 +100,8 @@ def sent(path: Path) -> Array:
 
 
 @pytest.mark.parametrize(
-    ("mode", "suffix"), [("RGBA", "png"), ("LA", "png"), ("P", "png"), ("RGBA", "gif"), ("RGBA", "webp")]
+    ("mode", "suffix"),
+    [("RGBA", "png"), ("LA", "png"), ("P", "png"), ("RGBA", "gif"), ("RGBA", "webp")],
 )
 def test_transparent_pixels_are_what_the_processors_of_transformers_make_of_them(
     tmp_path: Path, mode: str, suffix: str
@@ -93,7 +112,9 @@ def test_transparent_pixels_are_what_the_processors_of_transformers_make_of_them
         ours = np.asarray(upright(image))
     np.testing.assert_array_equal(ours, theirs)
     assert (ours[:, :18] == 255).all()
-    np.testing.assert_array_equal(np.asarray(read_image(tmp_path / f"a.{suffix}")), ours)
+    np.testing.assert_array_equal(
+        np.asarray(read_image(tmp_path / f"a.{suffix}")), ours
+    )
     np.testing.assert_array_equal(sent(tmp_path / f"a.{suffix}"), ours)
 
 
@@ -112,25 +133,35 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, suffix: str) -> None:
     Image.fromarray(grey_HW).save(tmp_path / f"a.{suffix}")
     with Image.open(tmp_path / f"a.{suffix}") as image:
         shown = np.asarray(upright(image))
-    np.testing.assert_array_equal(shown, np.round(grey_HW[..., None] / 257).repeat(3, -1))
-    np.testing.assert_array_equal(frames.read([grey_HW], lambda _: [0]).frames_FHWC[0], shown)
+    np.testing.assert_array_equal(
+        shown, np.round(grey_HW[..., None] / 257).repeat(3, -1)
+    )
+    np.testing.assert_array_equal(
+        frames.read([grey_HW], lambda _: [0]).frames_FHWC[0], shown
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_numbers_without_a_black_and_a_white_are_refused(tmp_path: Path, dtype: type) -> None:
+def test_numbers_without_a_black_and_a_white_are_refused(
+    tmp_path: Path, dtype: type
+) -> None:
     Image.fromarray(np.eye(8, dtype=dtype)).save(tmp_path / "a.tif")
     for read in (frames.probe, read_image):
         with pytest.raises(MediaError, match=r"a\.tif .*mode "):
             read(tmp_path / "a.tif")
 
 
-def test_heic_photos_are_read_with_pillow_heif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heic_photos_are_read_with_pillow_heif(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pillow_heif = pytest.importorskip("pillow_heif")
     photo = tmp_path / "photo.heic"
     pillow_heif.from_pillow(Image.new("RGB", (64, 48), (200, 30, 40))).save(photo)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "pillow_heif", None)
-        with pytest.raises(MediaError, match=r"photo.heic cannot be read: .*vlmdistill\[heic\]"):
+        with pytest.raises(
+            MediaError, match=r"photo.heic cannot be read: .*vlmdistill\[heic\]"
+        ):
             read_image(photo)
     assert read_image(photo).size == (64, 48)
     red, green, blue = np.asarray(read_image(photo))[20, 20].tolist()

@@ -33,7 +33,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_startendtag(tag, attrs)
-        self.label = self.elements[-1][1].get("data-label", "" if tag in ("th", "td") else self.label)
+        self.label = self.elements[-1][1].get(
+            "data-label", "" if tag in ("th", "td") else self.label
+        )
         if tag == "tr":
             self.rows.append({})
         if tag not in VOID:
@@ -58,8 +60,16 @@ class Page(HTMLParser):
     @property
     def text(self) -> str:
         """All visible text, on one line."""
-        visible = (data for tags, data in self.texts if tags[-1:] not in (("style",), ("script",)))
+        visible = (
+            data
+            for tags, data in self.texts
+            if tags[-1:] not in (("style",), ("script",))
+        )
         return " ".join(" ".join(visible).split())
 
     def attributes(self, name: str, tag: str | None = None) -> list[str]:
-        return [attrs[name] for kind, attrs in self.elements if name in attrs and tag in (None, kind)]
+        return [
+            attrs[name]
+            for kind, attrs in self.elements
+            if name in attrs and tag in (None, kind)
+        ]

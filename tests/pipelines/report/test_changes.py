@@ -10,11 +10,24 @@ import pytest
 
 from tests.pipelines.bench.made_up import evaluation, measured
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.bench.records import Calibration, Measurement, TargetId, new_file, write
+from vlmdistill.pipelines.bench.records import (
+    Calibration,
+    Measurement,
+    TargetId,
+    new_file,
+    write,
+)
 from vlmdistill.pipelines.report.changes import Changes, compare
 from vlmdistill.pipelines.targets.software import Software
 
-SOFTWARE = Software(python="3.11", vlmdistill="1", torch="2.9", transformers="5", commit="abc", command="x")
+SOFTWARE = Software(
+    python="3.11",
+    vlmdistill="1",
+    torch="2.9",
+    transformers="5",
+    commit="abc",
+    command="x",
+)
 COUNTS = ["tau", "accepted"]
 ALL = [*COUNTS, "decode_speedup", "speedup"]
 
@@ -25,7 +38,9 @@ Save = Callable[..., Path]
 def save(tmp_path: Path) -> Save:
     """Writes an evaluation into one of two workspaces."""
 
-    def made(side: str, name: str = "sparrow", /, *temperatures: Measurement, **changes: Any) -> Path:
+    def made(
+        side: str, name: str = "sparrow", /, *temperatures: Measurement, **changes: Any
+    ) -> Path:
         file = tmp_path / side / "reports" / f"{name}.json"
         write(evaluation(name, *temperatures, **changes), file)
         return file
@@ -38,18 +53,28 @@ def compared(tmp_path: Path) -> Callable[[], Changes]:
     return lambda: compare(tmp_path / "a", tmp_path / "b")
 
 
-def noisy(seed: int, calls: float = 32, temperature: float = 1.0, count: int = 24) -> Measurement:
+def noisy(
+    seed: int, calls: float = 32, temperature: float = 1.0, count: int = 24
+) -> Measurement:
     """Sampled responses, whose calls and seconds vary by a tenth."""
     at = measured(temperature, noise=0.1, seed=seed, count=count)
-    vary = [round(calls * (1 + 0.1 * ((7 * seed + 11 * number) % 13 - 6) / 6)) for number in range(count)]
+    vary = [
+        round(calls * (1 + 0.1 * ((7 * seed + 11 * number) % 13 - 6) / 6))
+        for number in range(count)
+    ]
     prompts = [
-        dataclasses.replace(one, drafted=dataclasses.replace(one.drafted, calls=some, accepted=104 - some))
+        dataclasses.replace(
+            one,
+            drafted=dataclasses.replace(one.drafted, calls=some, accepted=104 - some),
+        )
         for one, some in zip(at.prompts, vary, strict=True)
     ]
     return dataclasses.replace(at, prompts=tuple(prompts))
 
 
-def test_a_planted_change_is_found_and_only_there(save: Save, compared: Callable[[], Changes]) -> None:
+def test_a_planted_change_is_found_and_only_there(
+    save: Save, compared: Callable[[], Changes]
+) -> None:
     save("a", "sparrow", noisy(1, temperature=0), noisy(2))
     save("b", "sparrow", noisy(3, temperature=0), noisy(4, calls=27))
     changed = compared().changed
@@ -89,14 +114,26 @@ def test_prompts_are_paired_by_key(save: Save, compared: Callable[[], Changes]) 
         ({"hardware": "Other"}, ["hardware"], COUNTS),
         ({"dtype": "bfloat16", "threads": 2}, ["dtype", "threads"], COUNTS),
         ({"attention": "eager", "compiled": True}, ["attention", "compiled"], COUNTS),
-        ({"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")}, ["target"], []),
+        (
+            {"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")},
+            ["target"],
+            [],
+        ),
         ({"max_new_tokens": 8}, ["max new tokens"], []),
-        ({"temperatures": (measured(count=23), measured(1.0, count=23))}, ["prompts"], []),
+        (
+            {"temperatures": (measured(count=23), measured(1.0, count=23))},
+            ["prompts"],
+            [],
+        ),
         ({"tree": "30-3-8"}, ["tree"], ALL),
     ],
 )
 def test_what_does_not_compare_is_left_out_and_said(
-    save: Save, compared: Callable[[], Changes], change: dict[str, Any], differs: list[str], rates: list[str]
+    save: Save,
+    compared: Callable[[], Changes],
+    change: dict[str, Any],
+    differs: list[str],
+    rates: list[str],
 ) -> None:
     save("a")
     save("b", "sparrow", **change) if "temperatures" not in change else save(
@@ -111,7 +148,9 @@ def test_what_does_not_compare_is_left_out_and_said(
     assert found.untimed == (others if rates == COUNTS else {})
 
 
-def test_what_the_audit_doubts_is_no_change(save: Save, compared: Callable[[], Changes]) -> None:
+def test_what_the_audit_doubts_is_no_change(
+    save: Save, compared: Callable[[], Changes]
+) -> None:
     """Neither times beside a slow baseline, nor any number of a record whose counts cannot be true."""
     save("a", "sparrow", measured())
     slow = Calibration(
@@ -130,7 +169,9 @@ def test_what_the_audit_doubts_is_no_change(save: Save, compared: Callable[[], C
     assert (found.drafters, [*found.refused]) == ([], ["sparrow"])
 
 
-def test_versions_and_drafters_that_differ_are_listed(save: Save, compared: Callable[[], Changes]) -> None:
+def test_versions_and_drafters_that_differ_are_listed(
+    save: Save, compared: Callable[[], Changes]
+) -> None:
     save("a", "sparrow", measured(), measured(1.0), software=SOFTWARE)
     save("a", "old", software=SOFTWARE)
     save("a", "same")
@@ -143,7 +184,9 @@ def test_versions_and_drafters_that_differ_are_listed(save: Save, compared: Call
     save("b", "new")
     save("b", "same", software=SOFTWARE)
     found = compared()
-    assert [(fact.name, fact.before, fact.after, fact.drafters) for fact in found.differing] == [
+    assert [
+        (fact.name, fact.before, fact.after, fact.drafters) for fact in found.differing
+    ] == [
         ("software", "not recorded", "recorded", ("same",)),
         ("torch", "2.9", "2.10", ("sparrow",)),
         ("commit", "abc", "none", ("sparrow",)),
@@ -154,7 +197,8 @@ def test_versions_and_drafters_that_differ_are_listed(save: Save, compared: Call
 
 def test_two_files_compare_whatever_their_names(save: Save) -> None:
     found = compare(
-        save("a", "sparrow", measured(count=5)), save("b", "hivis", measured(count=5, calls=26, accepted=78))
+        save("a", "sparrow", measured(count=5)),
+        save("b", "hivis", measured(count=5, calls=26, accepted=78)),
     )
     (one,) = found.drafters
     assert one.name == "sparrow -> hivis"
@@ -169,12 +213,21 @@ def test_the_command_prints_it_and_exits_0(
     sides = [str(tmp_path / "a"), str(tmp_path / "b" / "reports")]
     assert main(["report", *sides]) == 0
     printed = capsys.readouterr().out
-    for text in ("3.25 -> 4.00 (1.23-1.23)", "2.25 -> 3.00", "1.50 -> 1.50 (1.00-1.00)"):
+    for text in (
+        "3.25 -> 4.00 (1.23-1.23)",
+        "2.25 -> 3.00",
+        "1.50 -> 1.50 (1.00-1.00)",
+    ):
         assert text in printed
     assert main(["report", *sides, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     (one,) = facts["drafters"]
-    assert [rate["verdict"] for rate in one["rates"]] == ["higher", "higher", "equal", "equal"]
+    assert [rate["verdict"] for rate in one["rates"]] == [
+        "higher",
+        "higher",
+        "equal",
+        "equal",
+    ]
     assert one["rates"][0]["after"] == 4
     assert facts["differing"][0]["name"] == "software"
     save("b", "sparrow", measured(count=3))

@@ -23,7 +23,8 @@ def names(found: Ranking) -> list[str]:
 
 def test_a_clear_winner_is_named() -> None:
     found = ranking(
-        eagle2=measured(speedup=1.2, noise=0.1, seed=1), sparrow=measured(speedup=1.5, noise=0.1, seed=2)
+        eagle2=measured(speedup=1.2, noise=0.1, seed=1),
+        sparrow=measured(speedup=1.5, noise=0.1, seed=2),
     )
     assert found.winner is not None
     assert found.winner.name == "sparrow"
@@ -33,7 +34,8 @@ def test_a_clear_winner_is_named() -> None:
 
 def test_a_lead_within_the_noise_is_not_a_win() -> None:
     found = ranking(
-        eagle2=measured(speedup=1.48, noise=0.2, seed=1), sparrow=measured(speedup=1.5, noise=0.2, seed=2)
+        eagle2=measured(speedup=1.48, noise=0.2, seed=1),
+        sparrow=measured(speedup=1.5, noise=0.2, seed=2),
     )
     assert found.winner is None
     assert set(names(found)) == {"eagle2", "sparrow"}
@@ -43,7 +45,9 @@ def test_a_lead_within_the_noise_is_not_a_win() -> None:
 
 
 def test_drafters_are_compared_on_the_same_resamples() -> None:
-    one, other = (measured(speedup=speedup, noise=0.2, seed=1) for speedup in (1.5, 1.45))
+    one, other = (
+        measured(speedup=speedup, noise=0.2, seed=1) for speedup in (1.5, 1.45)
+    )
     first, second = (figures(at).intervals["speedup"] for at in (one, other))
     assert first.low < second.high  # the intervals overlap
     assert ranking(sparrow=one, eagle2=other).winner is not None
@@ -62,7 +66,10 @@ def test_the_winner_beats_all_others_and_not_only_the_second() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_few_prompts_give_no_intervals_and_no_winner(count: int) -> None:
-    found = ranking(eagle2=measured(speedup=1.2, count=count), sparrow=measured(speedup=1.5, count=count))
+    found = ranking(
+        eagle2=measured(speedup=1.2, count=count),
+        sparrow=measured(speedup=1.5, count=count),
+    )
     assert found.winner is None
     assert found.against_plain == "unknown"
     assert found.results[0].figures.intervals == {}
@@ -82,8 +89,13 @@ def on_a_shared_cpu(at: Measurement, share: float) -> Measurement:
 
 
 @pytest.mark.parametrize(("share", "wins"), [(0.06, False), (0.95, True)])
-def test_no_drafter_is_the_fastest_where_others_had_the_cpu(share: float, wins: bool) -> None:
-    fast, slow = (on_a_shared_cpu(measured(speedup=rate, noise=0.01), share) for rate in (1.8, 1.2))
+def test_no_drafter_is_the_fastest_where_others_had_the_cpu(
+    share: float, wins: bool
+) -> None:
+    fast, slow = (
+        on_a_shared_cpu(measured(speedup=rate, noise=0.01), share)
+        for rate in (1.8, 1.2)
+    )
     found = ranking(sparrow=fast, eagle2=slow)
     assert (found.winner is not None) == wins
     assert ("is the fastest drafter" in found.text) == wins
@@ -93,11 +105,15 @@ def test_no_drafter_is_the_fastest_where_others_had_the_cpu(share: float, wins: 
 
 def test_cpu_seconds_rank_where_others_had_a_part_of_the_cpu() -> None:
     """They disturbed the faster drafter more, by the clock."""
-    quick, slow = (on_a_shared_cpu(measured(speedup=rate, noise=0.01), 0.7) for rate in (1.8, 1.6))
+    quick, slow = (
+        on_a_shared_cpu(measured(speedup=rate, noise=0.01), 0.7) for rate in (1.8, 1.6)
+    )
     late = replace(
         quick,
         prompts=tuple(
-            replace(one, drafted=replace(one.drafted, seconds=1.3 * one.drafted.seconds))
+            replace(
+                one, drafted=replace(one.drafted, seconds=1.3 * one.drafted.seconds)
+            )
             for one in quick.prompts
         ),
     )
@@ -112,7 +128,10 @@ def test_cpu_seconds_rank_where_others_had_a_part_of_the_cpu() -> None:
 
 
 def test_none_is_called_the_fastest_below_plain_decoding() -> None:
-    found = ranking(sparrow=measured(speedup=0.9, noise=0.01), eagle2=measured(speedup=0.6, noise=0.01))
+    found = ranking(
+        sparrow=measured(speedup=0.9, noise=0.01),
+        eagle2=measured(speedup=0.6, noise=0.01),
+    )
     assert found.winner is None
     assert "is the fastest drafter" not in found.text
     assert "No drafter is faster than plain decoding." in found.text
@@ -133,7 +152,9 @@ def test_a_drafter_alone_is_no_winner() -> None:
 
 def test_a_drafter_that_is_not_lossless_is_not_the_fastest() -> None:
     odd: list[Check] = ["identical" if at else "different" for at in range(24)]
-    broken = evaluation("broken", measured(own=odd, speedup=3), measured(1.0, speedup=3))
+    broken = evaluation(
+        "broken", measured(own=odd, speedup=3), measured(1.0, speedup=3)
+    )
     others = [
         evaluation(name, measured(speedup=speedup), measured(1.0, speedup=speedup))
         for name, speedup in (("fair", 1.5), ("slow", 1.2))
@@ -146,21 +167,40 @@ def test_a_drafter_that_is_not_lossless_is_not_the_fastest() -> None:
     assert [names(found) for found in rank([broken])] == [[], []]
     assert figures(broken.temperatures[0]).warnings
     ties: list[Check] = ["near_tie"] * 24
-    (found, _) = rank([evaluation("ties", measured(own=ties, speedup=3), measured(1.0)), *others])
+    (found, _) = rank(
+        [evaluation("ties", measured(own=ties, speedup=3), measured(1.0)), *others]
+    )
     assert found.winner is not None
     assert found.winner.name == "ties"
 
 
-@pytest.mark.parametrize(("speedup", "expected"), [(1.3, "faster"), (1.01, "equal"), (0.7, "slower")])
-def test_plain_decoding_is_beaten_only_significantly(speedup: float, expected: str) -> None:
-    assert ranking(sparrow=measured(speedup=speedup, noise=0.2)).against_plain == expected
+@pytest.mark.parametrize(
+    ("speedup", "expected"), [(1.3, "faster"), (1.01, "equal"), (0.7, "slower")]
+)
+def test_plain_decoding_is_beaten_only_significantly(
+    speedup: float, expected: str
+) -> None:
+    assert (
+        ranking(sparrow=measured(speedup=speedup, noise=0.2)).against_plain == expected
+    )
 
 
 def test_rates_are_pooled_over_prompts() -> None:
-    long = drafted(tokens=301, calls=100, accepted=201, seconds=3.0, prefill_seconds=0.5, decode_seconds=2.5)
+    long = drafted(
+        tokens=301,
+        calls=100,
+        accepted=201,
+        seconds=3.0,
+        prefill_seconds=0.5,
+        decode_seconds=2.5,
+    )
     at = measured(count=1)
-    (short,) = at.prompts  # 105 tokens, 32 calls, 72 accepted, 1 s, 0.1 of it prefill; plain: 1.5 s
-    both = dataclasses.replace(at, prompts=(short, dataclasses.replace(short, key="long", drafted=long)))
+    (short,) = (
+        at.prompts
+    )  # 105 tokens, 32 calls, 72 accepted, 1 s, 0.1 of it prefill; plain: 1.5 s
+    both = dataclasses.replace(
+        at, prompts=(short, dataclasses.replace(short, key="long", drafted=long))
+    )
     pooled = figures(both)
     assert pooled.tau == pytest.approx((104 + 300) / (32 + 100))
     assert pooled.accepted == pytest.approx((72 + 201) / (32 + 100))
@@ -182,6 +222,8 @@ def test_figures_are_deterministic() -> None:
 def test_intervals_have_their_coverage_also_for_few_prompts() -> None:
     covered = []
     for seed in range(200):
-        interval = figures(measured(speedup=1.5, noise=0.2, count=8, seed=seed)).intervals["speedup"]
+        interval = figures(
+            measured(speedup=1.5, noise=0.2, count=8, seed=seed)
+        ).intervals["speedup"]
         covered.append(interval.low <= 1.5 <= interval.high)
     assert 0.9 <= np.mean(covered) <= 0.99

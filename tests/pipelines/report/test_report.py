@@ -59,7 +59,11 @@ def run(*arguments: str) -> str:
 
 def test_page_shows_what_was_measured(workspace: Workspace, save: Save) -> None:
     save("sparrow")
-    save("eagle2", measured(0.0, speedup=1.2, calls=40, accepted=64), measured(1.0, speedup=0.9))
+    save(
+        "eagle2",
+        measured(0.0, speedup=1.2, calls=40, accepted=64),
+        measured(1.0, speedup=0.9),
+    )
     made = make(workspace)
     page = Page(made.page)
     (group,) = made.groups
@@ -82,20 +86,37 @@ def test_charts_of_time_and_of_trees(workspace: Workspace, save: Save) -> None:
     save("sparrow@chain-4", measured(0.0))  # 0.9 s in 32 cycles, after 0.1 s
     save("sparrow@30-3-8", measured(0.0, calls=26), tree="30-3-8")
     labels = Page(make(workspace).page).attributes("aria-label", "svg")
-    (cycle,) = [label for label in labels if label.startswith("Milliseconds of a cycle")]
-    assert "sparrow@chain-4: 8.44 14.06 2.81 2.81" in cycle  # draft, verify, accept, other
-    (prefill,) = [label for label in labels if label.startswith("Milliseconds of the prefill")]
+    (cycle,) = [
+        label for label in labels if label.startswith("Milliseconds of a cycle")
+    ]
+    assert (
+        "sparrow@chain-4: 8.44 14.06 2.81 2.81" in cycle
+    )  # draft, verify, accept, other
+    (prefill,) = [
+        label for label in labels if label.startswith("Milliseconds of the prefill")
+    ]
     assert "sparrow@chain-4: 20.00 70.00 10.00" in prefill
-    (against,) = [label for label in labels if label.startswith("Decode speedup against tau")]
-    assert "sparrow@chain-4: 3.25 1.56 2.00" in against  # the last: 3.25 * 13.46 / (13.46 + 8.44)
+    (against,) = [
+        label for label in labels if label.startswith("Decode speedup against tau")
+    ]
+    assert (
+        "sparrow@chain-4: 3.25 1.56 2.00" in against
+    )  # the last: 3.25 * 13.46 / (13.46 + 8.44)
     (trees,) = [label for label in labels if "by tree" in label]
-    assert re.findall(r"@(\S+): [\d.]+ ([\d]\.\d\d)", trees) == [("chain-4", "3.25"), ("30-3-8", "4.00")]
+    assert re.findall(r"@(\S+): [\d.]+ ([\d]\.\d\d)", trees) == [
+        ("chain-4", "3.25"),
+        ("30-3-8", "4.00"),
+    ]
 
 
-def test_an_evaluation_without_phases_has_no_charts_of_time(workspace: Workspace, save: Save) -> None:
+def test_an_evaluation_without_phases_has_no_charts_of_time(
+    workspace: Workspace, save: Save
+) -> None:
     save("sparrow", measured(0.0, phases=None))
     labels = Page(make(workspace).page).attributes("aria-label", "svg")
-    assert not [label for label in labels if "Milliseconds" in label or "by tree" in label]
+    assert not [
+        label for label in labels if "Milliseconds" in label or "by tree" in label
+    ]
 
 
 def test_points_of_training_are_points(workspace: Workspace, save: Save) -> None:
@@ -103,14 +124,18 @@ def test_points_of_training_are_points(workspace: Workspace, save: Save) -> None
     page = Page(make(workspace).page)
     drawn = page.source[page.source.index("Held-out agreement of sparrow") :]
     drawn = drawn[: drawn.index("</svg>")]
-    assert drawn.count('class="mark"') == 2 * 3  # tokens ahead, times that they were measured
+    assert (
+        drawn.count('class="mark"') == 2 * 3
+    )  # tokens ahead, times that they were measured
     assert 'class="line"' not in drawn
 
 
 def test_seconds_that_no_cycle_accounts_for_are_a_warning(
     workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save("sparrow", measured(0.0, decode_seconds=0.8))  # of 1 second, 0.1 in the prefill
+    save(
+        "sparrow", measured(0.0, decode_seconds=0.8)
+    )  # of 1 second, 0.1 in the prefill
     save("eagle2", measured(0.0))
     made = make(workspace)
     (warning,) = made.groups[0].warnings
@@ -121,7 +146,9 @@ def test_seconds_that_no_cycle_accounts_for_are_a_warning(
     assert "alert" in page.attributes("role")
 
 
-def test_evaluations_of_separate_runs_are_a_warning(workspace: Workspace, save: Save) -> None:
+def test_evaluations_of_separate_runs_are_a_warning(
+    workspace: Workspace, save: Save
+) -> None:
     save("sparrow")
     save("eagle2")
     assert make(workspace).groups[0].warnings == []
@@ -138,23 +165,36 @@ def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) ->
     Image.new("RGB", (84, 84), "navy").save(image)
     save("sparrow", measured(shown=(shown(files=(str(image),)),)))
     page = Page(make(workspace).page)
-    assert {tag for tag, _ in page.elements}.isdisjoint({"iframe", "object", "embed", "base"})
+    assert {tag for tag, _ in page.elements}.isdisjoint(
+        {"iframe", "object", "embed", "base"}
+    )
     for link in [*page.attributes("src"), *page.attributes("href")]:
         assert link.startswith(("data:", "#"))
-    assert not re.search(r"https?:|//|@import|url\(", re.sub(r'"data:[^"]*"', "", page.source))
+    assert not re.search(
+        r"https?:|//|@import|url\(", re.sub(r'"data:[^"]*"', "", page.source)
+    )
     assert "default-src 'none'" in page.source
     assert str(tmp_path) not in page.source
 
 
-def test_the_same_target_in_another_folder_compares(workspace: Workspace, save: Save) -> None:
+def test_the_same_target_in_another_folder_compares(
+    workspace: Workspace, save: Save
+) -> None:
     save("sparrow")
-    save("eagle2", target=TargetId(name="/somewhere/demo", family="qwen2_5_vl", fingerprint="f00d"))
+    save(
+        "eagle2",
+        target=TargetId(
+            name="/somewhere/demo", family="qwen2_5_vl", fingerprint="f00d"
+        ),
+    )
     assert len(read(workspace).groups) == 1
     assert "/somewhere" not in make(workspace).page.read_text()
 
 
 def test_hostile_text_is_only_text(workspace: Workspace, save: Save) -> None:
-    evil = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}</style>"
+    evil = (
+        "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}</style>"
+    )
     file = f"/nowhere/{evil.replace('/', '')}.png"
     pieces = (Piece(evil, True, 0.5),)
     response = shown(prompt=evil, files=(file,), pieces=pieces, plain=pieces)
@@ -167,14 +207,18 @@ def test_hostile_text_is_only_text(workspace: Workspace, save: Save) -> None:
         measured=evil,
         target=TargetId(name=evil, family=evil, fingerprint=evil),
         training=Training(view=evil),
-        config=TrainedSettings(tree=evil, stages=(TrainedStage(name=evil, epochs=1, hops=1),)),
+        config=TrainedSettings(
+            tree=evil, stages=(TrainedStage(name=evil, epochs=1, hops=1),)
+        ),
     )
     page = Page(make(workspace).page)
     tags = [tag for tag, _ in page.elements]
     assert tags.count("script") == len(page.scripts) == 1
     assert evil not in page.scripts[0]
     assert "img" not in tags
-    assert not [name for _, attrs in page.elements for name in attrs if name.startswith("on")]
+    assert not [
+        name for _, attrs in page.elements for name in attrs if name.startswith("on")
+    ]
     assert "{{ 7 * 7 }}" in page.text
 
 
@@ -186,30 +230,48 @@ def test_the_page_says_what_was_trained_and_not_what_the_settings_planned(
     text = Page(make(workspace).page).text.partition("How the drafters were trained")[2]
     assert "3.6 passes" in text
     assert "epoch" not in text.partition("Conventions of the papers")[0]
-    save("sparrow", training=Training(steps=300, samples=4200))  # an older record does not say
-    older = Page(make(workspace).page).text.partition("How the drafters were trained")[2]
+    save(
+        "sparrow", training=Training(steps=300, samples=4200)
+    )  # an older record does not say
+    older = Page(make(workspace).page).text.partition("How the drafters were trained")[
+        2
+    ]
     assert "epoch" not in older.partition("Conventions of the papers")[0]
 
 
-def test_responses_are_complete_and_drafted_text_is_marked(workspace: Workspace, save: Save) -> None:
+def test_responses_are_complete_and_drafted_text_is_marked(
+    workspace: Workspace, save: Save
+) -> None:
     save("sparrow", measured(shown=(shown(),)))
     page = Page(make(workspace).page)
-    parts = [(tags[-1], text) for tags, text in page.texts if "article" in tags and "p" in tags]
-    assert "".join(text for _, text in parts) == "What is k0?" + "".join(piece.text for piece in RESPONSE)
+    parts = [
+        (tags[-1], text)
+        for tags, text in page.texts
+        if "article" in tags and "p" in tags
+    ]
+    assert "".join(text for _, text in parts) == "What is k0?" + "".join(
+        piece.text for piece in RESPONSE
+    )
     assert [text for tag, text in parts if tag == "mark"] == ["board\nis", "& large"]
 
 
-def test_the_policy_of_the_page_allows_its_script_and_no_other(workspace: Workspace, save: Save) -> None:
+def test_the_policy_of_the_page_allows_its_script_and_no_other(
+    workspace: Workspace, save: Save
+) -> None:
     save("sparrow")
     page = Page(make(workspace).page)
     (script,) = page.scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    (policy,) = [one for one in page.attributes("content", "meta") if "default-src" in one]
+    (policy,) = [
+        one for one in page.attributes("content", "meta") if "default-src" in one
+    ]
     assert f"script-src 'sha256-{digest}';" in policy
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_the_script_runs_under_the_policy(workspace: Workspace, save: Save, tmp_path: Path) -> None:
+def test_the_script_runs_under_the_policy(
+    workspace: Workspace, save: Save, tmp_path: Path
+) -> None:
     for name in ("sparrow", "eagle2"):
         save(name, measured(shown=(shown(pieces=TIMED, plain=PLAIN),)), measured(1.0))
     before = make(workspace).page
@@ -222,9 +284,15 @@ def test_the_script_runs_under_the_policy(workspace: Workspace, save: Save, tmp_
     ]
     command = [*browser, "--dump-dom", "--virtual-time-budget=1000", before.as_uri()]
     after = tmp_path / "after.html"
-    after.write_bytes(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    after.write_bytes(
+        subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    )
     hidden = [
-        [attrs["class"] for _, attrs in Page(path).elements if {"hidden", "class"} <= attrs.keys()]
+        [
+            attrs["class"]
+            for _, attrs in Page(path).elements
+            if {"hidden", "class"} <= attrs.keys()
+        ]
         for path in (before, after)
     ]
     assert {"tools", "replay", "player"} <= {*hidden[0]}
@@ -238,18 +306,28 @@ def test_a_replay_has_the_time_of_every_piece(workspace: Workspace, save: Save) 
     save("eagle2", timed)
     source = Page(make(workspace).page).source
     runs = re.findall(
-        r'class="run (\w+)".*?data-total="([\d.]+)".*?class="text"[^>]*>(.*?)</p>', source, re.DOTALL
+        r'class="run (\w+)".*?data-total="([\d.]+)".*?class="text"[^>]*>(.*?)</p>',
+        source,
+        re.DOTALL,
     )
-    assert [run[0] for run in runs] == ["plainly", "drafted", "drafted"]  # plain decoding once for both
+    assert [run[0] for run in runs] == [
+        "plainly",
+        "drafted",
+        "drafted",
+    ]  # plain decoding once for both
     for (_, total, text), pieces in zip(runs, [PLAIN, TIMED, TIMED], strict=True):
         times = [float(at) for at in re.findall(r'data-at="([\d.]+)"', text)]
         assert times == [pytest.approx(1000 * (piece.seconds or 0)) for piece in pieces]
         assert times == sorted(times)
         assert times[-1] <= float(total)
-        assert html.unescape(re.sub("<[^>]*>", "", text)) == "".join(piece.text for piece in pieces)
+        assert html.unescape(re.sub("<[^>]*>", "", text)) == "".join(
+            piece.text for piece in pieces
+        )
 
 
-@pytest.mark.parametrize("change", [{"plain": PLAIN}, {"pieces": TIMED}, {"key": "k99", "pieces": TIMED}])
+@pytest.mark.parametrize(
+    "change", [{"plain": PLAIN}, {"pieces": TIMED}, {"key": "k99", "pieces": TIMED}]
+)
 def test_a_response_without_times_has_no_replay(
     change: dict[str, Any], workspace: Workspace, save: Save
 ) -> None:
@@ -260,12 +338,18 @@ def test_a_response_without_times_has_no_replay(
 
 
 @pytest.mark.parametrize("label", ["kind", "dataset"])
-def test_rows_of_each_kind_and_dataset_add_up(label: str, workspace: Workspace, save: Save) -> None:
-    groups: list[dict[str, Any]] = [{label: ["image", "text", "video"][(at + 6) // 10]} for at in range(24)]
+def test_rows_of_each_kind_and_dataset_add_up(
+    label: str, workspace: Workspace, save: Save
+) -> None:
+    groups: list[dict[str, Any]] = [
+        {label: ["image", "text", "video"][(at + 6) // 10]} for at in range(24)
+    ]
 
     def mixed(at: Measurement) -> Measurement:
         prompts = zip(at.prompts, groups, strict=True)
-        return dataclasses.replace(at, prompts=tuple(dataclasses.replace(one, **to) for one, to in prompts))
+        return dataclasses.replace(
+            at, prompts=tuple(dataclasses.replace(one, **to) for one, to in prompts)
+        )
 
     save("sparrow", mixed(measured(0.0)), mixed(measured(1.0, calls=40)))
     save("eagle2", mixed(measured(0.0, calls=50)), mixed(measured(1.0)))
@@ -273,9 +357,18 @@ def test_rows_of_each_kind_and_dataset_add_up(label: str, workspace: Workspace, 
     rows = [row for row in Page(made.page).rows if label in row and "calls" in row]
     assert len(rows) == 3 * 2 * 2
     for one in made.groups[0].results:
-        mine = [row for row in rows if row[""].strip() == one.name and row["T"] == f"{one.temperature:g}"]
-        assert sum(int(row["prompts"].replace(",", "")) for row in mine) == one.figures.prompts
-        assert sum(int(row["calls"].replace(",", "")) for row in mine) == one.figures.calls
+        mine = [
+            row
+            for row in rows
+            if row[""].strip() == one.name and row["T"] == f"{one.temperature:g}"
+        ]
+        assert (
+            sum(int(row["prompts"].replace(",", "")) for row in mine)
+            == one.figures.prompts
+        )
+        assert (
+            sum(int(row["calls"].replace(",", "")) for row in mine) == one.figures.calls
+        )
         for row in mine:
             assert row["tau"].startswith(f"{one.figures.tau:.2f}")
             assert ("\u2013" in row["tau"]) == (int(row["prompts"]) >= FEWEST)
@@ -288,13 +381,17 @@ def test_parts_of_the_responses_have_rows(workspace: Workspace, save: Save) -> N
     early = ResponsePart(context=0, thinking=True, calls=20, tokens=80, accepted=60)
     late = ResponsePart(context=512, thinking=False, calls=12, tokens=24, accepted=12)
     save("sparrow", measured(count=8, parts=(early, late)))
-    rows = {row["part"]: row for row in Page(make(workspace).page).rows if "part" in row}
+    rows = {
+        row["part"]: row for row in Page(make(workspace).page).rows if "part" in row
+    }
     assert list(rows) == ["context from 0", "context from 512", "thinking", "answer"]
     assert {row["tau"].strip() for row in rows.values()} == {"4.00", "2.00"}
     assert rows["answer"]["calls"].strip() == "96"
 
 
-def test_a_prompt_is_shown_once_with_all_its_responses(workspace: Workspace, save: Save) -> None:
+def test_a_prompt_is_shown_once_with_all_its_responses(
+    workspace: Workspace, save: Save
+) -> None:
     save("sparrow")
     save("eagle2")
     page = Page(make(workspace).page)
@@ -311,7 +408,10 @@ def test_images_are_small_copies(workspace: Workspace, save: Save) -> None:
     (folder / "broken.png").write_bytes(b"not an image")
     (folder / "frames").mkdir()
     names = ("photo.jpg", "drawing.png", "broken.png", "gone.png", "clip.mp4", "frames")
-    save("sparrow", measured(shown=(shown(files=tuple(str(folder / name) for name in names)),)))
+    save(
+        "sparrow",
+        measured(shown=(shown(files=tuple(str(folder / name) for name in names)),)),
+    )
     page = Page(make(workspace).page)
     sizes = []
     for uri in page.attributes("src", "img"):
@@ -325,9 +425,15 @@ def test_images_are_small_copies(workspace: Workspace, save: Save) -> None:
         assert f"Video: {name}" in page.text
 
 
-@pytest.mark.parametrize("outside", ["passport.png", "s3://bucket/passport.png", "link.png"])
+@pytest.mark.parametrize(
+    "outside", ["passport.png", "s3://bucket/passport.png", "link.png"]
+)
 def test_a_record_shows_no_file_that_is_not_the_workspaces(
-    workspace: Workspace, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: str
+    workspace: Workspace,
+    save: Save,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outside: str,
 ) -> None:
     workspace.root.mkdir(parents=True)
     secret = tmp_path / "passport.png"
@@ -358,7 +464,9 @@ def test_a_record_shows_the_images_that_the_held_out_prompts_name(
     assert len(Page(make(workspace).page).attributes("src", "img")) == 1
 
 
-def test_pipes_among_records_and_files_end_no_report(workspace: Workspace, save: Save) -> None:
+def test_pipes_among_records_and_files_end_no_report(
+    workspace: Workspace, save: Save
+) -> None:
     workspace.root.mkdir(parents=True)
     os.mkfifo(workspace.root / "pipe.png")
     save("sparrow", measured(shown=(shown(files=(str(workspace.root / "pipe.png"),)),)))
@@ -368,7 +476,9 @@ def test_pipes_among_records_and_files_end_no_report(workspace: Workspace, save:
         make(workspace)
 
 
-def test_a_record_of_absurdly_long_chains_is_refused(workspace: Workspace, save: Save) -> None:
+def test_a_record_of_absurdly_long_chains_is_refused(
+    workspace: Workspace, save: Save
+) -> None:
     file = save("sparrow")
     record = json.loads(file.read_text())
     chain = record["temperatures"][0]["prompts"][0]["drafted"]
@@ -394,11 +504,18 @@ def test_csv_has_no_formulas(workspace: Workspace, save: Save) -> None:
         ({"threads": 2}, "threads"),
         ({"attention": "eager"}, "attention"),
         ({"compiled": False}, "compiled"),
-        ({"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")}, "target"),
+        (
+            {"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")},
+            "target",
+        ),
     ],
 )
 def test_evaluations_that_cannot_be_compared_are_in_separate_groups(
-    workspace: Workspace, save: Save, tmp_path: Path, change: dict[str, Any], expected: str
+    workspace: Workspace,
+    save: Save,
+    tmp_path: Path,
+    change: dict[str, Any],
+    expected: str,
 ) -> None:
     save("sparrow")
     save("eagle2", measured="2026-05-05 05:05", **change)
@@ -443,11 +560,16 @@ def test_prints_the_table(workspace: Workspace, save: Save, tmp_path: Path) -> N
 def test_json_rows_hold_every_figure(save: Save, tmp_path: Path) -> None:
     save()
     elsewhere = tmp_path / "page.html"
-    facts = json.loads(run("--runs", str(tmp_path / "runs"), "--json", "--out", str(elsewhere)))
+    facts = json.loads(
+        run("--runs", str(tmp_path / "runs"), "--json", "--out", str(elsewhere))
+    )
     assert facts["page"] == str(elsewhere)
     assert elsewhere.is_file()
     row = facts["rows"][0]
-    assert {name: row[name] for name in ("name", "temperature", "tau", "calls", "tree", "accounted")} == {
+    assert {
+        name: row[name]
+        for name in ("name", "temperature", "tau", "calls", "tree", "accounted")
+    } == {
         "name": "sparrow",
         "temperature": 0,
         "tau": 3.25,
@@ -464,13 +586,33 @@ def test_json_rows_hold_every_figure(save: Save, tmp_path: Path) -> None:
     [
         (["identical"] * 3, ["identical"] * 3, "lossless", "3"),
         (["identical"], ["identical"], "lossless", ""),
-        (["identical", "identical", "near_tie"], ["identical"] * 3, "near-ties", "sparrow: 1 of 3"),
-        (["identical", "near_tie", "different"], ["identical"] * 3, "broken", "sparrow: 1 of 3"),
-        (["identical"] * 3, ["identical", "different", "different"], "broken", "plain decoding: 2 of 3"),
+        (
+            ["identical", "identical", "near_tie"],
+            ["identical"] * 3,
+            "near-ties",
+            "sparrow: 1 of 3",
+        ),
+        (
+            ["identical", "near_tie", "different"],
+            ["identical"] * 3,
+            "broken",
+            "sparrow: 1 of 3",
+        ),
+        (
+            ["identical"] * 3,
+            ["identical", "different", "different"],
+            "broken",
+            "plain decoding: 2 of 3",
+        ),
     ],
 )
 def test_verdict(
-    workspace: Workspace, save: Save, own: list[Check], base: list[Check], level: str, expected: str
+    workspace: Workspace,
+    save: Save,
+    own: list[Check],
+    base: list[Check],
+    level: str,
+    expected: str,
 ) -> None:
     save("sparrow", measured(own=own, base=base))
     verdict = read(workspace).groups[0].verdict
@@ -481,7 +623,9 @@ def test_verdict(
     assert ("alert" in page.attributes("role")) == (level == "broken")
 
 
-def test_the_verdict_names_drafters_that_were_not_checked(workspace: Workspace, save: Save) -> None:
+def test_the_verdict_names_drafters_that_were_not_checked(
+    workspace: Workspace, save: Save
+) -> None:
     save("sparrow", measured(1.0))
     assert read(workspace).groups[0].verdict.level == "unchecked"
     save("eagle2")
@@ -491,8 +635,16 @@ def test_the_verdict_names_drafters_that_were_not_checked(workspace: Workspace, 
     assert "eagle2" not in verdict.text
 
 
-def test_a_drafter_that_drafted_nothing_has_no_charts(workspace: Workspace, save: Save) -> None:
-    empty: dict[str, Any] = {"calls": 0, "tokens": 1, "accepted": 0, "chain_tried": (), "chain_accepted": ()}
+def test_a_drafter_that_drafted_nothing_has_no_charts(
+    workspace: Workspace, save: Save
+) -> None:
+    empty: dict[str, Any] = {
+        "calls": 0,
+        "tokens": 1,
+        "accepted": 0,
+        "chain_tried": (),
+        "chain_accepted": (),
+    }
     save(
         "sparrow",
         measured(shown=(), check=None, **empty),
@@ -502,7 +654,9 @@ def test_a_drafter_that_drafted_nothing_has_no_charts(workspace: Workspace, save
     made = make(workspace)
     page = Page(made.page)
     assert made.groups[0].rankings[0].against_plain == "slower"
-    assert len([label for label in page.attributes("aria-label", "svg") if label]) == 1  # of the speedup
+    assert (
+        len([label for label in page.attributes("aria-label", "svg") if label]) == 1
+    )  # of the speedup
     assert "mark" not in {tags[-1] for tags, _ in page.texts if "article" in tags}
 
 
@@ -519,25 +673,41 @@ def test_extreme_numbers(workspace: Workspace, save: Save) -> None:
     assert "inf" not in re.sub("inform|infer", "", page.source)
 
 
-def test_a_report_without_evaluations_names_the_command_to_run(workspace: Workspace) -> None:
-    with pytest.raises(DataError, match=r"`vlmdistill eval DRAFTER\.\.\. --model demo`"):
+def test_a_report_without_evaluations_names_the_command_to_run(
+    workspace: Workspace,
+) -> None:
+    with pytest.raises(
+        DataError, match=r"`vlmdistill eval DRAFTER\.\.\. --model demo`"
+    ):
         make(workspace)
     assert not workspace.root.exists()
 
 
-def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace, save: Save) -> None:
+def test_evaluations_of_servers_are_a_section_of_their_own(
+    workspace: Workspace, save: Save
+) -> None:
     def run(seconds: float, **more: Any) -> ServerRun:
         asked = [
             TimedRequest(
-                key=f"k{one}", tokens=10, seconds=seconds, first_seconds=0.1, finish="stop", response="r"
+                key=f"k{one}",
+                tokens=10,
+                seconds=seconds,
+                first_seconds=0.1,
+                finish="stop",
+                response="r",
             )
             for one in range(8)
         ]
         return ServerRun(seconds=8 * seconds, requests=tuple(asked), failed=(), **more)
 
-    counts = ServerCounts(generated=80, drafts=24, accepted=48, chain_tried=(24,), chain_accepted=(18,))
+    counts = ServerCounts(
+        generated=80, drafts=24, accepted=48, chain_tried=(24,), chain_accepted=(18,)
+    )
     load = ServedLoad(
-        temperature=0, concurrency=4, server=run(1.0, counts=counts), baseline=run(2.5, counts=ServerCounts())
+        temperature=0,
+        concurrency=4,
+        server=run(1.0, counts=counts),
+        baseline=run(2.5, counts=ServerCounts()),
     )
     made_up = ServedEvaluation(
         format=1,
@@ -554,24 +724,46 @@ def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace,
     )
     write(made_up, workspace.reports / "served" / "in-vllm.json")
     alone = make(workspace)
-    assert (alone.groups, [(one.evaluation, one.load) for one in alone.served]) == ([], [(made_up, load)])
+    assert (alone.groups, [(one.evaluation, one.load) for one in alone.served]) == (
+        [],
+        [(made_up, load)],
+    )
     save("sparrow")
     both = make(workspace)
     text = " ".join(text for _, text in Page(both.page).texts)
-    for cell in ("in-vllm", "3.00", "2.00", "2.50 (2.50\u20132.50)", "8/8"):  # tau to identical responses
+    for cell in (
+        "in-vllm",
+        "3.00",
+        "2.00",
+        "2.50 (2.50\u20132.50)",
+        "8/8",
+    ):  # tau to identical responses
         assert cell in text
-    formats = ((markdown, "2.50 (2.50-2.50)"), (latex, "2.50 (2.50--2.50)"), (csv, "concurrency 4"))
+    formats = (
+        (markdown, "2.50 (2.50-2.50)"),
+        (latex, "2.50 (2.50--2.50)"),
+        (csv, "concurrency 4"),
+    )
     for form, number in formats:
-        (line,) = [line for line in form(both).splitlines() if "in-vllm" in line and line[0] != "%"]
+        (line,) = [
+            line
+            for line in form(both).splitlines()
+            if "in-vllm" in line and line[0] != "%"
+        ]
         assert number in line
     other = dataclasses.replace(counts, generated=99)
     mixed = dataclasses.replace(load, concurrency=8, server=run(1.0, counts=other))
-    write(dataclasses.replace(made_up, loads=(load, mixed)), workspace.reports / "served" / "in-vllm.json")
+    write(
+        dataclasses.replace(made_up, loads=(load, mixed)),
+        workspace.reports / "served" / "in-vllm.json",
+    )
     warned = "in-vllm at temperature 0: the server at concurrency 8 counted 99 generated tokens"
     found = make(workspace)
     for text in (Page(found.page).text, markdown(found), latex(found)):
         assert text.count(warned) == 1
-    timeless = dataclasses.replace(load, server=dataclasses.replace(load.server, seconds=0.0))
+    timeless = dataclasses.replace(
+        load, server=dataclasses.replace(load.server, seconds=0.0)
+    )
     file = workspace.reports / "served" / "odd.json"
     write(dataclasses.replace(made_up, name="timeless", loads=(timeless,)), file)
     assert "timeless" in Page(make(workspace).page).text
@@ -579,5 +771,7 @@ def test_evaluations_of_servers_are_a_section_of_their_own(workspace: Workspace,
     unequal["loads"][0]["server"]["counts"]["chain_tried"] = [24, 18]
     for content in ("{}", json.dumps(unequal)):
         file.write_text(content)
-        with pytest.raises(DataError, match=r"odd\.json is not an evaluation of a server"):
+        with pytest.raises(
+            DataError, match=r"odd\.json is not an evaluation of a server"
+        ):
             make(workspace)

@@ -46,10 +46,18 @@ def workspace(tmp_path: Path) -> Workspace:
     made = Workspace.of("demo", tmp_path / "runs")
     changes: dict[str, Any] = {"software": SOFTWARE, "tree": "30-3-8"}
     records.write(
-        evaluation("text_only", measured(noise=0.1), measured(1.0, speedup=0.8, noise=0.2), **changes),
+        evaluation(
+            "text_only",
+            measured(noise=0.1),
+            measured(1.0, speedup=0.8, noise=0.2),
+            **changes,
+        ),
         made.reports / "one.json",
     )
-    records.write(evaluation(ODD, measured(noise=0.1, seed=3), hardware=ODD), made.reports / "two.json")
+    records.write(
+        evaluation(ODD, measured(noise=0.1, seed=3), hardware=ODD),
+        made.reports / "two.json",
+    )
     return made
 
 
@@ -58,7 +66,9 @@ def report(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Report:
     """What `vlmdistill report` prints."""
 
     def printed(*arguments: str, status: int = 0) -> str:
-        assert main(["report", "--runs", str(workspace.root.parent), *arguments]) == status
+        assert (
+            main(["report", "--runs", str(workspace.root.parent), *arguments]) == status
+        )
         return capsys.readouterr().out
 
     return printed
@@ -66,14 +76,21 @@ def report(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> Report:
 
 def sentences(workspace: Workspace) -> list[str]:
     groups = read(workspace).groups
-    return [text for one in groups for text in (*(rank.text for rank in one.rankings), one.verdict.text)]
+    return [
+        text
+        for one in groups
+        for text in (*(rank.text for rank in one.rankings), one.verdict.text)
+    ]
 
 
 def rates(figures: Any) -> list[str]:
     found = [
-        (getattr(figures, name), figures.intervals[name]) for name in ("tau", "speedup", "decode_speedup")
+        (getattr(figures, name), figures.intervals[name])
+        for name in ("tau", "speedup", "decode_speedup")
     ]
-    return [f"{value:.2f} ({within.low:.2f}-{within.high:.2f})" for value, within in found]
+    return [
+        f"{value:.2f} ({within.low:.2f}-{within.high:.2f})" for value, within in found
+    ]
 
 
 def unescaped(cell: str) -> str:
@@ -86,16 +103,26 @@ def test_markdown_has_the_numbers_the_conditions_and_the_sentences(
     text = report("--format", "md")
     lines = text.splitlines()
     table = [
-        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line[:1] == "|"
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in lines
+        if line[:1] == "|"
     ]
     rows = [dict(zip(table[0], map(unescaped, row), strict=True)) for row in table]
     for one in (one for group in read(workspace).groups for one in group.results):
         name = " ".join(one.name.split())
-        (row,) = [row for row in rows if (row["drafter"], row["T"]) == (name, f"{one.temperature:g}")]
+        (row,) = [
+            row
+            for row in rows
+            if (row["drafter"], row["T"]) == (name, f"{one.temperature:g}")
+        ]
         assert [row["tau"], row["speedup"], row["decode speedup"]] == rates(one.figures)
     for sentence in (one for one in sentences(workspace) if ODD not in one):
         assert sentence in text
-    for fact in ("- dtype: float32", "- commit: abc-dirty", "- command: vlmdistill eval x_y"):
+    for fact in (
+        "- dtype: float32",
+        "- commit: abc-dirty",
+        "- command: vlmdistill eval x_y",
+    ):
         assert fact in lines
     assert "<b>" not in text
 
@@ -107,30 +134,45 @@ def test_latex_has_only_escaped_names_and_balanced_tables(
     for sentence in (one for one in sentences(workspace) if ODD not in one):
         assert f"% {sentence}" in text.splitlines()
     for one in (one for group in read(workspace).groups for one in group.results):
-        assert any(all(cell in line for cell in rates(one.figures)) for line in text.splitlines())
+        assert any(
+            all(cell in line for cell in rates(one.figures))
+            for line in text.splitlines()
+        )
     code = re.sub(r"(?m)(?<!\\)%.*$", "", text)
     assert r"text\_only" in code
-    assert r"50\%\_of\textbar{}it \& \{more\} \textbackslash{} \#1 \$2 \textasciicircum{}3" in code
+    assert (
+        r"50\%\_of\textbar{}it \& \{more\} \textbackslash{} \#1 \$2 \textasciicircum{}3"
+        in code
+    )
     bare = re.sub(r"\\[\\&%$#_{}]", "", code)
     assert bare.count("{") == bare.count("}")
-    assert bare.count("$") == 2 * 2 * 2  # tau in the caption and the header of two tables
+    assert (
+        bare.count("$") == 2 * 2 * 2
+    )  # tau in the caption and the header of two tables
     assert not re.search(r"[#^_~|<>]", bare)
     opened = re.findall(r"\\begin{(\w+\*?)}", bare)
     assert opened == ["table", "tabular"] * 2
     assert sorted(opened) == sorted(re.findall(r"\\end{(\w+\*?)}", bare))
-    assert [bare.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [2, 2, 2]
+    assert [
+        bare.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")
+    ] == [2, 2, 2]
     if compiler := shutil.which("pdflatex"):
         (tmp_path / "table.tex").write_text(text)
         page = r"\documentclass{article}\usepackage{booktabs}\begin{document}\input{table}\end{document}"
         (tmp_path / "page.tex").write_text(page)
         command = [compiler, "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stdout
 
 
 def on_sets(sets: dict[str, float], **checks: Any) -> Measurement:
     """Prompts of several sets with the speedup of each."""
-    parts = [(name, measured(speedup=speedup, shown=(), **checks)) for name, speedup in sets.items()]
+    parts = [
+        (name, measured(speedup=speedup, shown=(), **checks))
+        for name, speedup in sets.items()
+    ]
     prompts = [
         replace(prompt, dataset=name, key=f"{name}-{prompt.key}")
         for name, at in parts
@@ -144,7 +186,11 @@ def test_a_table_for_a_paper_has_no_speedup_that_a_warning_doubts(
 ) -> None:
     save("fair", measured(speedup=1.5))
     save("odd", measured(speedup=2.5, missed=4))
-    code = [line for line in report("--format", "latex").splitlines() if not line.startswith("%")]
+    code = [
+        line
+        for line in report("--format", "latex").splitlines()
+        if not line.startswith("%")
+    ]
     (odd,) = (line for line in code if line.startswith("odd"))
     (fair,) = (line for line in code if line.startswith("fair"))
     assert "2.50" not in odd
@@ -152,7 +198,9 @@ def test_a_table_for_a_paper_has_no_speedup_that_a_warning_doubts(
     assert r"\textbf{1.50}" in fair
 
 
-def test_latex_is_a_table_of_methods_and_sets(workspace: Workspace, report: Report, save: Save) -> None:
+def test_latex_is_a_table_of_methods_and_sets(
+    workspace: Workspace, report: Report, save: Save
+) -> None:
     for file in workspace.reports.glob("*.json"):
         file.unlink()
     save("wren", on_sets({"a": 2, "b": 1}))
@@ -160,36 +208,61 @@ def test_latex_is_a_table_of_methods_and_sets(workspace: Workspace, report: Repo
     save("odd", on_sets({"a": 9, "b": 9}, own=["different"] * 24))
     save("wren", on_sets({"c": 1.25}), stem="wren of another day")
     save("msd", on_sets({"c": 1.25}), stem="msd of another day")
-    code = [line for line in report("--format", "latex").splitlines() if not line.startswith("%")]
+    code = [
+        line
+        for line in report("--format", "latex").splitlines()
+        if not line.startswith("%")
+    ]
     rows = {
         cells[0]: cells[1:]
         for line in code
-        if len(cells := [cell.strip() for cell in line.removesuffix(r"\\").split("&")]) == 9
+        if len(cells := [cell.strip() for cell in line.removesuffix(r"\\").split("&")])
+        == 9
     }
-    sets = [cell for line in code for cell in re.findall(r"\\multicolumn\{2}\{c}\{(\w+)}", line)]
+    sets = [
+        cell
+        for line in code
+        for cell in re.findall(r"\\multicolumn\{2}\{c}\{(\w+)}", line)
+    ]
     at = {name: 2 * sets.index(name) + 1 for name in sets}
     assert sets == ["a", "b", "c", "mean"]
     assert rows["wren"][at["a"]] == r"\textbf{2.00}"
     assert rows["wren"][at["b"]] == "1.00"
     assert rows["msd"][at["b"]] == r"\textbf{3.00}"
     assert [rows[name][at["c"]] for name in ("wren", "msd")] == [r"\textbf{1.25}"] * 2
-    assert [rows[name][at["mean"]] for name in ("wren", "msd")] == ["1.42", r"\textbf{1.92}"]
+    assert [rows[name][at["mean"]] for name in ("wren", "msd")] == [
+        "1.42",
+        r"\textbf{1.92}",
+    ]
     (broken,) = [cells for name, cells in rows.items() if name.startswith("odd")]
-    assert [broken[at[name]] for name in ("a", "b", "c", "mean")] == ["--"] * 4  # not lossless
+    assert [broken[at[name]] for name in ("a", "b", "c", "mean")] == [
+        "--"
+    ] * 4  # not lossless
     (caption,) = [line for line in code if line.startswith(r"\caption")]
     assert "not lossless" in caption
     assert len(caption) < 150
 
 
-def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(workspace: Workspace, report: Report) -> None:
+def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(
+    workspace: Workspace, report: Report
+) -> None:
     table = pl.read_csv(io.StringIO(report("--format", "csv")))
     for one in (one for group in read(workspace).groups for one in group.results):
-        rows = table.filter((pl.col("drafter") == one.name) & (pl.col("temperature") == one.temperature))
-        assert rows.select("by", "part").rows() == [("all", ""), ("kind", "image"), ("dataset", "made up")]
+        rows = table.filter(
+            (pl.col("drafter") == one.name) & (pl.col("temperature") == one.temperature)
+        )
+        assert rows.select("by", "part").rows() == [
+            ("all", ""),
+            ("kind", "image"),
+            ("dataset", "made up"),
+        ]
         for row in rows.to_dicts():
             for name, within in one.figures.intervals.items():
                 assert row[name] == getattr(one.figures, name)
-                assert (row[f"{name}_low"], row[f"{name}_high"]) == (within.low, within.high)
+                assert (row[f"{name}_low"], row[f"{name}_high"]) == (
+                    within.low,
+                    within.high,
+                )
             assert (row["calls"], row["prompts"], row["identical"]) == (
                 one.figures.calls,
                 24,
@@ -199,13 +272,17 @@ def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(workspace: Workspace, 
             assert row["commit"] == ("abc-dirty" if one.name == "text_only" else None)
 
 
-def test_json_is_the_same_by_format_and_beside_another(report: Report, tmp_path: Path) -> None:
+def test_json_is_the_same_by_format_and_beside_another(
+    report: Report, tmp_path: Path
+) -> None:
     by_option = json.loads(report("--json"))
     assert Path(by_option.pop("page")).is_file()
     assert json.loads(report("--format", "json")) == by_option
     assert by_option["rows"][-1]["software"] in (msgspec.to_builtins(SOFTWARE), None)
     file = tmp_path / "new" / "table.md"
-    both = json.loads(report("--json", "--format", "md", "--out", str(file)))  # the file is Markdown
+    both = json.loads(
+        report("--json", "--format", "md", "--out", str(file))
+    )  # the file is Markdown
     assert both.pop("md") == str(file)
     assert both == by_option
     assert file.read_text().startswith("# demo")
@@ -215,13 +292,19 @@ def test_json_is_the_same_by_format_and_beside_another(report: Report, tmp_path:
 
 
 @pytest.mark.parametrize("form", ["html", "md", "csv", "latex"])
-def test_a_record_sends_no_command_to_the_terminal(workspace: Workspace, report: Report, form: str) -> None:
+def test_a_record_sends_no_command_to_the_terminal(
+    workspace: Workspace, report: Report, form: str
+) -> None:
     odd = "\x1b]0;pwn\x07\u202e"
-    records.write(evaluation("eagle2", measured(), hardware=odd), workspace.reports / "odd.json")
+    records.write(
+        evaluation("eagle2", measured(), hardware=odd), workspace.reports / "odd.json"
+    )
     assert not {*odd[:1], *odd[-2:]} & {*report("--format", form)}
 
 
-def test_charts_are_whole_files(workspace: Workspace, report: Report, tmp_path: Path) -> None:
+def test_charts_are_whole_files(
+    workspace: Workspace, report: Report, tmp_path: Path
+) -> None:
     report("--format", "csv", "--plots", str(tmp_path / "plots"))
     page = report("--json") and (workspace.reports / "index.html").read_text()
     files = sorted((tmp_path / "plots").iterdir())
@@ -242,11 +325,15 @@ def test_charts_are_drawn_for_papers(report: Report, tmp_path: Path, form: str) 
     report("--format", "csv", "--plots", str(tmp_path / "svg"))
     report("--format", "csv", "--plots", str(tmp_path / form), "--plot-format", form)
     files = sorted((tmp_path / form).iterdir())
-    assert [file.stem for file in files] == sorted(file.stem for file in (tmp_path / "svg").iterdir())
+    assert [file.stem for file in files] == sorted(
+        file.stem for file in (tmp_path / "svg").iterdir()
+    )
     for file in files:
         if form == "png":
             with Image.open(file) as image:
-                assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 3  # more than a blank page
+                assert (
+                    len(image.convert("RGB").getcolors(1 << 24) or ()) > 3
+                )  # more than a blank page
         else:
             fonts = re.findall(rb"/BaseFont /([\w+-]+)", file.read_bytes())
             assert fonts  # all of them embedded, under a prefix
@@ -258,19 +345,25 @@ def test_the_front_has_the_drafters_that_none_beats_in_speed_and_memory() -> Non
         "small": evaluation("small", measured(speedup=1.5), parameters=1_000_000),
         "beaten": evaluation("beaten", measured(speedup=1.25), parameters=2_000_000),
         "slow": evaluation("slow", measured(speedup=0.5), parameters=0),
-        "broken": evaluation("broken", measured(own=["different"] * 24, speedup=9), parameters=10),
+        "broken": evaluation(
+            "broken", measured(own=["different"] * 24, speedup=9), parameters=10
+        ),
         "large": evaluation("large", measured(speedup=3), parameters=4_000_000),
     }
     (ranking,) = rank([*made.values()])
     chart = charts.pareto(ranking, dict.fromkeys(made, 0), ranking.results)
     assert chart is not None
     at = {one.name: one.points[0] for one in chart.series}
-    assert {one.name: one.values for one in chart.series}["large"] == pytest.approx([16, 3])  # MB of float32
+    assert {one.name: one.values for one in chart.series}["large"] == pytest.approx(
+        [16, 3]
+    )  # MB of float32
     assert at.keys() == made.keys()
     assert {name for name in made if at[name] in chart.line} == {"small", "large"}
     heights = [y for _, y in chart.line]
     assert heights == sorted(heights, reverse=True)  # upwards: y counts from the top
-    few = rank([evaluation(name, measured(count=2, speedup=4)) for name in made])[0]  # without intervals
+    few = rank([evaluation(name, measured(count=2, speedup=4)) for name in made])[
+        0
+    ]  # without intervals
     assert charts.pareto(few, dict.fromkeys(made, 0), few.results)
     alone = rank([made["small"]])[0]
     assert charts.pareto(alone, {"small": 0}, alone.results) is None
@@ -286,10 +379,14 @@ def test_an_evaluation_of_an_earlier_version_is_read_and_printed(
     assert "software" not in report("--format", "md")
     assert r"text\_only" in report("--format", "latex")
     assert "torch" not in pl.read_csv(io.StringIO(report("--format", "csv"))).columns
-    assert "<dt>software</dt>" not in (report() and (workspace.reports / "index.html").read_text())
+    assert "<dt>software</dt>" not in (
+        report() and (workspace.reports / "index.html").read_text()
+    )
 
 
-def test_the_page_names_versions_commit_and_command(workspace: Workspace, report: Report) -> None:
+def test_the_page_names_versions_commit_and_command(
+    workspace: Workspace, report: Report
+) -> None:
     report()
     page = (workspace.reports / "index.html").read_text()
     for value in SOFTWARE.facts.values():
@@ -297,16 +394,22 @@ def test_the_page_names_versions_commit_and_command(workspace: Workspace, report
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_images_and_texts_have_rows_of_their_own(save: Save, report: Report, *, mixed: bool) -> None:
+def test_images_and_texts_have_rows_of_their_own(
+    save: Save, report: Report, *, mixed: bool
+) -> None:
     at = measured(0.0, count=24)
     kinds = [
         replace(
-            one, kind="text" if number < 12 else "image", dataset="ab"[number % 2 if mixed else number < 12]
+            one,
+            kind="text" if number < 12 else "image",
+            dataset="ab"[number % 2 if mixed else number < 12],
         )
         for number, one in enumerate(at.prompts)
     ]
     save("sparrow", replace(at, prompts=tuple(kinds)))
-    rows = [line.split() for line in report().splitlines() if line.startswith("sparrow ")]
+    rows = [
+        line.split() for line in report().splitlines() if line.startswith("sparrow ")
+    ]
     parts = [row[2:4] for row in rows[1:]]
     expected = [["image", "12"], ["text", "12"]]
     assert parts == ([*expected, ["a", "12"], ["b", "12"]] if mixed else expected)
@@ -318,9 +421,26 @@ def test_wrong_options_are_one_line(
     report("--format", "pdf", status=2)
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
-    for out in ("/dev/null", str(tmp_path / "folder"), str(tmp_path / "file" / "below")):
+    for out in (
+        "/dev/null",
+        str(tmp_path / "folder"),
+        str(tmp_path / "file" / "below"),
+    ):
         for form in ("html", "md"):
-            assert main(["report", "--runs", str(tmp_path / "runs"), "--format", form, "--out", out]) == 1
+            assert (
+                main(
+                    [
+                        "report",
+                        "--runs",
+                        str(tmp_path / "runs"),
+                        "--format",
+                        form,
+                        "--out",
+                        out,
+                    ]
+                )
+                == 1
+            )
             captured = capsys.readouterr()
             assert captured.out == ""
             assert captured.err.startswith("error: ")

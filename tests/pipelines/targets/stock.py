@@ -20,7 +20,9 @@ IMAGES = ("pixel_values", "image_sizes", "batch_num_images")
 class Stock:
     """A second copy of a checkpoint that shares nothing with the target but files and processor."""
 
-    def __init__(self, folder: Path, target: VisionLanguageTarget, attention: str = "sdpa"):
+    def __init__(
+        self, folder: Path, target: VisionLanguageTarget, attention: str = "sdpa"
+    ):
         self.processor = target.processor
         self.model = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, attn_implementation=attention
@@ -30,8 +32,12 @@ class Stock:
         """The processor's batch of one; videos are arrays, two frames a second."""
         parts = [part for message in messages for part in message["content"]]
         metadata = [
-            VideoMetadata(total_num_frames=count, fps=2.0, frames_indices=list(range(count)))
-            for count in (len(part["video"]) for part in parts if part["type"] == "video")
+            VideoMetadata(
+                total_num_frames=count, fps=2.0, frames_indices=list(range(count))
+            )
+            for count in (
+                len(part["video"]) for part in parts if part["type"] == "video"
+            )
         ]
         batch = dict(
             self.processor.apply_chat_template(
@@ -43,12 +49,16 @@ class Stock:
                 processor_kwargs={"video_metadata": metadata} if metadata else {},
             )
         )
-        if isinstance(batch.get("pixel_values_videos"), list):  # of several lengths: the model takes one
+        if isinstance(
+            batch.get("pixel_values_videos"), list
+        ):  # of several lengths: the model takes one
             videos = [video[None] for video in batch.pop("pixel_values_videos")]
             images = {name: batch.pop(name) for name in IMAGES if name in batch}
             with torch.inference_mode():
                 seen = [self.model.model.get_video_features(video) for video in videos]
-                image = self.model.model.get_image_features(**images) if images else None
+                image = (
+                    self.model.model.get_image_features(**images) if images else None
+                )
             seen[0].pooler_output = torch.cat([out.pooler_output for out in seen], 1)
             batch["mm_encoder_outputs"] = {"video": seen[0], "image": image}
         return batch
@@ -79,9 +89,14 @@ class Stock:
         seen = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         embed = torch.cat([out.hidden_states[0][0] for out in outs])
         assert torch.equal(seen["layer0"], embed)
-        seen["embed"], seen["hidden"] = embed, torch.cat([out.hidden_states[-1][0] for out in outs])
+        seen["embed"], seen["hidden"] = (
+            embed,
+            torch.cat([out.hidden_states[-1][0] for out in outs]),
+        )
         seen["logits"] = torch.cat([out.logits[0] for out in outs])
-        seen["ids"] = torch.cat([batch["input_ids"][0], torch.tensor(list(more), dtype=torch.long)])
+        seen["ids"] = torch.cat(
+            [batch["input_ids"][0], torch.tensor(list(more), dtype=torch.long)]
+        )
         return seen
 
     @contextmanager
@@ -89,10 +104,14 @@ class Stock:
         """The input of every layer, for each pass."""
 
         def watch(number: int) -> Any:
-            def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            def hook(
+                module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+            ) -> None:
                 if not number:
                     parts.append({})
-                parts[-1][f"layer{number}"] = (args[0] if args else kwargs["hidden_states"])[0].clone()
+                parts[-1][f"layer{number}"] = (
+                    args[0] if args else kwargs["hidden_states"]
+                )[0].clone()
 
             return hook
 
@@ -108,4 +127,6 @@ class Stock:
 
     def generate(self, messages: Messages, count: int, **more: Any) -> Any:
         """Its own greedy generate."""
-        return self.model.generate(**self.inputs(messages), max_new_tokens=count, do_sample=False, **more)
+        return self.model.generate(
+            **self.inputs(messages), max_new_tokens=count, do_sample=False, **more
+        )

@@ -40,17 +40,23 @@ def one(item: object) -> int:
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
 def test_halves_give_the_same_result(most: int) -> None:
     asked: list[int] = []
-    assert HalveOnOom()(list(range(13)), one, room_for(most, asked)) == [i * i for i in range(13)]
+    assert HalveOnOom()(list(range(13)), one, room_for(most, asked)) == [
+        i * i for i in range(13)
+    ]
     assert max(size for size in asked if size <= most) >= min(13, most / 2)
     assert HalveOnOom()([], one, room_for(1, asked)) == []
 
 
 def test_a_batch_size_that_failed_is_not_tried_again() -> None:
     halving, asked = HalveOnOom(), list[int]()
-    assert halving(list(range(16)), one, room_for(4, asked)) == [i * i for i in range(16)]
+    assert halving(list(range(16)), one, room_for(4, asked)) == [
+        i * i for i in range(16)
+    ]
     assert asked == [16, 8, 4, 4, 4, 4]
     asked.clear()
-    assert halving(list(range(16)), one, room_for(4, asked)) == [i * i for i in range(16)]
+    assert halving(list(range(16)), one, room_for(4, asked)) == [
+        i * i for i in range(16)
+    ]
     assert asked == [4, 4, 4, 4]
     asked.clear()
     halving([1, 1, 1, 1], lambda item: 100, room_for(4, asked))
@@ -61,7 +67,9 @@ def test_the_error_names_a_sample_that_does_not_fit(checkpoint: Checkpoint) -> N
     target = load(str(checkpoint("qwen2_vl")))
     prompt = target.encode(tiny.message("what is it?", tiny.picture(90, 64)))
     visual = sum(span.length for span in prompt.spans)
-    with pytest.raises(PromptError, match=rf"{prompt.length + 3} tokens \({visual} visual\)"):
+    with pytest.raises(
+        PromptError, match=rf"{prompt.length + 3} tokens \({visual} visual\)"
+    ):
         HalveOnOom()([(prompt, [1, 2, 3], "abc")] * 3, one, too_much)
     with pytest.raises(PromptError, match=f"{prompt.length} tokens"):
         HalveOnOom()([prompt], one, too_much)
@@ -82,7 +90,9 @@ def test_the_error_has_the_number_of_the_item_in_the_batch(wrong: int) -> None:
 def test_out_of_memory_errors_of_libraries_are_recognized() -> None:
     def run(items: Sequence[int]) -> list[int]:
         if len(items) > 1:
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+            raise RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            )
         return list(items)
 
     assert HalveOnOom()([1, 2, 3], one, run) == [1, 2, 3]

@@ -21,12 +21,17 @@ from vlmdistill.stores.schema import Feature, Sample
 
 Checkpoint = Callable[..., Path]
 SOURCES = ("hidden", "embed", "layer0", "layer1", "layer2")
-ALL = [Feature(source, where) for source in SOURCES for where in ("text", "visual", "span")]
+ALL = [
+    Feature(source, where) for source in SOURCES for where in ("text", "visual", "span")
+]
 CASES: dict[str, Messages] = {
     "no image": tiny.message("say something"),
     "one": tiny.message("what is it?", tiny.picture(90, 64)),
     "several": tiny.message(
-        "compare", tiny.picture(33, 95, 1), tiny.picture(120, 30, 2), tiny.picture(56, 56, 3)
+        "compare",
+        tiny.picture(33, 95, 1),
+        tiny.picture(120, 30, 2),
+        tiny.picture(56, 56, 3),
     ),
     "dialogue": [
         {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
@@ -42,7 +47,9 @@ VIDEOS: dict[str, Messages] = {
         {"role": "assistant", "content": [{"type": "text", "text": "a thing"}]},
         *tiny.message("and then?", tiny.picture(90, 64), tiny.clip(4, 30, 70, 2)),
     ],
-    "two videos": tiny.message("compare", tiny.clip(3, 33, 57, 3), tiny.clip(8, 56, 28, 4)),
+    "two videos": tiny.message(
+        "compare", tiny.clip(3, 33, 57, 3), tiny.clip(8, 56, 28, 4)
+    ),
 }
 RESPONSES = [
     (40, 41, 42, 1),
@@ -82,22 +89,36 @@ def test_padded_batch_equals_stock_model_one_by_one(
     stock = Stock(folder, target, attention)
     shown = cases(family)
     prompts = [target.encode(messages) for messages in shown.values()]
-    samples = target.capture(prompts, RESPONSES[: len(shown)], ALL, "float32", list(shown))
-    assert len({prompt.length for prompt in prompts}) == len(prompts), "the batch has to need padding"
-    for messages, response, sample in zip(shown.values(), RESPONSES, samples, strict=False):
+    samples = target.capture(
+        prompts, RESPONSES[: len(shown)], ALL, "float32", list(shown)
+    )
+    assert len({prompt.length for prompt in prompts}) == len(prompts), (
+        "the batch has to need padding"
+    )
+    for messages, response, sample in zip(
+        shown.values(), RESPONSES, samples, strict=False
+    ):
         states = stock.states(messages, response)
         ids = states["ids"].numpy()
         assert len(sample.ids_T) + sample.visual_tokens == len(ids)
         np.testing.assert_array_equal(sample.ids_T, ids[sample.position_T])
-        np.testing.assert_array_equal(sample.response_T, sample.position_T >= len(ids) - len(response))
+        np.testing.assert_array_equal(
+            sample.response_T, sample.position_T >= len(ids) - len(response)
+        )
         for span in sample.spans:
-            assert set(ids[span.start : span.start + span.length]) <= set(target.info.visual_ids)
+            assert set(ids[span.start : span.start + span.length]) <= set(
+                target.info.visual_ids
+            )
         assert not set(sample.ids_T) & set(target.info.visual_ids)
         for feature in ALL:
             expected = rows(states[feature.source], sample, feature.where)
             assert len(expected) == sample.rows(feature.where)
             np.testing.assert_allclose(
-                sample.features[feature], expected, atol=2e-5, rtol=1e-4, err_msg=feature.name
+                sample.features[feature],
+                expected,
+                atol=2e-5,
+                rtol=1e-4,
+                err_msg=feature.name,
             )
 
 
@@ -110,7 +131,9 @@ def test_spans_are_images(checkpoint: Checkpoint, family: str) -> None:
         assert len(prompt.spans) == count
         if count:
             out = target.model.model.get_image_features(**prompt.inputs)
-            assert [span.length for span in prompt.spans] == [len(image) for image in out.pooler_output]
+            assert [span.length for span in prompt.spans] == [
+                len(image) for image in out.pooler_output
+            ]
 
 
 @pytest.mark.parametrize("family", tiny.VIDEO)
@@ -127,7 +150,10 @@ def test_spans_of_videos(checkpoint: Checkpoint, family: str) -> None:
         assert len(prompt.spans) == count
         assert sum(span.length for span in prompt.spans) == int(prompt.visual_L.sum())
         for span in prompt.spans:
-            assert len(set(prompt.ids_L[span.start : span.start + span.length].tolist())) == 1
+            assert (
+                len(set(prompt.ids_L[span.start : span.start + span.length].tolist()))
+                == 1
+            )
 
 
 @pytest.mark.parametrize(
@@ -137,72 +163,111 @@ def test_spans_of_videos(checkpoint: Checkpoint, family: str) -> None:
         *((family, "video and image") for family in tiny.VIDEO),
     ],
 )
-def test_step_by_step_generation_has_the_same_states(checkpoint: Checkpoint, family: str, case: str) -> None:
+def test_step_by_step_generation_has_the_same_states(
+    checkpoint: Checkpoint, family: str, case: str
+) -> None:
     folder = checkpoint(family)
     target = load(str(folder))
     stock = Stock(folder, target)
     messages = cases(family)[case]
-    out = stock.generate(messages, 8, output_hidden_states=True, return_dict_in_generate=True)
+    out = stock.generate(
+        messages, 8, output_hidden_states=True, return_dict_in_generate=True
+    )
     prompt = target.encode(messages)
     response = out.sequences[0, prompt.length :].tolist()
     sample = target.capture(
-        [prompt], [response], [Feature("hidden", "text"), Feature("embed", "text")], "float32"
+        [prompt],
+        [response],
+        [Feature("hidden", "text"), Feature("embed", "text")],
+        "float32",
     )[0]
     for step, states in enumerate(out.hidden_states[1:]):
         row = int(np.flatnonzero(sample.response_T)[step])
         for source, layer in (("hidden", -1), ("embed", 0)):
             mine = sample.features[Feature(source, "text")][row]
-            np.testing.assert_allclose(mine, states[layer][0, 0].numpy(), atol=2e-5, rtol=1e-4)
+            np.testing.assert_allclose(
+                mine, states[layer][0, 0].numpy(), atol=2e-5, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_rotary_positions_are_the_models_own(checkpoint: Checkpoint, family: str) -> None:
+def test_rotary_positions_are_the_models_own(
+    checkpoint: Checkpoint, family: str
+) -> None:
     """After an image, M-RoPE is behind the expanded index; elsewhere both are the same."""
     target = load(str(checkpoint(family)))
-    sample = target.capture([target.encode(CASES["one"])], [(40, 41)], [Feature("hidden", "text")])[0]
+    sample = target.capture(
+        [target.encode(CASES["one"])], [(40, 41)], [Feature("hidden", "text")]
+    )[0]
     assert (np.diff(sample.rope_T) > 0).all()
     behind = sample.position_T[-1] - sample.rope_T[-1]
     assert behind > 0 if target.family.mrope else behind == 0
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_placeholder_in_the_response_is_an_ordinary_token(checkpoint: Checkpoint, family: str) -> None:
+def test_a_placeholder_in_the_response_is_an_ordinary_token(
+    checkpoint: Checkpoint, family: str
+) -> None:
     folder = checkpoint(family)
     target = load(str(folder))
     response = (40, target.info.visual_ids[0], 42)
     sample = target.capture(
-        [target.encode(CASES["one"])], [response], [Feature("hidden", "text")], "float32"
+        [target.encode(CASES["one"])],
+        [response],
+        [Feature("hidden", "text")],
+        "float32",
     )[0]
     assert sample.ids_T[-3:].tolist() == list(response)
     # What generate feeds back after the prompt is looked up as text, too.
     target.prefill(target.encode(CASES["one"]))
     hidden = target.extend(torch.tensor(response), torch.arange(1, 4))["hidden"].numpy()
-    np.testing.assert_allclose(sample.features[Feature("hidden", "text")][-3:], hidden, atol=2e-5, rtol=1e-4)
+    np.testing.assert_allclose(
+        sample.features[Feature("hidden", "text")][-3:], hidden, atol=2e-5, rtol=1e-4
+    )
 
 
-@pytest.mark.parametrize(("family", "patches"), [*((one, 30) for one in tiny.VIDEO), ("qwen2_vl", 1)])
+@pytest.mark.parametrize(
+    ("family", "patches"), [*((one, 30) for one in tiny.VIDEO), ("qwen2_vl", 1)]
+)
 def test_long_videos_are_encoded_in_parts(
     checkpoint: Checkpoint, family: str, patches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut between frames, and between images, the vision tower says the same."""
     target = load(str(checkpoint(family)))
-    prompts = [target.encode(messages) for messages in [CASES["several"], *VIDEOS.values()]]
+    prompts = [
+        target.encode(messages) for messages in [CASES["several"], *VIDEOS.values()]
+    ]
     responses = [(40, 41)] * len(prompts)
     whole = target.capture(prompts, responses, ALL, "float32")
     calls = list[int]()
     monkeypatch.setattr(qwen_vl, "PATCHES", patches)
     monkeypatch.setattr(llava, "FRAMES", 3)
-    tower = target.model.model.vision_tower if family == "llava_onevision" else target.model.model.visual
-    handle = tower.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
+    tower = (
+        target.model.model.vision_tower
+        if family == "llava_onevision"
+        else target.model.model.visual
+    )
+    handle = tower.register_forward_pre_hook(
+        lambda module, args: calls.append(len(args[0]))
+    )
     parts = target.capture(prompts, responses, ALL, "float32")
     handle.remove()
     assert len(calls) > 6
     if patches == 1:  # each frame has more, and none shares a pass
-        grids = [g for p in prompts for name, g in p.inputs.items() if name.endswith("grid_thw")]
-        assert sorted(calls) == sorted(h * w for g in grids for t, h, w in g.tolist() for _ in range(t))
+        grids = [
+            g
+            for p in prompts
+            for name, g in p.inputs.items()
+            if name.endswith("grid_thw")
+        ]
+        assert sorted(calls) == sorted(
+            h * w for g in grids for t, h, w in g.tolist() for _ in range(t)
+        )
     for one, other in zip(whole, parts, strict=True):
         for feature in ALL:
-            np.testing.assert_allclose(one.features[feature], other.features[feature], atol=2e-5)
+            np.testing.assert_allclose(
+                one.features[feature], other.features[feature], atol=2e-5
+            )
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -210,7 +275,9 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     numbers = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -219,7 +286,9 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_memory_grows_with_the_length_not_with_its_square(checkpoint: Checkpoint, family: str) -> None:
+def test_memory_grows_with_the_length_not_with_its_square(
+    checkpoint: Checkpoint, family: str
+) -> None:
     target = load(str(checkpoint(family)))
     prompt = target.encode(tiny.message("x" * 900))
     target.check(prompt)
@@ -238,8 +307,12 @@ def test_only_the_given_features_in_the_given_dtype(checkpoint: Checkpoint) -> N
     small = target.capture([prompt], [(40,)], asked, "bfloat16")[0]
     for feature in asked:
         assert small.features[feature].dtype == np.uint16
-        back = torch.from_numpy(small.features[feature].view(np.int16)).view(torch.bfloat16)
-        assert torch.equal(back, torch.from_numpy(wide.features[feature]).to(torch.bfloat16))
+        back = torch.from_numpy(small.features[feature].view(np.int16)).view(
+            torch.bfloat16
+        )
+        assert torch.equal(
+            back, torch.from_numpy(wide.features[feature]).to(torch.bfloat16)
+        )
 
 
 def test_what_float16_cannot_hold_is_refused(checkpoint: Checkpoint) -> None:
@@ -256,18 +329,25 @@ def test_threads_encode_as_one_does(checkpoint: Checkpoint, family: str) -> None
     names = [name for _ in range(20) for name in CASES]
     batches = [names[at : at + 12] for at in range(0, len(names), 12)]
     with large_images():
-        made = list(one_ahead(batches, lambda name: target.encode(CASES[name]), threads=4))
+        made = list(
+            one_ahead(batches, lambda name: target.encode(CASES[name]), threads=4)
+        )
     once = {name: target.encode(CASES[name]) for name in set(names)}
     for batch, prompts in made:
         for name, prompt in zip(batch, prompts, strict=True):
             assert torch.equal(prompt.ids_L, once[name].ids_L)
-            assert all(torch.equal(value, once[name].inputs[key]) for key, value in prompt.inputs.items())
+            assert all(
+                torch.equal(value, once[name].inputs[key])
+                for key, value in prompt.inputs.items()
+            )
 
 
 def test_a_missing_layer_is_refused(checkpoint: Checkpoint) -> None:
     target = load(str(checkpoint("llava")))
     with pytest.raises(TargetError, match="layers 0 to 2: layer3"):
-        target.capture([target.encode(CASES["one"])], [(40,)], [Feature("layer3", "text")])
+        target.capture(
+            [target.encode(CASES["one"])], [(40,)], [Feature("layer3", "text")]
+        )
 
 
 def test_states_that_do_not_give_the_logits_are_refused(checkpoint: Checkpoint) -> None:
@@ -276,10 +356,14 @@ def test_states_that_do_not_give_the_logits_are_refused(checkpoint: Checkpoint) 
     forward = target.model.lm_head.forward
     target.model.lm_head.forward = lambda hidden: 2 * forward(hidden)
     with pytest.raises(TargetError, match="do not give the target's own logits"):
-        target.capture([target.encode(CASES["one"])], [(40,)], [Feature("hidden", "text")])
+        target.capture(
+            [target.encode(CASES["one"])], [(40,)], [Feature("hidden", "text")]
+        )
 
 
-def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_halves_the_batch(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = load(str(checkpoint("llava")))
     prompts = [target.encode(messages) for messages in CASES.values()]
     responses = RESPONSES[:4]
@@ -298,4 +382,6 @@ def test_no_memory_halves_the_batch(checkpoint: Checkpoint, monkeypatch: pytest.
     for one, other in zip(whole, parts, strict=True):
         np.testing.assert_array_equal(one.ids_T, other.ids_T)
         for feature in ALL:
-            np.testing.assert_allclose(one.features[feature], other.features[feature], atol=2e-5)
+            np.testing.assert_allclose(
+                one.features[feature], other.features[feature], atol=2e-5
+            )

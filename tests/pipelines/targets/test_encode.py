@@ -19,7 +19,9 @@ from vlmdistill.stores.errors import DataError
 Checkpoint = Callable[..., Path]
 
 
-def test_strings_paths_and_images_in_all_their_forms(target: VisionLanguageTarget, tmp_path: Path) -> None:
+def test_strings_paths_and_images_in_all_their_forms(
+    target: VisionLanguageTarget, tmp_path: Path
+) -> None:
     image = tiny.picture(60, 90)
     image.save(tmp_path / "a.png")
     text = target.encode([{"role": "user", "content": "hello"}])
@@ -29,7 +31,9 @@ def test_strings_paths_and_images_in_all_their_forms(target: VisionLanguageTarge
         {"type": "image", "path": str(tmp_path / "a.png")},
         {"type": "image", "image": tmp_path / "a.png"},
     ):
-        other = target.encode([{"role": "user", "content": [part, {"type": "text", "text": "hello"}]}])
+        other = target.encode(
+            [{"role": "user", "content": [part, {"type": "text", "text": "hello"}]}]
+        )
         assert torch.equal(seen.ids_L, other.ids_L)
         assert torch.equal(seen.inputs["pixel_values"], other.inputs["pixel_values"])
 
@@ -38,13 +42,21 @@ def test_strings_paths_and_images_in_all_their_forms(target: VisionLanguageTarge
     ("raised", "passes"),
     [
         (MemoryError("no memory"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            ),
+            True,
+        ),
         (OSError("too many open files"), True),
         (ValueError("the size must be at least 28"), False),
     ],
 )
 def test_what_may_pass_is_no_refusal(
-    target: VisionLanguageTarget, raised: Exception, passes: bool, monkeypatch: pytest.MonkeyPatch
+    target: VisionLanguageTarget,
+    raised: Exception,
+    passes: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*given: Any, **named: Any) -> Any:
         raise raised
@@ -60,7 +72,9 @@ def test_what_may_pass_is_no_refusal(
             target.encode(message)
 
 
-def test_other_modes_and_orientations_are_read(target: VisionLanguageTarget, tmp_path: Path) -> None:
+def test_other_modes_and_orientations_are_read(
+    target: VisionLanguageTarget, tmp_path: Path
+) -> None:
     image = tiny.picture(30, 90)
     for mode in ("L", "P", "RGBA", "CMYK"):
         assert target.encode(tiny.message("x", image.convert(mode))).spans
@@ -71,14 +85,21 @@ def test_other_modes_and_orientations_are_read(target: VisionLanguageTarget, tmp
     odd = b"Exif\0\0MM\0*\0\0\0\x08\0\2\1\x12\0\3\0\0\0\1\0\6\0\0\1\x28\0\2\0\0\0\4cm \0\0\0\0\0"
     image.save(tmp_path / "odd.jpg", exif=odd)
     for name in ("side.jpg", "odd.jpg"):
-        grid = target.encode(tiny.message("x", tmp_path / name)).inputs["image_grid_thw"][0].tolist()
+        grid = (
+            target.encode(tiny.message("x", tmp_path / name))
+            .inputs["image_grid_thw"][0]
+            .tolist()
+        )
         assert grid[1] < grid[2], name
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ([{"type": "image", "path": "/nowhere/cat.png"}], "image /nowhere/cat.png does not exist"),
+        (
+            [{"type": "image", "path": "/nowhere/cat.png"}],
+            "image /nowhere/cat.png does not exist",
+        ),
         ([{"type": "image", "path": __file__}], "test_encode.py cannot be read"),
         ([{"type": "image", "path": None}], "image None cannot be read"),
         ([{"type": "audio", "path": "a.wav"}], "audio"),
@@ -91,7 +112,9 @@ def test_other_modes_and_orientations_are_read(target: VisionLanguageTarget, tmp
     ],
     ids=str,
 )
-def test_unusable_content_is_refused(target: VisionLanguageTarget, content: Any, said: str) -> None:
+def test_unusable_content_is_refused(
+    target: VisionLanguageTarget, content: Any, said: str
+) -> None:
     with pytest.raises(DataError) as caught:
         target.encode([{"role": "user", "content": content}])
     assert said in str(caught.value)
@@ -115,19 +138,27 @@ def test_a_message_that_is_not_a_mapping(target: VisionLanguageTarget) -> None:
     ],
     ids=str,
 )
-def test_unusable_videos_are_refused(target: VisionLanguageTarget, part: dict[str, Any], said: str) -> None:
+def test_unusable_videos_are_refused(
+    target: VisionLanguageTarget, part: dict[str, Any], said: str
+) -> None:
     with pytest.raises(DataError, match=said):
         target.encode([{"role": "user", "content": [{"type": "video", **part}]}])
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next"])
-def test_a_family_without_video_refuses_one(checkpoint: Checkpoint, family: str) -> None:
+def test_a_family_without_video_refuses_one(
+    checkpoint: Checkpoint, family: str
+) -> None:
     with pytest.raises(DataError, match=r"llava-(1\.5|next).*not videos"):
-        load(str(checkpoint(family))).encode(tiny.message("what moves?", tiny.clip(4, 40, 40)))
+        load(str(checkpoint(family))).encode(
+            tiny.message("what moves?", tiny.clip(4, 40, 40))
+        )
 
 
 @pytest.mark.parametrize("family", tiny.VIDEO)
-def test_a_video_in_all_its_forms(checkpoint: Checkpoint, family: str, tmp_path: Path) -> None:
+def test_a_video_in_all_its_forms(
+    checkpoint: Checkpoint, family: str, tmp_path: Path
+) -> None:
     """A file, the folder of its frames and an array of them are one prompt, and remember what is shown."""
     target = load(str(checkpoint(family)))
     path = tiny.film(tmp_path / "a.mp4", tiny.clip(12, 60, 44), fps=4)
@@ -146,11 +177,17 @@ def test_a_video_in_all_its_forms(checkpoint: Checkpoint, family: str, tmp_path:
         ):
             if "frames" in wanted and "path" not in part:
                 continue  # without a clock, they are two a second
-            content = [{"type": "video", **part, **wanted}, {"type": "text", "text": "hello"}]
+            content = [
+                {"type": "video", **part, **wanted},
+                {"type": "text", "text": "hello"},
+            ]
             read.append(target.encode([{"role": "user", "content": content}]))
         for prompt in read:
             assert [len(sampling.indices) for sampling in prompt.samplings] == [count]
-            assert torch.equal(prompt.inputs["pixel_values_videos"], read[0].inputs["pixel_values_videos"])
+            assert torch.equal(
+                prompt.inputs["pixel_values_videos"],
+                read[0].inputs["pixel_values_videos"],
+            )
         if "fps" in wanted:
             for prompt in read:
                 assert prompt.samplings == read[0].samplings
@@ -167,11 +204,21 @@ def test_the_time_between_frames_reaches_the_positions(checkpoint: Checkpoint) -
         part = {"type": "video", "video": tiny.clip(6, 40, 40), "fps": fps}
         prompt = target.encode([{"role": "user", "content": [part]}])
         time_U = prompt.rope_AL[0, prompt.visual_L]
-        assert sorted(set((time_U - time_U[0]).tolist())) == [0, int(2 / fps * rate), int(4 / fps * rate)]
+        assert sorted(set((time_U - time_U[0]).tolist())) == [
+            0,
+            int(2 / fps * rate),
+            int(4 / fps * rate),
+        ]
     target = load(str(checkpoint("qwen3_vl")))
     part = {"type": "video", "video": tiny.clip(6, 40, 40), "fps": 0.5}
-    text = target.tokenizer.decode(target.encode([{"role": "user", "content": [part]}]).ids_L)
-    assert [text.count(f"<{seconds} seconds>") for seconds in (1.0, 5.0, 9.0)] == [1, 1, 1]
+    text = target.tokenizer.decode(
+        target.encode([{"role": "user", "content": [part]}]).ids_L
+    )
+    assert [text.count(f"<{seconds} seconds>") for seconds in (1.0, 5.0, 9.0)] == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_an_empty_conversation(target: VisionLanguageTarget) -> None:
@@ -179,7 +226,9 @@ def test_an_empty_conversation(target: VisionLanguageTarget) -> None:
         target.encode([])
 
 
-def test_a_truncated_image_names_its_file(target: VisionLanguageTarget, tmp_path: Path) -> None:
+def test_a_truncated_image_names_its_file(
+    target: VisionLanguageTarget, tmp_path: Path
+) -> None:
     tiny.picture(60, 90).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:2000])
     with pytest.raises(DataError, match=r"cut\.png cannot be read"):
@@ -196,7 +245,9 @@ def test_a_placeholder_typed_by_the_user(checkpoint: Checkpoint, family: str) ->
     target = load(str(checkpoint(family)))
     for images in ([], [tiny.picture(40, 40)]):
         with pytest.raises(DataError, match="placeholder"):
-            target.encode(tiny.message(f"an {target.processor.image_token} here", *images))
+            target.encode(
+                tiny.message(f"an {target.processor.image_token} here", *images)
+            )
 
 
 def test_a_text_on_which_the_tokenizer_panics_is_refused_and_the_next_is_not(

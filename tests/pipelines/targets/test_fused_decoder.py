@@ -26,11 +26,18 @@ Checkpoint = Callable[..., Path]
 PROMPTS: dict[str, Messages] = {
     "none": tiny.message("say something"),
     "one": tiny.message("what is it?", tiny.picture(90, 64)),
-    "several": tiny.message("compare", tiny.picture(33, 95, 1), tiny.picture(120, 60, 2)),
+    "several": tiny.message(
+        "compare", tiny.picture(33, 95, 1), tiny.picture(120, 60, 2)
+    ),
 }
 VIDEOS: dict[str, Messages] = {
     "video": tiny.message("what moves?", tiny.clip(5, 61, 45)),
-    "mixed": tiny.message("compare", tiny.clip(4, 40, 40, 1), tiny.picture(90, 64), tiny.clip(7, 30, 70, 2)),
+    "mixed": tiny.message(
+        "compare",
+        tiny.clip(4, 40, 40, 1),
+        tiny.picture(90, 64),
+        tiny.clip(7, 30, 70, 2),
+    ),
 }
 SHOWN = [
     *((family, name) for family in tiny.FAMILIES for name in PROMPTS),
@@ -98,7 +105,9 @@ def greedy(target: Target, prompt: object, count: int) -> list[int]:
         ids.append(int(token_1))
         if len(ids) == count or ids[-1] in target.info.eos_ids:
             return ids
-        hidden_1D = target.extend(token_1, torch.ones(1, dtype=torch.long), None, ("hidden",))["hidden"]
+        hidden_1D = target.extend(
+            token_1, torch.ones(1, dtype=torch.long), None, ("hidden",)
+        )["hidden"]
         target.commit([0])
 
 
@@ -112,7 +121,10 @@ def test_greedy_loop_equals_generate(checkpoint: Checkpoint, family: str) -> Non
         prompt = target.encode(PROMPTS[shown])
         theirs = stock.generate(PROMPTS[shown], 24)[0, prompt.length :].tolist()
         assert greedy(target, prompt, 24) == theirs
-        assert list(target.generate([prompt], max_new_tokens=24, temperature=0)[0].ids) == theirs
+        assert (
+            list(target.generate([prompt], max_new_tokens=24, temperature=0)[0].ids)
+            == theirs
+        )
 
 
 @pytest.fixture
@@ -130,7 +142,9 @@ def test_a_chain_is_causal_without_a_mask(target: VisionLanguageTarget) -> None:
 
 @pytest.mark.slow
 def test_compiled_steps_are_one_program_whatever_is_committed(
-    checkpoint: Checkpoint, target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint,
+    target: VisionLanguageTarget,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Traced in one piece and run as traced: what a compiler or a CUDA graph is given."""
     counted = CompileCounterWithBackend("eager")
@@ -141,21 +155,28 @@ def test_compiled_steps_are_one_program_whatever_is_committed(
         assert greedy(compiled, prompt, 24) == greedy(target, prompt, 24)
     assert counted.frame_count == 1
     long = target.encode(tiny.message("what " * 200))
-    assert long.length < 1024 < long.length + 80  # where a table of rotary factors would have grown
+    assert (
+        long.length < 1024 < long.length + 80
+    )  # where a table of rotary factors would have grown
     assert greedy(compiled, long, 80) == greedy(target, long, 80)
     assert counted.frame_count == 2  # for the larger cache
     ids_N, depth_N, visible_NN = tree(0)
     for one in (compiled, target):
         one.prefill(target.encode(PROMPTS["one"]))
     for _ in range(3):
-        states = [one.extend(ids_N, depth_N, visible_NN, ("hidden", "layer1")) for one in (compiled, target)]
+        states = [
+            one.extend(ids_N, depth_N, visible_NN, ("hidden", "layer1"))
+            for one in (compiled, target)
+        ]
         torch.testing.assert_close(*states, atol=3e-5, rtol=1e-4)
         for one in (compiled, target):
             one.commit(visible_NN[-1].nonzero()[:, 0].tolist())
     assert counted.frame_count == 3
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of the compiler itself
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method:DeprecationWarning"
+)  # of the compiler itself
 @pytest.mark.slow
 def test_a_compiled_step_does_not_copy_what_is_committed(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
@@ -168,18 +189,29 @@ def test_a_compiled_step_does_not_copy_what_is_committed(
     def look(code: str) -> None:
         codes.append(code)
         if not THOROUGH:
-            raise OSError("it is not built")  # most of the time is that of the C++ compiler
+            raise OSError(
+                "it is not built"
+            )  # most of the time is that of the C++ compiler
 
     monkeypatch.setattr(GraphLowering, "save_output_code", look)
-    monkeypatch.setattr(cpp, "vec_isa_ok", None if THOROUGH else True)  # else found by building programs
-    with torch.inference_mode(), nullcontext() if THOROUGH else pytest.raises(TargetError, match="not built"):
+    monkeypatch.setattr(
+        cpp, "vec_isa_ok", None if THOROUGH else True
+    )  # else found by building programs
+    with (
+        torch.inference_mode(),
+        nullcontext() if THOROUGH else pytest.raises(TargetError, match="not built"),
+    ):
         assert target.extend(one + 40, one)["hidden"].isfinite().all()
     (code,) = codes
-    assert re.search(r"assert_size_stride.*\(\d+, 512, \d+\)", code)  # the cache: it is an input
+    assert re.search(
+        r"assert_size_stride.*\(\d+, 512, \d+\)", code
+    )  # the cache: it is an input
     assert not re.search(r"empty_strided\w*\(\([^()]*512, \d+\)", code)
 
 
-def test_a_missing_compiler_is_one_line(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_one_line(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise OSError("no C++ compiler")
 
@@ -195,7 +227,9 @@ def test_nothing_is_kept_unless_committed(target: VisionLanguageTarget) -> None:
     ids_N, depth_N, visible_NN = tree(0)
     first = target.extend(ids_N, depth_N, visible_NN)["hidden"].clone()
     target.extend(ids_N.flip(0), depth_N, visible_NN)
-    torch.testing.assert_close(target.extend(ids_N, depth_N, visible_NN)["hidden"], first)
+    torch.testing.assert_close(
+        target.extend(ids_N, depth_N, visible_NN)["hidden"], first
+    )
 
 
 def test_a_committed_chain_equals_a_longer_prompt(target: VisionLanguageTarget) -> None:
@@ -210,13 +244,19 @@ def test_a_committed_chain_equals_a_longer_prompt(target: VisionLanguageTarget) 
         again = target.extend(part[5:], torch.arange(1, 3))["hidden"]
         torch.testing.assert_close(again, hidden[5:], atol=3e-5, rtol=1e-4)
         target.commit([0, 1])
-    sample = target.capture([prompt], [ids.tolist()], [Feature("hidden", "text")], "float32")[0]
+    sample = target.capture(
+        [prompt], [ids.tolist()], [Feature("hidden", "text")], "float32"
+    )[0]
     whole = torch.from_numpy(sample.features[Feature("hidden", "text")])
     torch.testing.assert_close(again, whole[-2:], atol=1e-4, rtol=1e-3)
 
 
 def test_prefill_returns_what_capture_stores(target: VisionLanguageTarget) -> None:
-    features = [Feature(source, where) for source in SOURCES for where in ("text", "visual", "span")]
+    features = [
+        Feature(source, where)
+        for source in SOURCES
+        for where in ("text", "visual", "span")
+    ]
     for shown in PROMPTS:
         prompt = target.encode(PROMPTS[shown])
         batch = target.prefill(prompt, features)
@@ -230,7 +270,9 @@ def test_prefill_returns_what_capture_stores(target: VisionLanguageTarget) -> No
         )
         assert set(batch.features) == {*features, Feature("hidden", "text")}
         for feature in features:
-            torch.testing.assert_close(batch.features[feature], torch.from_numpy(sample.features[feature]))
+            torch.testing.assert_close(
+                batch.features[feature], torch.from_numpy(sample.features[feature])
+            )
         assert Feature("hidden", "text") in target.prefill(prompt).features
 
 

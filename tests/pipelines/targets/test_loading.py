@@ -47,24 +47,41 @@ def test_every_supported_family_is_tested() -> None:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_table_of_families_says_what_their_classes_say(kind: str) -> None:
     family = FAMILIES[kind].load()
-    assert (family.model_type, FAMILIES[kind].videos) == (kind, family.frame_processor is not None)
+    assert (family.model_type, FAMILIES[kind].videos) == (
+        kind,
+        family.frame_processor is not None,
+    )
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_facts_of_a_target(checkpoint: Checkpoint, family: str) -> None:
     target = load(str(checkpoint(family)))
     info = target.info
-    assert (info.hidden_size, info.num_layers, info.num_heads, info.num_kv_heads) == (32, 3, 4, 2)
-    assert (info.vocab_size, info.intermediate_size, info.head_dim, info.max_position) == (320, 48, 8, 1024)
+    assert (info.hidden_size, info.num_layers, info.num_heads, info.num_kv_heads) == (
+        32,
+        3,
+        4,
+        2,
+    )
+    assert (
+        info.vocab_size,
+        info.intermediate_size,
+        info.head_dim,
+        info.max_position,
+    ) == (320, 48, 8, 1024)
     assert info.rope_theta == 10000
     assert info.hidden_act == "silu"
-    assert info.attention_bias == (family in ("llava_onevision", "qwen2_vl", "qwen2_5_vl"))
+    assert info.attention_bias == (
+        family in ("llava_onevision", "qwen2_vl", "qwen2_5_vl")
+    )
     assert target.head.embed_VD.shape == target.head.lm_head_VD.shape == (320, 32)
     assert target.dtype == torch.float32
     assert not any(weight.requires_grad for weight in target.model.parameters())
 
 
-def test_provenance_tells_checkpoints_apart(copy: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_provenance_tells_checkpoints_apart(
+    copy: Callable[[str], Path], checkpoint: Checkpoint
+) -> None:
     features = {Feature("hidden", "text"), Feature("embed", "visual")}
     base = load(str(checkpoint("llava"))).provenance(features, "bfloat16")
     assert base.features == ("embed.visual", "hidden.text")
@@ -73,13 +90,17 @@ def test_provenance_tells_checkpoints_apart(copy: Callable[[str], Path], checkpo
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("USER", "HUMAN"))
     changed = load(str(folder))
-    assert "template_hash" in (base.mismatch(changed.provenance(features, "bfloat16")) or "")
+    assert "template_hash" in (
+        base.mismatch(changed.provenance(features, "bfloat16")) or ""
+    )
     assert str(changed.fingerprint) != str(load(str(checkpoint("llava"))).fingerprint)
     other = load(str(checkpoint("llava", seed=1))).provenance(features, "bfloat16")
     assert "weights_hash" in (base.mismatch(other) or "")
     edit(folder / "preprocessor_config.json", do_normalize=False)
     template.write_text(template.read_text().replace("HUMAN", "USER"))
-    assert "processor_hash" in (base.mismatch(load(str(folder)).provenance(features, "bfloat16")) or "")
+    assert "processor_hash" in (
+        base.mismatch(load(str(folder)).provenance(features, "bfloat16")) or ""
+    )
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
@@ -89,7 +110,9 @@ def test_unknown_name_lists_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "someone/some-model"])
-def test_hub_out_of_reach(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_out_of_reach(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def offline(*_: Any, **__: Any) -> None:
         raise OSError("[Errno -2] Name or service not known\nmore words")
 
@@ -101,7 +124,9 @@ def test_hub_out_of_reach(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert f"instead of '{name}'" in message
 
 
-def test_hub_cache_is_used_without_asking(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_is_used_without_asking(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(checkpoint("qwen2_vl"))
 
     def cached(repository: str, *, local_files_only: bool) -> str:
@@ -132,7 +157,9 @@ def test_unknown_family(copy: Callable[[str], Path], kind: str | None) -> None:
     ],
 )
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_incomplete_download(copy: Callable[[str], Path], family: str, lost: str, said: str) -> None:
+def test_incomplete_download(
+    copy: Callable[[str], Path], family: str, lost: str, said: str
+) -> None:
     folder = copy(family)
     (folder / lost).unlink()
     assert said in refusal(folder)
@@ -141,7 +168,12 @@ def test_incomplete_download(copy: Callable[[str], Path], family: str, lost: str
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_missing_shard(copy: Callable[[str], Path], family: str) -> None:
     folder = copy(family)
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        }
+    }
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     message = refusal(folder)
@@ -153,24 +185,36 @@ def test_the_fingerprint_is_of_the_loaded_files(copy: Callable[[str], Path]) -> 
     folder = copy("llava")
     alone = load(str(folder))
     index = folder / "model.safetensors.index.json"
-    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
-    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    shutil.copy(
+        folder / "model.safetensors", folder / "model-00001-of-00001.safetensors"
+    )
+    index.write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}})
+    )
     assert load(str(folder)).fingerprint == alone.fingerprint
     whole = load_file(folder / "model.safetensors")
     name = next(name for name in whole if name.endswith("lm_head.weight"))
-    save_file({**whole, name: whole[name] + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**whole, name: whole[name] + 1},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     changed = load(str(folder))
     assert changed.fingerprint != alone.fingerprint
     torch.testing.assert_close(changed.head.lm_head_VD, alone.head.lm_head_VD + 1)
     (folder / "model-00001-of-00001.safetensors").unlink()
-    assert load(str(folder)).fingerprint == changed.fingerprint, "an index that is left over says nothing"
+    assert load(str(folder)).fingerprint == changed.fingerprint, (
+        "an index that is left over says nothing"
+    )
 
 
 @pytest.mark.parametrize("places", [None, [], {"a": 3, "b": "model-1.safetensors"}])
 def test_a_broken_weight_index(copy: Callable[[str], Path], places: object) -> None:
     folder = copy("llava")
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": places})
+    )
     assert "model.safetensors.index.json is corrupt" in refusal(folder)
 
 
@@ -182,14 +226,18 @@ def test_an_index_names_no_file_outside_its_folder(copy: Callable[[str], Path]) 
     assert "'../model-1.safetensors'" in refusal(folder)
 
 
-def test_a_configuration_of_endless_nesting_is_refused(copy: Callable[[str], Path]) -> None:
+def test_a_configuration_of_endless_nesting_is_refused(
+    copy: Callable[[str], Path],
+) -> None:
     folder = copy("llava")
     (folder / "config.json").write_text("[" * 200_000)
     assert "config.json" in refusal(folder)
 
 
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
-def test_a_part_of_the_configuration_that_is_null(copy: Callable[[str], Path], part: str) -> None:
+def test_a_part_of_the_configuration_that_is_null(
+    copy: Callable[[str], Path], part: str
+) -> None:
     folder = copy("llava")
     edit(folder / "config.json", **{part: None})
     assert part in refusal(folder)
@@ -199,7 +247,9 @@ def test_a_workspace_does_not_hide_the_model_of_its_name(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(checkpoint("llava")))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: str(checkpoint("llava"))
+    )
     (tmp_path / "llava-1.5-7b" / "responses").mkdir(parents=True)
     assert describe("llava-1.5-7b", 10, 10)["found"]
     assert load("llava-1.5-7b").folder == checkpoint("llava")
@@ -249,7 +299,9 @@ def test_corrupt_files(copy: Callable[[str], Path]) -> None:
     assert "no regular file" in refusal(folder)
 
 
-def test_weights_of_another_model(copy: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_weights_of_another_model(
+    copy: Callable[[str], Path], checkpoint: Checkpoint
+) -> None:
     folder = copy("llava")
     shutil.copy(checkpoint("qwen2_vl") / "model.safetensors", folder)
     assert "the weights" in refusal(folder)
@@ -270,12 +322,19 @@ def test_a_mistral_ignores_kinds_of_layers(copy: Callable[[str], Path]) -> None:
     """Its configuration lists none: every layer has the window."""
     folder = copy("llava_mistral")  # whose window is the default, beyond all positions
     assert not isinstance(load(str(folder)), StockTarget)
-    edit_text(folder, sliding_window=1023, use_sliding_window=False, layer_types=["full_attention"] * 3)
+    edit_text(
+        folder,
+        sliding_window=1023,
+        use_sliding_window=False,
+        layer_types=["full_attention"] * 3,
+    )
     assert isinstance(load(str(folder)), StockTarget)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "olmo2", "phi3", "qwen2_vl_text"])
-def test_another_text_model_needs_its_own_weights(copy: Callable[[str], Path], kind: str) -> None:
+def test_another_text_model_needs_its_own_weights(
+    copy: Callable[[str], Path], kind: str
+) -> None:
     folder = copy("llava")
     edit_text(folder, model_type=kind)
     assert "the weights lack" in refusal(folder)
@@ -292,20 +351,33 @@ def test_another_text_model_needs_its_own_weights(copy: Callable[[str], Path], k
         ({"device": "cuda:99"}, "'cuda:99'"),
     ],
 )
-def test_wrong_settings(checkpoint: Checkpoint, settings: dict[str, Any], said: str) -> None:
+def test_wrong_settings(
+    checkpoint: Checkpoint, settings: dict[str, Any], said: str
+) -> None:
     assert said in refusal(checkpoint("llava"), **settings)
 
 
 def test_workers_use_the_load_options(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    model, how = str(checkpoint("qwen2_vl")), Options(dtype="bfloat16", attention="eager")
+    model, how = (
+        str(checkpoint("qwen2_vl")),
+        Options(dtype="bfloat16", attention="eager"),
+    )
     responder = Responder(model, SamplingSettings(), Filters(), 2, how)
-    capturer = Capturer(model, StorePart(tmp_path / "store"), "", CaptureSettings(drafters=["hivis"]), how)
+    capturer = Capturer(
+        model,
+        StorePart(tmp_path / "store"),
+        "",
+        CaptureSettings(drafters=["hivis"]),
+        how,
+    )
     for target in (responder.target, capturer.target):
         assert target.dtype == torch.bfloat16
         assert target.model.config.get_text_config()._attn_implementation == "eager"
 
 
-def test_rotary_positions_that_depend_on_the_length_are_refused(copy: Callable[[str], Path]) -> None:
+def test_rotary_positions_that_depend_on_the_length_are_refused(
+    copy: Callable[[str], Path],
+) -> None:
     folder = copy("llava")
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     edit_text(folder, rope_parameters=rope)
@@ -328,19 +400,30 @@ def test_a_target_without_eos_is_refused(copy: Callable[[str], Path]) -> None:
     )
 
 
-def test_without_a_generation_config_every_other_eos_counts(copy: Callable[[str], Path]) -> None:
+def test_without_a_generation_config_every_other_eos_counts(
+    copy: Callable[[str], Path],
+) -> None:
     folder = copy("llava")
     (folder / "generation_config.json").unlink()
-    theirs = json.loads((folder / "config.json").read_text())["text_config"]["eos_token_id"]
+    theirs = json.loads((folder / "config.json").read_text())["text_config"][
+        "eos_token_id"
+    ]
     assert theirs == 2, "of the class; the tokenizer's is 1"
     assert set(load(str(folder)).info.eos_ids) == {1, 2}
     assert set(describe(str(folder), 10, 10)["target"]["eos_ids"]) == {1, 2}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "cannot be read"), ("[]", "JSON object"), ('{"eos_token_id": "</s>"}', "'</s>'")]
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "JSON object"),
+        ('{"eos_token_id": "</s>"}', "'</s>'"),
+    ],
 )
-def test_a_broken_generation_config_is_refused(copy: Callable[[str], Path], text: str, said: str) -> None:
+def test_a_broken_generation_config_is_refused(
+    copy: Callable[[str], Path], text: str, said: str
+) -> None:
     folder = copy("llava")
     (folder / "generation_config.json").write_text(text)
     assert said in refusal(folder)

@@ -13,7 +13,12 @@ import pytest
 from tests import tiny
 from vlmdistill.pipelines.targets.checkpoints.registry import shipped
 from vlmdistill.pipelines.targets.loading import load, load_for_capture, skeleton
-from vlmdistill.pipelines.targets.multi_device import LAYERS, ROOM, MultiDeviceTarget, device_map
+from vlmdistill.pipelines.targets.multi_device import (
+    LAYERS,
+    ROOM,
+    MultiDeviceTarget,
+    device_map,
+)
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
@@ -31,7 +36,11 @@ def offloaded(folder: Path) -> dict[str, str]:
     """A device map with the last two layers elsewhere."""
     devices = device_map(skeleton(folder / "config.json"), 4, [100 * GIB])
     assert set(devices.values()) == {0}
-    return {**dict.fromkeys(devices, "cpu"), f"{LAYERS}.1": "disk", f"{LAYERS}.2": "disk"}
+    return {
+        **dict.fromkeys(devices, "cpu"),
+        f"{LAYERS}.1": "disk",
+        f"{LAYERS}.2": "disk",
+    }
 
 
 def spread(folder: Path) -> TargetModel:
@@ -41,30 +50,45 @@ def spread(folder: Path) -> TargetModel:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_states_and_responses_are_those_of_one_device(checkpoint: Checkpoint, family: str) -> None:
+def test_states_and_responses_are_those_of_one_device(
+    checkpoint: Checkpoint, family: str
+) -> None:
     folder = checkpoint(family)
     one, several = load(str(folder)), spread(folder)
-    talks = [tiny.message("what?", tiny.picture(60, 40)), tiny.message("and a longer one")]
+    talks = [
+        tiny.message("what?", tiny.picture(60, 40)),
+        tiny.message("and a longer one"),
+    ]
     responses = [[7, 8, 9], [10, 11]]
     samples = [
-        target.capture([target.encode(talk) for talk in talks], responses, FEATURES, "float32")
+        target.capture(
+            [target.encode(talk) for talk in talks], responses, FEATURES, "float32"
+        )
         for target in (one, several)
     ]
     for mine, theirs in zip(*samples, strict=True):
         for feature in FEATURES:
-            np.testing.assert_allclose(mine.features[feature], theirs.features[feature], atol=1e-5)
+            np.testing.assert_allclose(
+                mine.features[feature], theirs.features[feature], atol=1e-5
+            )
     generated: list[Any] = [
-        target.generate([target.encode(talk) for talk in talks], max_new_tokens=5, temperature=0)
+        target.generate(
+            [target.encode(talk) for talk in talks], max_new_tokens=5, temperature=0
+        )
         for target in (one, several)
     ]
     assert generated[0] == generated[1]
 
 
-def test_prompts_that_the_stock_model_cannot_batch_are_generated_separately(checkpoint: Checkpoint) -> None:
+def test_prompts_that_the_stock_model_cannot_batch_are_generated_separately(
+    checkpoint: Checkpoint,
+) -> None:
     folder = checkpoint("llava_onevision")
     talks = [tiny.message("what?", tiny.clip(count, 40, 40)) for count in (3, 5, 3)]
     generated: list[Any] = [
-        target.generate([target.encode(talk) for talk in talks], max_new_tokens=4, temperature=0)
+        target.generate(
+            [target.encode(talk) for talk in talks], max_new_tokens=4, temperature=0
+        )
         for target in (load(str(folder)), spread(folder))
     ]
     assert generated[0] == generated[1]
@@ -91,19 +115,29 @@ def test_layers_are_split_in_order_and_evenly(name: str, free: list[int]) -> Non
     devices = device_map(model, 2, [one * GIB for one in free])
     weights = dict(model.named_parameters())
     owner = {
-        weight: max((part for part in devices if f"{weight}.".startswith(f"{part}.")), key=len)
+        weight: max(
+            (part for part in devices if f"{weight}.".startswith(f"{part}.")), key=len
+        )
         for weight in weights
     }
     taken = [0] * len(free)
     for weight, part in owner.items():
         taken[int(devices[part])] += 2 * weights[weight].numel()
-    order = [int(devices[f"{LAYERS}.{n}"]) for n in range(len(model.get_submodule(LAYERS)))]
+    order = [
+        int(devices[f"{LAYERS}.{n}"]) for n in range(len(model.get_submodule(LAYERS)))
+    ]
     assert order == sorted(order)
-    assert {device for part, device in devices.items() if not part.startswith(LAYERS)} == {0}
-    assert all(order[n] == 0 for n in range(3)) or "qwen3" not in name, "deepstack is added there"
+    assert {
+        device for part, device in devices.items() if not part.startswith(LAYERS)
+    } == {0}
+    assert all(order[n] == 0 for n in range(3)) or "qwen3" not in name, (
+        "deepstack is added there"
+    )
     assert all(mine <= one * GIB - ROOM for mine, one in zip(taken, free, strict=True))
     if "32b" in name:
-        share = [mine / (one * GIB - ROOM) for mine, one in zip(taken, free, strict=True)]
+        share = [
+            mine / (one * GIB - ROOM) for mine, one in zip(taken, free, strict=True)
+        ]
         assert max(share) - min(share) < 0.1
 
 

@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[3]
             "vlmdistill eval sparrow --max-new-tokens 64",
         ),
         (["--where", "a > 1", "b's"], "--where 'a > 1' 'b'\"'\"'s'"),
-        (["--engine", "openai:https://me:pa@ss@host:80/v1"], "--engine 'openai:https://***@host:80/v1'"),
+        (
+            ["--engine", "openai:https://me:pa@ss@host:80/v1"],
+            "--engine 'openai:https://***@host:80/v1'",
+        ),
         (["not-utf8-\udce9.jpg"], "'not-utf8-?.jpg'"),
         (["https://host/x?X-Amz-Signature=abc&b=c#top"], "'https://host/x?***#top'"),
         (
@@ -28,23 +31,33 @@ ROOT = Path(__file__).parents[3]
         ),
     ],
 )
-def test_a_command_line_is_as_it_was_typed_but_for_secrets(typed: list[str], shown: str) -> None:
+def test_a_command_line_is_as_it_was_typed_but_for_secrets(
+    typed: list[str], shown: str
+) -> None:
     assert software.without_secrets(typed) == shown
 
 
 def git(*arguments: str, folder: Path) -> str:
     names = ("-c", "user.name=a", "-c", "user.email=a@b")
     return subprocess.run(
-        ("git", *names, *arguments), cwd=folder, capture_output=True, text=True, check=True
+        ("git", *names, *arguments),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
 
 
-def test_the_commit_is_that_of_the_package_and_dirty_if_its_files_changed(tmp_path: Path) -> None:
+def test_the_commit_is_that_of_the_package_and_dirty_if_its_files_changed(
+    tmp_path: Path,
+) -> None:
     package = tmp_path / "outer" / "package"
     folder = package / "pipelines" / "targets"
     folder.mkdir(parents=True)
     (package / "docs").mkdir()
-    (folder / "software.py").write_text((ROOT / "pipelines" / "targets" / "software.py").read_text())
+    (folder / "software.py").write_text(
+        (ROOT / "pipelines" / "targets" / "software.py").read_text()
+    )
 
     def commit() -> str:
         code = "import software; print(software.commit(), '|', software.command_line())"
@@ -61,7 +74,9 @@ def test_the_commit_is_that_of_the_package_and_dirty_if_its_files_changed(tmp_pa
         return found
 
     assert commit() == "None"
-    git("init", "-q", folder=tmp_path / "outer")  # a repository that only contains an installed package
+    git(
+        "init", "-q", folder=tmp_path / "outer"
+    )  # a repository that only contains an installed package
     git("add", ".", folder=tmp_path / "outer")
     git("commit", "-qm", "all", folder=tmp_path / "outer")
     assert commit() == "None"

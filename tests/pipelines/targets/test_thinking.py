@@ -7,8 +7,15 @@ import pytest
 from msgspec import UNSET
 
 from tests.tiny import checkpoint
-from vlmdistill.pipelines.data.responses.dataset import SamplingSettings, check_settings, write_settings
-from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise, template_of
+from vlmdistill.pipelines.data.responses.dataset import (
+    SamplingSettings,
+    check_settings,
+    write_settings,
+)
+from vlmdistill.pipelines.targets.checkpoints.template import (
+    served_otherwise,
+    template_of,
+)
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import DataError, TargetError
@@ -28,25 +35,40 @@ def with_switch(target: Path, out: Path) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("thinking")
-    return with_switch(checkpoint("qwen2_5_vl", made / "plain", layers=2), made / "switch")
+    return with_switch(
+        checkpoint("qwen2_5_vl", made / "plain", layers=2), made / "switch"
+    )
 
 
 def lengths(target: VisionLanguageTarget) -> list[int]:
-    return [target.encode([{"role": "user", "content": f"Question {n}?"}]).length for n in range(12)]
+    return [
+        target.encode([{"role": "user", "content": f"Question {n}?"}]).length
+        for n in range(12)
+    ]
 
 
 def test_prompts_follow_the_switch(folder: Path) -> None:
-    by_default, on, off, mixed = (load(str(folder), thinking=mode) for mode in ("", "on", "off", "mixed"))
+    by_default, on, off, mixed = (
+        load(str(folder), thinking=mode) for mode in ("", "on", "off", "mixed")
+    )
     assert lengths(on) == lengths(by_default)
     extra = len(on.tokenizer("no ")["input_ids"])
-    more = [length - short for length, short in zip(lengths(mixed), lengths(on), strict=True)]
+    more = [
+        length - short
+        for length, short in zip(lengths(mixed), lengths(on), strict=True)
+    ]
     assert set(more) == {0, extra}
     assert [length - extra for length in lengths(off)] == lengths(on)
-    assert [one.provenance((), "float32").thinking for one in (by_default, mixed)] == [UNSET, "mixed"]
+    assert [one.provenance((), "float32").thinking for one in (by_default, mixed)] == [
+        UNSET,
+        "mixed",
+    ]
 
 
 def test_a_template_without_a_switch_is_refused(folder: Path) -> None:
-    with pytest.raises(TargetError, match=r"no switch for reasoning \(enable_thinking or thinking\)"):
+    with pytest.raises(
+        TargetError, match=r"no switch for reasoning \(enable_thinking or thinking\)"
+    ):
         load(str(folder.parent / "plain"), thinking="on")
 
 
@@ -57,21 +79,41 @@ def test_the_template_is_read_from_the_files(family: str, tmp_path: Path) -> Non
 
 
 def test_a_server_with_another_template_is_told(folder: Path, tmp_path: Path) -> None:
-    trained, plain = load(str(folder), thinking="off").provenance((), "float32"), folder.parent / "plain"
+    trained, plain = (
+        load(str(folder), thinking="off").provenance((), "float32"),
+        folder.parent / "plain",
+    )
     off = ["--default-chat-template-kwargs", '{"enable_thinking": false}']
     assert served_otherwise(trained, folder, ["serve", *off]) == ""
     assert "trained with thinking off" in served_otherwise(trained, folder, ["serve"])
-    assert "trained with thinking off" in served_otherwise(trained, folder, [f"{off[0]}={{}}"])
-    assert "template is not the one of training" in served_otherwise(trained, plain, off)
+    assert "trained with thinking off" in served_otherwise(
+        trained, folder, [f"{off[0]}={{}}"]
+    )
+    assert "template is not the one of training" in served_otherwise(
+        trained, plain, off
+    )
     (tmp_path / "own.jinja").write_text("{{ messages }}")
-    for arguments in (["--chat-template", str(tmp_path / "own.jinja")], ["--chat-template={{ messages }}"]):
-        assert "template is not the one of training" in served_otherwise(trained, folder, [*off, *arguments])
+    for arguments in (
+        ["--chat-template", str(tmp_path / "own.jinja")],
+        ["--chat-template={{ messages }}"],
+    ):
+        assert "template is not the one of training" in served_otherwise(
+            trained, folder, [*off, *arguments]
+        )
     by_default = load(str(folder)).provenance((), "float32")
-    assert served_otherwise(by_default, folder) == served_otherwise(by_default, folder, off) == ""
+    assert (
+        served_otherwise(by_default, folder)
+        == served_otherwise(by_default, folder, off)
+        == ""
+    )
 
 
 def test_responses_of_two_modes_do_not_mix(tmp_path: Path) -> None:
-    sampling = {name: value for name, value in vars(SamplingSettings()).items() if name != "thinking"}
+    sampling = {
+        name: value
+        for name, value in vars(SamplingSettings()).items()
+        if name != "thinking"
+    }
     write_settings(tmp_path, {"sampling": sampling})  # as before there was a switch
     check_settings(tmp_path, {"sampling": vars(SamplingSettings())})
     with pytest.raises(DataError, match="made with thinking of the template, not off"):

@@ -36,14 +36,20 @@ def said(
 ) -> dict[str, Any]:
     """The body of a response."""
     message = {"role": "assistant", "content": text}
-    found: dict[str, Any] = {"choices": [{"index": 0, "message": message, "finish_reason": finish, **choice}]}
+    found: dict[str, Any] = {
+        "choices": [{"index": 0, "message": message, "finish_reason": finish, **choice}]
+    }
     return found if usage is None else {**found, "usage": usage}
 
 
 def exchange(number: int, **more: Any) -> dict[str, Any]:
     """A line of a log, of its own question, with tokens from the text alone."""
     question = f"What do you see on board number {number}?"
-    line = {"time": NOW + number, "request": asked(question), "response": said(ANSWER.format(number))}
+    line = {
+        "time": NOW + number,
+        "request": asked(question),
+        "response": said(ANSWER.format(number)),
+    }
     return {**line, **more}
 
 

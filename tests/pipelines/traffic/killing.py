@@ -43,7 +43,9 @@ class Bucket:
             "AWS_DEFAULT_REGION": "us-east-1",
             "VLMDISTILL_RUNS": "s3://workspace/runs",
         }
-        self._files = S3FileSystem(key="x", secret="x", endpoint_url=server, use_listings_cache=False)
+        self._files = S3FileSystem(
+            key="x", secret="x", endpoint_url=server, use_listings_cache=False
+        )
         for name in ("workspace", "logs"):
             self._files.mkdir(name)
 
@@ -56,7 +58,9 @@ class Bucket:
             self._files.rm_file(name)
         for file in folder.rglob("*"):
             if file.is_file():
-                self._files.pipe_file(f"workspace/{file.relative_to(folder)}", file.read_bytes())
+                self._files.pipe_file(
+                    f"workspace/{file.relative_to(folder)}", file.read_bytes()
+                )
 
     def save(self, folder: Path) -> None:
         """Copy its objects into a folder."""
@@ -90,7 +94,9 @@ class Disk:
         if self.bucket:
             environment |= self.bucket.environment
             self.bucket.load(self.folder / "bucket")
-        process = CONTEXT.Process(target=_run, args=(self.folder, environment, command, die, after))
+        process = CONTEXT.Process(
+            target=_run, args=(self.folder, environment, command, die, after)
+        )
         process.start()
         process.join()
         if self.bucket:
@@ -103,7 +109,13 @@ class Disk:
         return (self.folder / "publications").read_text().splitlines()
 
 
-def _run(folder: Path, environment: Mapping[str, str], command: Sequence[str], die: int, after: bool) -> None:
+def _run(
+    folder: Path,
+    environment: Mapping[str, str],
+    command: Sequence[str],
+    die: int,
+    after: bool,
+) -> None:
     for variable, name in {"TMPDIR": "tmp", "VLMDISTILL_CACHE": "cache"}.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         os.environ[variable] = str(folder / name)
@@ -112,7 +124,9 @@ def _run(folder: Path, environment: Mapping[str, str], command: Sequence[str], d
     os.chdir(folder)
     lock, published = threading.Lock(), list[str]()
 
-    def dying(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+    def dying(
+        function: Callable[..., Any], name: Callable[..., str]
+    ) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
             with lock:
                 published.append(f"{function.__name__} {HASHES.sub('#', name(*given))}")
@@ -127,10 +141,17 @@ def _run(folder: Path, environment: Mapping[str, str], command: Sequence[str], d
         return call
 
     for name in PUBLISHING:
-        last = dying(getattr(os, name), lambda *given: os.path.relpath(os.fsdecode(given[-1]), folder))
+        last = dying(
+            getattr(os, name),
+            lambda *given: os.path.relpath(os.fsdecode(given[-1]), folder),
+        )
         setattr(os, name, last)
     for name in SENDING:
-        setattr(Remote, name, dying(getattr(Remote, name), lambda there, *given: f"{there.url} {given}"))
+        setattr(
+            Remote,
+            name,
+            dying(getattr(Remote, name), lambda there, *given: f"{there.url} {given}"),
+        )
     with (folder / "said.txt").open("a") as said_file:
         os.dup2(said_file.fileno(), 1)
         os.dup2(said_file.fileno(), 2)
@@ -146,7 +167,9 @@ def marked_log(folder: Path, first: int = 0) -> Path:
     lines = [
         {
             "time": when + number,
-            "request": asked(f"Tell me if {MARK} {number}.", data_url(number) if number % 2 else None),
+            "request": asked(
+                f"Tell me if {MARK} {number}.", data_url(number) if number % 2 else None
+            ),
             "response": said(ANSWER.format(number)),
         }
         for number in range(first, first + EXCHANGES)
@@ -157,7 +180,9 @@ def marked_log(folder: Path, first: int = 0) -> Path:
 def marks(encode: Callable[[str], Sequence[int]]) -> list[bytes]:
     """What must not be found: the texts, their tokens, and the images, also in a page."""
     texts = [MARK, ANSWER.partition("{}")[0].strip()]
-    tokens = [np.asarray(encode(f"- {text}")[3:-1], np.int32).tobytes() for text in texts]
+    tokens = [
+        np.asarray(encode(f"- {text}")[3:-1], np.int32).tobytes() for text in texts
+    ]
     return [*(text.encode() for text in texts), *tokens, b"data:image", b"IHDR"]
 
 
@@ -166,7 +191,8 @@ def found(folder: Path, sought: Sequence[bytes]) -> list[str]:
     return [
         str(file.relative_to(folder))
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and any(mark in content for content in _contents(file) for mark in sought)
+        if file.is_file()
+        and any(mark in content for content in _contents(file) for mark in sought)
     ]
 
 

@@ -36,9 +36,13 @@ def test_what_is_timed_are_the_steps_of_the_run_in_all_its_stages(
     settings = ("steps=8", "stages.text.epochs=1", "stages.multimodal.epochs=3")
     seconds = seconds_per_step(plan(store, tmp_path / "out", settings=settings), folder)
     lines = (folder / "out.training" / "metrics.jsonl").read_text().splitlines()
-    steps = [figures for figures in map(json.loads, lines) if "train/seconds" in figures]
+    steps = [
+        figures for figures in map(json.loads, lines) if "train/seconds" in figures
+    ]
     assert [figures["stage"] for figures in steps] == ["text"] * 2 + ["multimodal"] * 6
-    assert seconds == pytest.approx(median(figures["train/seconds"] for figures in steps))
+    assert seconds == pytest.approx(
+        median(figures["train/seconds"] for figures in steps)
+    )
 
 
 def test_steps_that_are_timed_leave_no_drafter_no_statistics_and_no_copy(
@@ -49,11 +53,17 @@ def test_steps_that_are_timed_leave_no_drafter_no_statistics_and_no_copy(
     before = [path.relative_to(store) for path in store.rglob("*")]
     assert seconds_per_step(run, folder) > 0
     assert [path.relative_to(store) for path in store.rglob("*")] == before
-    assert not [name for name in Store.open(store).index.columns if name.startswith("out.")]
-    assert not [path for path in (run.out, run.state, folder / "out", copies) if path.exists()]
+    assert not [
+        name for name in Store.open(store).index.columns if name.startswith("out.")
+    ]
+    assert not [
+        path for path in (run.out, run.state, folder / "out", copies) if path.exists()
+    ]
 
 
-def test_a_run_that_cannot_train_fails_while_it_is_timed(store: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_train_fails_while_it_is_timed(
+    store: Path, folder: Path, tmp_path: Path
+) -> None:
     settings = ("steps=6", "stages.*.learning_rate=1e25")
     with pytest.raises(TrainingError, match="nan"):
         seconds_per_step(plan(store, tmp_path / "out", settings=settings), folder)

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.pipelines.traffic.killing import EXCHANGES, Bucket, Disk, found, marked_log, marks
+from tests.pipelines.traffic.killing import (
+    EXCHANGES,
+    Bucket,
+    Disk,
+    found,
+    marked_log,
+    marks,
+)
 from tests.s3 import s3_server
 from tests.thorough import THOROUGH, count
 
@@ -17,17 +24,50 @@ TRAIN = ("train", "wren", "--set", "steps=1")
 EVAL = ("eval", "wren", "--threads", "1", "--limit", "4", "--max-new-tokens", "6")
 REPORT = ("report",)
 FORGET = ("forget", "--older-than", "30d")
-FLOW = {"harvest": HARVEST, "features": FEATURES, "train": TRAIN, "eval": EVAL, "report": REPORT}
+FLOW = {
+    "harvest": HARVEST,
+    "features": FEATURES,
+    "train": TRAIN,
+    "eval": EVAL,
+    "report": REPORT,
+}
 AT_URL = {
     "harvest": ("harvest", "s3://logs", "--eval-share", "0.5"),
     "features": FEATURES,
-    "eval": ("eval", "lookahead", "--threads", "1", "--limit", "4", "--max-new-tokens", "6"),
+    "eval": (
+        "eval",
+        "lookahead",
+        "--threads",
+        "1",
+        "--limit",
+        "4",
+        "--max-new-tokens",
+        "6",
+    ),
     "report": REPORT,
 }
 AFTER = {
     "replay": ("replay", "wren"),
-    "filter": ("store", "filter", "runs/demo/features", "--where", "words > 1", "--name", "few"),
-    "adapt": ("adapt", "wren", "--from", "../more", "--steps", "1", "--fewest", "1", *FEW),
+    "filter": (
+        "store",
+        "filter",
+        "runs/demo/features",
+        "--where",
+        "words > 1",
+        "--name",
+        "few",
+    ),
+    "adapt": (
+        "adapt",
+        "wren",
+        "--from",
+        "../more",
+        "--steps",
+        "1",
+        "--fewest",
+        "1",
+        *FEW,
+    ),
     "forget": FORGET,
 }
 WORST = {
@@ -64,12 +104,19 @@ class State:
         """At which publications the command is killed, and whether after them."""
         numbers = range(1, len(self.publications) + 1)
         every = [(number, after) for number in numbers for after in (False, True)]
-        worst = next(number for number in numbers if WORST[name] in self.publications[number - 1])
+        worst = next(
+            number for number in numbers if WORST[name] in self.publications[number - 1]
+        )
         others = random.Random(name).sample(every, min(DEATHS, len(every)))
-        return [(worst, name in LATE), *(death for death in others if death != (worst, name in LATE))]
+        return [
+            (worst, name in LATE),
+            *(death for death in others if death != (worst, name in LATE)),
+        ]
 
 
-def calm(disk: Disk, flow: dict[str, tuple[str, ...]], sought: list[bytes]) -> dict[str, State]:
+def calm(
+    disk: Disk, flow: dict[str, tuple[str, ...]], sought: list[bytes]
+) -> dict[str, State]:
     """What commands find that nobody kills, and that all marks are somewhere after them."""
     disk.folder.mkdir()
     made = dict[str, State]()
@@ -83,7 +130,9 @@ def calm(disk: Disk, flow: dict[str, tuple[str, ...]], sought: list[bytes]) -> d
 
 
 @pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory, sought: list[bytes]) -> dict[str, State]:
+def states(
+    tmp_path_factory: pytest.TempPathFactory, sought: list[bytes]
+) -> dict[str, State]:
     """A disk as each command finds it."""
     folder = tmp_path_factory.mktemp("disks")
     marked_log(folder / "log")

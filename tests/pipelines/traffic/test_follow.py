@@ -36,12 +36,25 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        counters = {"num_drafts": self.server.drafts, "num_accepted_tokens": self.server.accepted}
-        lines = [f"vllm:spec_decode_{name}_total {value}.0\n" for name, value in counters.items()]
-        self.answer(200, "".join([f"vllm:generation_tokens_total {self.server.accepted}.0\n", *lines]))
+        counters = {
+            "num_drafts": self.server.drafts,
+            "num_accepted_tokens": self.server.accepted,
+        }
+        lines = [
+            f"vllm:spec_decode_{name}_total {value}.0\n"
+            for name, value in counters.items()
+        ]
+        self.answer(
+            200,
+            "".join(
+                [f"vllm:generation_tokens_total {self.server.accepted}.0\n", *lines]
+            ),
+        )
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "null")
+        body = json.loads(
+            self.rfile.read(int(self.headers.get("content-length") or 0)) or "null"
+        )
         server = self.server
         if server.status == 200 and self.path == "/collective_rpc":
             assert body["method"] == "load_drafter"
@@ -72,7 +85,10 @@ def workspace(tmp_path: Path) -> Workspace:
     here, target = Workspace.of(str(folder), tmp_path / "runs"), load(str(folder))
     for seed, name in enumerate(("hawk", "hawk.r1")):
         synthetic.save(
-            "eagle2", here.drafter(name), synthetic.untrained("eagle2", target, seed), target=target
+            "eagle2",
+            here.drafter(name),
+            synthetic.untrained("eagle2", target, seed),
+            target=target,
         )
     return here
 
@@ -86,7 +102,9 @@ def test_a_server_gets_the_version_in_use_and_the_one_before_if_that_accepts_les
             server.drafted(accepted=3 * DRAFTS + number % 2)
             follower.look()
         assert server.loaded == ["hawk"]
-        versions.record(workspace, "hawk", "hawk.r1", base="hawk", published=True, why="test")
+        versions.record(
+            workspace, "hawk", "hawk.r1", base="hawk", published=True, why="test"
+        )
         follower.look()
         assert server.loaded == ["hawk", "hawk.r1"]
         for number in range(FEWEST - 1):
@@ -105,7 +123,9 @@ def test_a_server_gets_the_version_in_use_and_the_one_before_if_that_accepts_les
     assert "tokens for each call" in last.why
 
 
-def test_a_server_that_was_restarted_gets_its_version_again(workspace: Workspace, server: Server) -> None:
+def test_a_server_that_was_restarted_gets_its_version_again(
+    workspace: Workspace, server: Server
+) -> None:
     with Follower(workspace, "hawk", server.url, dtype="float32") as follower:
         follower.look()
         server.drafts = server.accepted = 10
@@ -118,7 +138,14 @@ def test_a_server_that_takes_no_drafters_or_is_not_there_is_one_line(
     workspace: Workspace, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def follow(url: str) -> tuple[int, str]:
-        where = ["--model", workspace.model, "--runs", str(workspace.root.parent), "--dtype", "float32"]
+        where = [
+            "--model",
+            workspace.model,
+            "--runs",
+            str(workspace.root.parent),
+            "--dtype",
+            "float32",
+        ]
         status = main(["follow", "hawk", "--server", url, "--once", *where])
         out, err = capsys.readouterr()
         return status, out + err

@@ -46,7 +46,10 @@ def lines(word: str, when: float, seed: int) -> list[dict[str, Any]]:
     return [
         {
             "time": when + number,
-            "request": asked(f"Is {word} on board {number}?", data_url(seed + number) if number else None),
+            "request": asked(
+                f"Is {word} on board {number}?",
+                data_url(seed + number) if number else None,
+            ),
             "response": said(ANSWER.format(f"{word} and {number}")),
         }
         for number in range(3)
@@ -70,7 +73,11 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def holding(folder: Path, content: bytes) -> list[str]:
-    return [str(file) for file in folder.rglob("*") if file.is_file() and content in file.read_bytes()]
+    return [
+        str(file)
+        for file in folder.rglob("*")
+        if file.is_file() and content in file.read_bytes()
+    ]
 
 
 def raw(workspace: Workspace, word: str) -> list[str]:
@@ -86,12 +93,19 @@ def raw(workspace: Workspace, word: str) -> list[str]:
 def test_what_is_too_old_is_in_no_file_and_all_else_is(workspace: Workspace) -> None:
     keys = {one.key: one.time for one in prompt_table.read(workspace.prompts)}
     old = next(key for key, when in keys.items() if when and when < NEW - DAY)
-    showing = evaluation("hawk", measured(shown=(shown(old, prompt="Is Zebedee there?"),)))
+    showing = evaluation(
+        "hawk", measured(shown=(shown(old, prompt="Is Zebedee there?"),))
+    )
     file = records.new_file(workspace.reports, "hawk")
     records.write(showing, file)
     (workspace.reports / "index.html").write_text("Zebedee")
-    dataset.write_failed(workspace.responses, {old: "Zebedee cannot be read", "another": "too long"})
-    for name in (".prompts.parquet.0123abcd.tmp", "responses/.part-0.parquet.0123abcd.tmp"):
+    dataset.write_failed(
+        workspace.responses, {old: "Zebedee cannot be read", "another": "too long"}
+    )
+    for name in (
+        ".prompts.parquet.0123abcd.tmp",
+        "responses/.part-0.parquet.0123abcd.tmp",
+    ):
         (workspace.root / name).write_text("Zebedee")  # of a run that was killed
     state = sample(0).features[Feature("hidden", "text")].tobytes()[:64]
     images = [one.read_bytes() for one in (workspace.root / MEDIA).iterdir()]
@@ -102,19 +116,30 @@ def test_what_is_too_old_is_in_no_file_and_all_else_is(workspace: Workspace) -> 
     assert raw(workspace, "Zebedee")
     done = forget(workspace, 30 * DAY)
     assert replace(tried, dry_run=False, bytes=done.bytes, before=done.before) == done
-    assert (done.samples, done.responses, done.prompts, done.media, done.reports) == (2, 3, 3, 2, 1)
+    assert (done.samples, done.responses, done.prompts, done.media, done.reports) == (
+        2,
+        3,
+        3,
+        2,
+        1,
+    )
     assert not raw(workspace, "Zebedee")
     assert not holding(workspace.root, state)
     assert sum(bool(holding(workspace.root, image)) for image in images) == 2
     assert raw(workspace, "Florence")
     assert raw(workspace, "too long")
-    assert {one.time is None for one in prompt_table.read(workspace.prompts)} == {True, False}
+    assert {one.time is None for one in prompt_table.read(workspace.prompts)} == {
+        True,
+        False,
+    }
     assert len(prompt_table.read(workspace.prompts)) == 4
     assert Store.open(workspace.features).keys() == {"k0002"}
     assert not verify(workspace.features).damage
     left = records.read(file)
     assert [at.shown for at in left.temperatures] == [()] * len(left.temperatures)
-    assert [at.prompts for at in left.temperatures] == [at.prompts for at in showing.temperatures]
+    assert [at.prompts for at in left.temperatures] == [
+        at.prompts for at in showing.temperatures
+    ]
     assert forget(workspace, 30 * DAY).prompts == 0
 
 
@@ -135,8 +160,14 @@ def test_stopped_before_the_prompts_are_written_it_is_done_by_the_next_run(
 def test_a_page_is_gone_before_what_tells_that_it_must(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = next(one.key for one in prompt_table.read(workspace.prompts) if one.time and one.time < NEW - DAY)
-    showing = evaluation("hawk", measured(shown=(shown(old, prompt="Is Zebedee there?"),)))
+    old = next(
+        one.key
+        for one in prompt_table.read(workspace.prompts)
+        if one.time and one.time < NEW - DAY
+    )
+    showing = evaluation(
+        "hawk", measured(shown=(shown(old, prompt="Is Zebedee there?"),))
+    )
     for _ in range(2):
         records.write(showing, records.new_file(workspace.reports, "hawk"))
     (workspace.reports / "index.html").write_text("Zebedee")
@@ -194,7 +225,9 @@ def texts(word: str, when: float, count: int = 3) -> list[dict[str, Any]]:
 
 def asking(folder: Path, word: str, count: int = 3) -> Path:
     """A file of the same questions, which is imported and no traffic."""
-    return write(folder / "asking.jsonl", [one["request"] for one in texts(word, OLD, count)])
+    return write(
+        folder / "asking.jsonl", [one["request"] for one in texts(word, OLD, count)]
+    )
 
 
 def test_the_response_to_a_prompt_that_is_imported_too_is_deleted(
@@ -207,12 +240,16 @@ def test_the_response_to_a_prompt_that_is_imported_too_is_deleted(
     assert raw(held_out, "Florence")
 
 
-def test_a_harvested_image_does_not_become_the_one_of_an_import(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_harvested_image_does_not_become_the_one_of_an_import(
+    workspace: Workspace, tmp_path: Path
+) -> None:
     image, row = tmp_path / "board.png", {"type": "image", "image": "board.png"}
     file = tmp_path / "mine.jsonl"
     for content in (lines("Zebedee", OLD, 0)[1], lines("Florence", NEW, 50)[1]):
         shown_part, text = content["request"]["messages"][0]["content"]
-        image.write_bytes(base64.b64decode(shown_part["image_url"]["url"].partition(",")[2]))
+        image.write_bytes(
+            base64.b64decode(shown_part["image_url"]["url"].partition(",")[2])
+        )
         question = {**text, "text": "Is Zebedee on board 1?"}
         write(file, [{"messages": [{"role": "user", "content": [row, question]}]}])
         before = len(prompt_table.read(workspace.prompts))
@@ -225,7 +262,9 @@ def test_a_harvested_image_does_not_become_the_one_of_an_import(workspace: Works
 def test_traffic_does_not_answer_a_prompt_that_was_imported(tmp_path: Path) -> None:
     here = Workspace.of("demo", tmp_path / "runs")
     import_prompts([str(asking(tmp_path, "Zebedee"))], here.prompts)
-    log = write(tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)])
+    log = write(
+        tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)]
+    )
     made = harvest(here, [str(log)])
     assert (made.known, made.kept) == (3, 3)
     forget(here, 30 * DAY)
@@ -239,7 +278,9 @@ def test_traffic_does_not_answer_a_prompt_that_was_imported(tmp_path: Path) -> N
 def held_out(tmp_path: Path) -> Workspace:
     """Old and new traffic, all of it held out."""
     here = Workspace.of("demo", tmp_path / "runs")
-    log = write(tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)])
+    log = write(
+        tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)]
+    )
     assert harvest(here, [str(log)], eval_share=0.999).kept == 6
     return here
 
@@ -276,7 +317,9 @@ def test_what_an_evaluation_has_left_of_deleted_prompts_goes_with_any_later_dele
     evaluate(held_out, ["lookahead"], Settings(max_new_tokens=4, threads=1))
     (file,) = records.files_in(held_out.reports)
     own = held_out.reports / "hawk.json"
-    records.write(evaluation("hawk"), own)  # of prompts that are no traffic, and stand elsewhere
+    records.write(
+        evaluation("hawk"), own
+    )  # of prompts that are no traffic, and stand elsewhere
     record, kept = file.read_bytes(), own.read_bytes()
     forget(held_out, 30 * DAY)
     file.write_bytes(record)  # as one that did not look again
@@ -318,8 +361,12 @@ def test_what_a_running_command_still_reads_is_no_success(held_out: Workspace) -
     assert not raw(held_out, "Zebedee")
 
 
-@pytest.mark.parametrize("name", ["prompts.parquet", "responses/part-*", "harvested/*", "features/shards/*"])
-def test_a_link_to_what_would_stay_is_no_success(workspace: Workspace, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["prompts.parquet", "responses/part-*", "harvested/*", "features/shards/*"]
+)
+def test_a_link_to_what_would_stay_is_no_success(
+    workspace: Workspace, tmp_path: Path, name: str
+) -> None:
     linked = next(workspace.root.glob(name))
     elsewhere = linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(elsewhere)
@@ -375,7 +422,9 @@ def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
             (copies / f"{number}").write_bytes(files.cat_file(name))
         return [names[int(number)] for number in killing.found(copies, [b"Zebedee"])]
 
-    own = write(tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}])
+    own = write(
+        tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}]
+    )
     log = write(tmp_path / "log.jsonl", texts("Zebedee", OLD))
     with on("a") as a:
         harvest(a, [str(log)])
@@ -387,8 +436,12 @@ def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
     with on("a") as a:  # what it has is moved aside
         import_prompts([str(own)], a.prompts)
     assert at_url()
-    assert any(".aside-" in name for name in killing.found(tmp_path / "a", [b"Zebedee"]))
-    Remote(f"{a.parts.url if a.parts else ''}/responses").create("files/killed", b"Zebedee")
+    assert any(
+        ".aside-" in name for name in killing.found(tmp_path / "a", [b"Zebedee"])
+    )
+    Remote(f"{a.parts.url if a.parts else ''}/responses").create(
+        "files/killed", b"Zebedee"
+    )
     with on("a") as a:
         assert forget(a, 30 * DAY).prompts == 3
     assert not at_url()
@@ -411,10 +464,14 @@ def test_at_a_url_images_leave_that_other_machines_have_harvested_and_do_not_com
         assert workspace.parts
         return len(workspace.parts.there.list_files(MEDIA))
 
-    own = write(tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}])
+    own = write(
+        tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}]
+    )
     for word, when, seed in (("Zebedee", OLD, 0), ("Florence", NEW, 10)):
         with on("a") as a:
-            harvest(a, [str(write(tmp_path / f"{word}.jsonl", lines(word, when, seed)))])
+            harvest(
+                a, [str(write(tmp_path / f"{word}.jsonl", lines(word, when, seed)))]
+            )
     assert images(a) == 4
     with on("b") as b:
         assert forget(b, 30 * DAY).media == 2
@@ -423,12 +480,19 @@ def test_at_a_url_images_leave_that_other_machines_have_harvested_and_do_not_com
             import_prompts([str(own)], here.prompts)
         assert images(here) == 2
     with on("a") as a:  # asked again
-        assert harvest(a, [str(write(tmp_path / "again.jsonl", lines("Zebedee", NEW, 0)))]).media == 2
+        assert (
+            harvest(
+                a, [str(write(tmp_path / "again.jsonl", lines("Zebedee", NEW, 0)))]
+            ).media
+            == 2
+        )
     assert images(a) == 4
 
 
 def test_the_command_says_what_it_deleted(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], failing: Callable[..., str]
+    workspace: Workspace,
+    capsys: pytest.CaptureFixture[str],
+    failing: Callable[..., str],
 ) -> None:
     where = ["--model", "demo", "--runs", str(workspace.root.parent)]
     assert main(["forget", "--older-than", "1w", "--dry-run", *where]) == 0
@@ -447,7 +511,9 @@ def test_a_clock_that_is_far_ahead_deletes_nothing_unless_it_is_said_twice(
     assert len(prompt_table.read(workspace.prompts)) == 7
     long_ago = NOW - 90 * DAY
     for file in workspace.root.rglob("*"):
-        os.utime(file, (long_ago, long_ago))  # nothing was written since, and the clock is right
+        os.utime(
+            file, (long_ago, long_ago)
+        )  # nothing was written since, and the clock is right
     with pytest.raises(DataError, match="again"):
         forget(workspace, DAY / 2)
     assert forget(workspace, DAY / 2).prompts == 6

@@ -13,7 +13,15 @@ import pytest
 
 from tests import tiny
 from tests.fifos import fifo
-from tests.pipelines.traffic.conftest import ANSWER, NOW, asked, data_url, exchange, said, write
+from tests.pipelines.traffic.conftest import (
+    ANSWER,
+    NOW,
+    asked,
+    data_url,
+    exchange,
+    said,
+    write,
+)
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
@@ -41,14 +49,23 @@ def everything(folder: Path) -> bytes:
     return b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
-def test_prompts_and_responses_of_a_log_are_kept_once(workspace: Workspace, encoder: TargetModel) -> None:
+def test_prompts_and_responses_of_a_log_are_kept_once(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
     lines = [exchange(number) for number in range(6)] + [exchange(2)]
     made = taken(workspace, lines)
-    assert (made.exchanges, made.kept, made.dropped, made.tokens) == (7, 6, {"duplicate": 1}, {"text": 6})
+    assert (made.exchanges, made.kept, made.dropped, made.tokens) == (
+        7,
+        6,
+        {"duplicate": 1},
+        {"text": 6},
+    )
     prompts = {one.key: one for one in prompt_table.read(workspace.prompts)}
     rows = {row.key: row for row in dataset.read(workspace.responses)}
     assert prompts.keys() == rows.keys()
-    assert sorted(one.time or 0 for one in prompts.values()) == [NOW + number for number in range(6)]
+    assert sorted(one.time or 0 for one in prompts.values()) == [
+        NOW + number for number in range(6)
+    ]
     assert {one.dataset for one in prompts.values()} == {made.dataset}
     for key, row in rows.items():
         ids = [int(one) for one in row.ids]
@@ -57,9 +74,14 @@ def test_prompts_and_responses_of_a_log_are_kept_once(workspace: Workspace, enco
         assert encoder.encode(prompts[key].messages).length == row.prompt_tokens
     again = taken(workspace, [*lines, exchange(7)])
     assert (again.kept, again.known) == (1, 7)  # one of them twice
-    unchanged = harvest(workspace, [str(workspace.root.parents[1] / "log.jsonl")], Policy())
+    unchanged = harvest(
+        workspace, [str(workspace.root.parents[1] / "log.jsonl")], Policy()
+    )
     assert (unchanged.files, unchanged.unchanged, unchanged.exchanges) == (0, 1, 0)
-    audit = [json.loads(line) for line in (workspace.traffic / "audit.jsonl").read_text().splitlines()]
+    audit = [
+        json.loads(line)
+        for line in (workspace.traffic / "audit.jsonl").read_text().splitlines()
+    ]
     assert [line["kept"] for line in audit] == [6, 1, 0]
 
 
@@ -72,7 +94,9 @@ def test_tokens_are_those_of_the_server_or_checked_against_its_text_and_counts(
     usage = {"prompt_tokens": encoder.encode(asked("Q 3?")["messages"]).length}
     responses = {
         "Q 0?": said(text, token_ids=ids),
-        "Q 1?": said(text, logprobs={"content": [{"token": f"token_id:{one}"} for one in ids]}),
+        "Q 1?": said(
+            text, logprobs={"content": [{"token": f"token_id:{one}"} for one in ids]}
+        ),
         "Q 2?": said(text, logprobs={"content": [{"token": one} for one in pieces]}),
         "Q 3?": said(text, usage={**usage, "completion_tokens": len(ids) + 1}),
         "Q 4?": said(text, token_ids=ids[:-1]),  # tokens differ from the text
@@ -82,7 +106,9 @@ def test_tokens_are_those_of_the_server_or_checked_against_its_text_and_counts(
         "Q 8?": said(text, finish="content_filter"),
         "Q 9?": {"choices": []},
     }
-    responses["Q 3?"]["prompt_token_ids"] = encoder.encode(asked("Q 3?")["messages"]).ids_L.tolist()
+    responses["Q 3?"]["prompt_token_ids"] = encoder.encode(
+        asked("Q 3?")["messages"]
+    ).ids_L.tolist()
     made = taken(
         workspace,
         [
@@ -101,7 +127,9 @@ def test_tokens_are_those_of_the_server_or_checked_against_its_text_and_counts(
         "not ended": 1,
         "no response": 1,
     }
-    eos = {tuple(int(one) for one in row.ids) for row in dataset.read(workspace.responses)}
+    eos = {
+        tuple(int(one) for one in row.ids) for row in dataset.read(workspace.responses)
+    }
     assert {one[:-1] for one in eos} == {tuple(ids)}
 
 
@@ -112,7 +140,9 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
     counted = {"prompt_tokens": encoder.encode(asked("Q 5?")["messages"]).length}
     lines = [
         exchange(0, request=asked(cut)),
-        exchange(1, response=said(ANSWER.format("(litellm_truncated skipped 12 chars) "))),
+        exchange(
+            1, response=said(ANSWER.format("(litellm_truncated skipped 12 chars) "))
+        ),
         exchange(2, request=asked("Q 2?", chat_template="{{ messages }}")),
         exchange(3, request=asked("Q 3?", mm_processor_kwargs={"max_pixels": 784})),
         exchange(4, request=asked("Q 4?", chat_template_kwargs={})),
@@ -130,14 +160,18 @@ def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
     workspace: Workspace, encoder: TargetModel
 ) -> None:
     ids = encoder.tokenizer.encode(ANSWER.format("no"), add_special_tokens=False)
-    text = encoder.tokenizer.decode(ids[:-1])  # vLLM leaves the stop token out of the text
+    text = encoder.tokenizer.decode(
+        ids[:-1]
+    )  # vLLM leaves the stop token out of the text
     request = asked("What do you see?", stop_token_ids=[ids[-1]])
     taken(workspace, [exchange(0, request=request, response=said(text, token_ids=ids))])
     (row,) = dataset.read(workspace.responses)
     assert [int(one) for one in row.ids] == ids
 
 
-def test_the_policy_drops_by_age_lists_and_share_and_the_same_ones_each_time(workspace: Workspace) -> None:
+def test_the_policy_drops_by_age_lists_and_share_and_the_same_ones_each_time(
+    workspace: Workspace,
+) -> None:
     import time
 
     now = time.time()
@@ -153,7 +187,10 @@ def test_the_policy_drops_by_age_lists_and_share_and_the_same_ones_each_time(wor
     allowed = taken(workspace, lines, allow={"x-plan": ("paid", "free")})
     assert (allowed.known, allowed.dropped["not allowed"]) == (1, 4)
     many = [exchange(number) for number in range(200)]
-    half, again = (taken(Workspace.of("demo", workspace.root / str(run)), many, share=0.25) for run in (0, 1))
+    half, again = (
+        taken(Workspace.of("demo", workspace.root / str(run)), many, share=0.25)
+        for run in (0, 1)
+    )
     assert half.kept == again.kept
     assert 25 < half.kept < 75
 
@@ -162,20 +199,35 @@ def test_images_are_kept_by_hash_within_the_budget_and_those_of_dropped_rows_are
     workspace: Workspace, tmp_path: Path
 ) -> None:
     lines = [
-        exchange(number, request=asked(f"Which shapes are in image {number}?", data_url(number % 3)))
+        exchange(
+            number,
+            request=asked(f"Which shapes are in image {number}?", data_url(number % 3)),
+        )
         for number in range(6)
     ]
-    lines.append(exchange(9, request=asked("And in this one?", data_url(9)), response=said("", "stop")))
-    size = max(len(json.dumps(line)) for line in lines)  # base64 of one takes more than its bytes
+    lines.append(
+        exchange(
+            9, request=asked("And in this one?", data_url(9)), response=said("", "stop")
+        )
+    )
+    size = max(
+        len(json.dumps(line)) for line in lines
+    )  # base64 of one takes more than its bytes
     made = taken(workspace, lines, media=f"{2 * size}B")
     assert made.dropped == {"media budget": 2, "no text": 1}
     assert (made.kept, made.media) == (4, 2)
     files = {file.name for file in (workspace.root / MEDIA).iterdir()}
-    named = {Path(part["path"]).name for one in prompt_table.read(workspace.prompts) for part in one.media}
+    named = {
+        Path(part["path"]).name
+        for one in prompt_table.read(workspace.prompts)
+        for part in one.media
+    }
     assert files == named
     beside = tmp_path / "served"
     (beside / "media").mkdir(parents=True)
-    (beside / "media" / "abc").write_bytes((workspace.root / MEDIA / min(files)).read_bytes())
+    (beside / "media" / "abc").write_bytes(
+        (workspace.root / MEDIA / min(files)).read_bytes()
+    )
     (tmp_path / "secret.png").write_bytes(b"x")
     lines = [exchange(20, request=asked("Is it the same?", "media/abc")), exchange(21)]
     lines.append(exchange(22, request=asked("And outside?", "../secret.png")))
@@ -185,11 +237,18 @@ def test_images_are_kept_by_hash_within_the_budget_and_those_of_dropped_rows_are
     assert served.dropped == {"media outside of the log": 1}
 
 
-def test_what_is_dropped_takes_no_room_from_what_is_kept_later(workspace: Workspace) -> None:
+def test_what_is_dropped_takes_no_room_from_what_is_kept_later(
+    workspace: Workspace,
+) -> None:
     def shown(number: int) -> dict[str, Any]:
-        return exchange(number, request=asked(f"Which shapes are in image {number}?", data_url(number)))
+        return exchange(
+            number,
+            request=asked(f"Which shapes are in image {number}?", data_url(number)),
+        )
 
-    lines = [shown(number) for number in range(9)] + [exchange(number) for number in range(9, 256)]
+    lines = [shown(number) for number in range(9)] + [
+        exchange(number) for number in range(9, 256)
+    ]
     for line in lines:  # as many as are decided on at once
         line["response"]["usage"] = {"completion_tokens": 3}  # of another model
     lines += [shown(number) for number in range(300, 306)]
@@ -197,7 +256,9 @@ def test_what_is_dropped_takes_no_room_from_what_is_kept_later(workspace: Worksp
     made = taken(workspace, lines, media=f"{9 * size}B")
     assert made.dropped == {"another number of tokens": 256}
     assert (made.kept, made.media) == (6, 6)
-    small = taken(workspace, [shown(300), shown(306), exchange(307)], media="1kB")  # than what is kept
+    small = taken(
+        workspace, [shown(300), shown(306), exchange(307)], media="1kB"
+    )  # than what is kept
     assert (small.known, small.kept, small.dropped) == (1, 1, {"media budget": 1})
 
 
@@ -215,7 +276,9 @@ def redact(given: dict[str, Any]) -> Any:
     return {**given, "response": given["response"].replace("north", "[PLACE]")}
 
 
-def test_what_redaction_fails_on_is_dropped_and_nothing_of_it_is_on_the_disk(workspace: Workspace) -> None:
+def test_what_redaction_fails_on_is_dropped_and_nothing_of_it_is_on_the_disk(
+    workspace: Workspace,
+) -> None:
     lines = [exchange(number) for number in range(6)]
     for number in (1, 4, 5):
         lines[number]["request"] = asked(f"Secret: what is on board number {number}?")
@@ -223,7 +286,9 @@ def test_what_redaction_fails_on_is_dropped_and_nothing_of_it_is_on_the_disk(wor
     assert made.dropped == {"redaction failed": 3, "redacted whole": 1}
     assert (made.kept, made.redacted) == (2, 2)
     assert all("[PLACE]" in row.text for row in dataset.read(workspace.responses))
-    kept = b"".join(str(vars(one)).encode() for one in prompt_table.read(workspace.prompts))
+    kept = b"".join(
+        str(vars(one)).encode() for one in prompt_table.read(workspace.prompts)
+    )
     assert b"board no." in kept
     assert b"number" not in kept
     assert b"Secret" not in everything(workspace.root)
@@ -254,7 +319,11 @@ def test_a_redaction_that_ends_as_it_is_imported_is_refused(
         ({"x-list": '"no"'}, "no ", True),
         ({"x-list": []}, "*", True),
         ({"x-list": "Jose\u0301"}, "jos\u00e9", True),
-        ({"x-list": "jos\u00c3\u00a9"}, "jos\u00e9", True),  # UTF-8 that was read as Latin-1
+        (
+            {"x-list": "jos\u00c3\u00a9"},
+            "jos\u00e9",
+            True,
+        ),  # UTF-8 that was read as Latin-1
         ({"x-list": "\uff4e\uff4f"}, "no", True),
         ({"x-list": "n\u200bo\x00"}, "no", True),
         ({"x-list": ["b", "maybe"]}, "no", False),
@@ -268,7 +337,9 @@ def test_a_deny_list_meets_each_value_in_any_case(
     assert (made.kept, made.dropped) == ((0, {"denied": 1}) if denied else (1, {}))
 
 
-def test_a_header_of_the_gateway_hides_none_of_the_request(workspace: Workspace) -> None:
+def test_a_header_of_the_gateway_hides_none_of_the_request(
+    workspace: Workspace,
+) -> None:
     inner = {"headers": {"x-list": "yes"}, "body": asked("What?")}
     plain = {**asked("What?"), "user": "bob"}
     lines = [
@@ -284,16 +355,30 @@ def test_a_header_of_the_gateway_hides_none_of_the_request(workspace: Workspace)
 
 @pytest.mark.parametrize(
     "headers",
-    ["", 0, False, {"x-list": [["no"]]}, {"x-list": {"value": "no"}}, [{"name": "x-list", "values": ["no"]}]],
+    [
+        "",
+        0,
+        False,
+        {"x-list": [["no"]]},
+        {"x-list": {"value": "no"}},
+        [{"name": "x-list", "values": ["no"]}],
+    ],
 )
-def test_headers_of_another_form_are_not_taken_for_none(workspace: Workspace, headers: Any) -> None:
+def test_headers_of_another_form_are_not_taken_for_none(
+    workspace: Workspace, headers: Any
+) -> None:
     made = taken(workspace, [exchange(0, headers=headers)], deny={"x-list": "no"})
     assert made.dropped == {"unreadable headers": 1}
 
 
 def test_a_user_that_is_no_text_is_unknown(workspace: Workspace) -> None:
-    lines = [exchange(0, request=asked("What?", user=user)) for user in (["ann"], {"id": "ann"})]
-    assert taken(workspace, lines, deny={"user": "ann"}).dropped == {"unknown headers": 2}
+    lines = [
+        exchange(0, request=asked("What?", user=user))
+        for user in (["ann"], {"id": "ann"})
+    ]
+    assert taken(workspace, lines, deny={"user": "ann"}).dropped == {
+        "unknown headers": 2
+    }
 
 
 def test_what_the_log_does_not_tell_is_dropped(workspace: Workspace) -> None:
@@ -304,13 +389,19 @@ def test_what_the_log_does_not_tell_is_dropped(workspace: Workspace) -> None:
         exchange(3, headers={}, header_names="x-list"),
     ]
     made = taken(workspace, lines, deny={"x-list": "no", "user": "ann"})
-    assert (made.kept, made.dropped) == (1, {"unknown headers": 2, "unreadable headers": 1})
+    assert (made.kept, made.dropped) == (
+        1,
+        {"unknown headers": 2, "unreadable headers": 1},
+    )
     other = Workspace.of("demo", workspace.root / "other")
     assert taken(other, lines, deny={"user": "ann"}).kept == 3
 
 
 def test_an_allow_list_must_match_every_value(workspace: Workspace) -> None:
-    lines = [exchange(0, headers={"x-team": ["red", "blue"]}), exchange(1, headers={"x-team": ["red"] * 2})]
+    lines = [
+        exchange(0, headers={"x-team": ["red", "blue"]}),
+        exchange(1, headers={"x-team": ["red"] * 2}),
+    ]
     assert taken(workspace, lines, allow={"x-team": "r*"}).dropped == {"not allowed": 1}
 
 
@@ -320,7 +411,10 @@ def test_the_requests_of_a_conversation_are_on_one_side_though_an_image_comes_la
     lines = []
     for number in range(30):
         first = {"role": "user", "content": f"Question {number}?"}
-        then = [{"role": "assistant", "content": "Show me."}, *asked("Here.", data_url(number))["messages"]]
+        then = [
+            {"role": "assistant", "content": "Show me."},
+            *asked("Here.", data_url(number))["messages"],
+        ]
         lines.append(exchange(number, request={"messages": [first]}))
         lines.append(exchange(100 + number, request={"messages": [first, *then]}))
     file = str(write(workspace.root.parents[1] / "log.jsonl", lines))
@@ -328,7 +422,10 @@ def test_the_requests_of_a_conversation_are_on_one_side_though_an_image_comes_la
     sides: dict[str, list[str]] = {}
     for one in prompt_table.read(workspace.prompts):
         sides.setdefault(one.messages[0]["content"][0]["text"], []).append(one.split)
-    assert {(*side,) for side in sides.values()} == {("train", "train"), ("eval", "eval")}
+    assert {(*side,) for side in sides.values()} == {
+        ("train", "train"),
+        ("eval", "eval"),
+    }
 
 
 def test_near_duplicates_are_dropped_and_counted(workspace: Workspace) -> None:
@@ -350,22 +447,40 @@ def test_batches_folders_and_odd_lines(workspace: Workspace, tmp_path: Path) -> 
         for number in range(3)
     ]
     answers = [
-        {"custom_id": f"r{number}", "response": {"status_code": 200, "body": said(ANSWER.format(number))}}
+        {
+            "custom_id": f"r{number}",
+            "response": {"status_code": 200, "body": said(ANSWER.format(number))},
+        }
         for number in (2, 0, 7)
     ]
     answers.append({"custom_id": "r1", "response": {"status_code": 500, "body": {}}})
     write(folder / "a" / "input.jsonl", requests)
     write(folder / "b" / "output.jsonl", answers)
-    (folder / "b" / "rest.jsonl").write_text('{"cut off\n[]\n' + json.dumps({"request": {}}) + "\n")
+    (folder / "b" / "rest.jsonl").write_text(
+        '{"cut off\n[]\n' + json.dumps({"request": {}}) + "\n"
+    )
     (folder / "notes.md").write_text("no log")
     nested = {"headers": {"X-Team": "red"}, "body": json.dumps(asked("Q as text?"))}
-    turns = [*asked("Q 10?")["messages"], {"role": "assistant", "content": "A."}, *asked("Q 11?")["messages"]]
+    turns = [
+        *asked("Q 10?")["messages"],
+        {"role": "assistant", "content": "A."},
+        *asked("Q 11?")["messages"],
+    ]
     write(
         folder / "gateway.jsonl",
         [
-            {"request": nested, "response": {"status_code": 200, "body": said(ANSWER.format("x"))}},
-            {"request": {**asked(""), "messages": turns}, "response": said(ANSWER.format("y"))},
-            {"request": asked("Q tools?", tools=[{}]), "response": said(ANSWER.format("z"))},
+            {
+                "request": nested,
+                "response": {"status_code": 200, "body": said(ANSWER.format("x"))},
+            },
+            {
+                "request": {**asked(""), "messages": turns},
+                "response": said(ANSWER.format("y")),
+            },
+            {
+                "request": asked("Q tools?", tools=[{}]),
+                "response": said(ANSWER.format("z")),
+            },
         ],
     )
     made = harvest(workspace, [str(folder)], Policy())
@@ -388,13 +503,20 @@ def test_batches_folders_and_odd_lines(workspace: Workspace, tmp_path: Path) -> 
 
 def batch(name: int) -> tuple[list[Any], list[Any]]:
     """The input and the output of a batch that counts from 1, as the others do."""
-    requests = [{"custom_id": f"r{at}", "body": asked(f"Q {at} of {name}?")} for at in range(2)]
+    requests = [
+        {"custom_id": f"r{at}", "body": asked(f"Q {at} of {name}?")} for at in range(2)
+    ]
     bodies = [said(ANSWER.format(f"{at} of {name}")) for at in range(2)]
-    answers = [{"custom_id": f"r{at}", "response": {"body": body}} for at, body in enumerate(bodies)]
+    answers = [
+        {"custom_id": f"r{at}", "response": {"body": body}}
+        for at, body in enumerate(bodies)
+    ]
     return requests, answers
 
 
-def test_a_batch_whose_requests_come_later_is_kept_then(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_batch_whose_requests_come_later_is_kept_then(
+    workspace: Workspace, tmp_path: Path
+) -> None:
     requests, answers = batch(1)
     output = str(write(tmp_path / "output.jsonl", answers))
     assert harvest(workspace, [output]).dropped == {"no request": 2}
@@ -409,7 +531,9 @@ def test_an_answer_is_never_that_to_another_batchs_request_of_the_same_id(
         requests, answers = batch(name)
         write(tmp_path / str(name) / "input.jsonl", requests)
         write(tmp_path / str(name) / "output.jsonl", answers)
-    assert harvest(workspace, [str(tmp_path / "1"), str(tmp_path / "2")]).dropped == {"several requests": 4}
+    assert harvest(workspace, [str(tmp_path / "1"), str(tmp_path / "2")]).dropped == {
+        "several requests": 4
+    }
     assert [harvest(workspace, [str(tmp_path / name)]).kept for name in "12"] == [2, 2]
     texts = {row.key: row.text for row in dataset.read(workspace.responses)}
     for one in prompt_table.read(workspace.prompts):
@@ -417,8 +541,12 @@ def test_an_answer_is_never_that_to_another_batchs_request_of_the_same_id(
         assert question.removeprefix("Q ").removesuffix("?") in texts[one.key]
 
 
-def test_a_line_whose_image_comes_later_is_kept_then(workspace: Workspace, tmp_path: Path) -> None:
-    log = str(write(tmp_path / "log.jsonl", [exchange(1, request=asked("Which?", "1.png"))]))
+def test_a_line_whose_image_comes_later_is_kept_then(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    log = str(
+        write(tmp_path / "log.jsonl", [exchange(1, request=asked("Which?", "1.png"))])
+    )
     assert harvest(workspace, [log]).dropped == {"missing media": 1}
     tiny.picture(84, 84, 1).save(tmp_path / "1.png")
     assert harvest(workspace, [log]).kept == 1
@@ -436,7 +564,9 @@ def test_a_line_whose_image_comes_later_is_kept_then(workspace: Workspace, tmp_p
         "X-Plan: free",  # which cannot be read: it may say anything
     ],
 )
-def test_a_list_meets_headers_in_every_form_that_gateways_write(workspace: Workspace, headers: Any) -> None:
+def test_a_list_meets_headers_in_every_form_that_gateways_write(
+    workspace: Workspace, headers: Any
+) -> None:
     lines = [exchange(0, headers=headers), exchange(1, headers={"x-plan": "paid"})]
     lines.append(exchange(2, request=asked("A question of 7?", user=7)))
     made = taken(workspace, lines, deny={"X-Plan": "free", "user": "7"})
@@ -462,21 +592,29 @@ def test_times_of_every_unit_are_read_and_durations_are_none(
     assert prompt_table.read(workspace.prompts)[0].time == time
 
 
-@pytest.mark.parametrize(("unit", "zone"), [("s", None), ("ms", "UTC"), ("us", "Asia/Tokyo"), ("ns", None)])
-def test_times_of_parquet_are_read(workspace: Workspace, tmp_path: Path, unit: str, zone: str | None) -> None:
+@pytest.mark.parametrize(
+    ("unit", "zone"), [("s", None), ("ms", "UTC"), ("us", "Asia/Tokyo"), ("ns", None)]
+)
+def test_times_of_parquet_are_read(
+    workspace: Workspace, tmp_path: Path, unit: str, zone: str | None
+) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     line = exchange(0)
     count = int(NOW) * {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
     time = pa.array([count], pa.timestamp(unit, zone))
-    columns = {name: pa.array([json.dumps(line[name])]) for name in ("request", "response")}
+    columns = {
+        name: pa.array([json.dumps(line[name])]) for name in ("request", "response")
+    }
     pq.write_table(pa.table({"time": time, **columns}), tmp_path / "log.parquet")
     assert harvest(workspace, [str(tmp_path / "log.parquet")]).kept == 1
     assert prompt_table.read(workspace.prompts)[0].time == NOW
 
 
-def test_a_damaged_line_costs_itself_alone(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_damaged_line_costs_itself_alone(
+    workspace: Workspace, tmp_path: Path
+) -> None:
     lines = [json.dumps(exchange(number)).encode() for number in range(3)]
     lines[1] = lines[1].replace(b"board", b"b\xffard")
     cut = json.dumps(exchange(4, user="\u4e2d"), ensure_ascii=False).encode()
@@ -511,7 +649,9 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_harvested(
     assert main(["harvest", logs, "--runs", str(workspace.root.parent)]) == 0
 
 
-def test_a_log_of_bad_files_alone_is_an_error(workspace: Workspace, tmp_path: Path) -> None:
+def test_a_log_of_bad_files_alone_is_an_error(
+    workspace: Workspace, tmp_path: Path
+) -> None:
     (folder := tmp_path / "logs").mkdir()
     (folder / "log.jsonl").write_bytes(b"\xff\xfe{}")
     with fifo(folder / "pipe.jsonl"):
@@ -529,12 +669,18 @@ def test_an_image_of_a_log_that_memory_cannot_hold_is_not_read(
     monkeypatch.setattr(traffic, "MOST_BYTES", 1000)
     two = asked("And these?", "a.png")
     two["messages"][0]["content"] += asked("Which?", "b.png")["messages"][0]["content"]
-    lines = [exchange(0, request=asked("Which?", "holes.png")), exchange(1, request=two), exchange(2)]
+    lines = [
+        exchange(0, request=asked("Which?", "holes.png")),
+        exchange(1, request=two),
+        exchange(2),
+    ]
     made = harvest(workspace, [str(write(tmp_path / "log.jsonl", lines))])
     assert (made.kept, made.dropped) == (1, {"media too large": 2})
 
 
-def test_what_a_wrong_clock_puts_into_the_future_was_asked_at_the_harvest(workspace: Workspace) -> None:
+def test_what_a_wrong_clock_puts_into_the_future_was_asked_at_the_harvest(
+    workspace: Workspace,
+) -> None:
     taken(workspace, [exchange(0, time=4e9)])
     assert (prompt_table.read(workspace.prompts)[0].time or 0) < 4e9
 
@@ -563,9 +709,17 @@ def test_what_was_there_before_keeps_its_dataset_and_files_of_earlier_versions_a
 ) -> None:
     import pyarrow.parquet as pq
 
-    rows = [{"messages": [{"role": "user", "content": "What do you see on board number 0?"}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "What do you see on board number 0?"}
+            ]
+        }
+    ]
     import_prompts([str(write(tmp_path / "own.jsonl", rows))], workspace.prompts)
-    pq.write_table(pq.read_table(workspace.prompts).drop_columns(["time"]), workspace.prompts)
+    pq.write_table(
+        pq.read_table(workspace.prompts).drop_columns(["time"]), workspace.prompts
+    )
     (before,) = prompt_table.read(workspace.prompts)
     assert before.time is None
     assert prompt_table.load(workspace.prompts)[0] == before
@@ -573,15 +727,30 @@ def test_what_was_there_before_keeps_its_dataset_and_files_of_earlier_versions_a
     after = {one.key: one for one in prompt_table.read(workspace.prompts)}
     assert replace(after[before.key], split=before.split) == before
     assert len(after) == 2
-    assert before.key not in dataset.keys(workspace.responses)  # nothing would say when to delete it
+    assert before.key not in dataset.keys(
+        workspace.responses
+    )  # nothing would say when to delete it
 
 
 def test_a_policy_is_read_from_toml_and_wrong_ones_say_what(tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
-    file.write_text('share = 0.5\nmax_age = "12h"\nmedia = "1.5 MB"\n[allow]\nuser = ["a*", "b"]\n')
+    file.write_text(
+        'share = 0.5\nmax_age = "12h"\nmedia = "1.5 MB"\n[allow]\nuser = ["a*", "b"]\n'
+    )
     policy = Policy.read(file, share=0.25)
-    assert (policy.share, policy.seconds, policy.media_bytes) == (0.25, 43200.0, 1_500_000)
-    for wrong in ('max_age = "soon"', 'media = "much"', "share = 2", "shares = 1", "[[", 'redact = "a:b"'):
+    assert (policy.share, policy.seconds, policy.media_bytes) == (
+        0.25,
+        43200.0,
+        1_500_000,
+    )
+    for wrong in (
+        'max_age = "soon"',
+        'media = "much"',
+        "share = 2",
+        "shares = 1",
+        "[[",
+        'redact = "a:b"',
+    ):
         file.write_text(wrong)
         with pytest.raises(DataError, match=r"policy\.toml"):
             Policy.read(file)
@@ -593,7 +762,9 @@ def test_a_response_on_which_the_tokenizer_panics_costs_itself_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target = tiny.panicking(tiny.checkpoint("qwen2_5_vl", tmp_path / "target"))
-    log = write(tmp_path / "log.jsonl", [exchange(0, response=said(tiny.PANIC)), exchange(1)])
+    log = write(
+        tmp_path / "log.jsonl", [exchange(0, response=said(tiny.PANIC)), exchange(1)]
+    )
     made = harvest(Workspace.of(str(target), tmp_path / "runs"), [str(log)])
     assert (made.kept, sum(made.dropped.values())) == (1, 1)
     capfd.readouterr()
@@ -603,15 +774,28 @@ def test_texts_that_cannot_fit_are_dropped_before_they_are_tokenized(
     workspace: Workspace, encoder: TargetModel
 ) -> None:
     long = "a " * encoder.max_characters
-    lines = [exchange(0, response=said(long)), exchange(1, request=asked(long)), exchange(2)]
+    lines = [
+        exchange(0, response=said(long)),
+        exchange(1, request=asked(long)),
+        exchange(2),
+    ]
     made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (1, {"over length": 1, "refused by the processor": 1})
+    assert (made.kept, made.dropped) == (
+        1,
+        {"over length": 1, "refused by the processor": 1},
+    )
 
 
-def test_the_requests_of_a_batch_are_never_all_in_memory(workspace: Workspace, tmp_path: Path) -> None:
+def test_the_requests_of_a_batch_are_never_all_in_memory(
+    workspace: Workspace, tmp_path: Path
+) -> None:
     large = 100_000 * "x"
-    requests = [{"custom_id": f"r{at}", "body": asked(f"{at}? {large}")} for at in range(100)]
-    answers = [{"custom_id": f"r{at}", "response": {"body": said("A.")}} for at in range(100)]
+    requests = [
+        {"custom_id": f"r{at}", "body": asked(f"{at}? {large}")} for at in range(100)
+    ]
+    answers = [
+        {"custom_id": f"r{at}", "response": {"body": said("A.")}} for at in range(100)
+    ]
     write(tmp_path / "input.jsonl", requests)
     write(tmp_path / "output.jsonl", answers)
     log = Log.open([str(tmp_path)], workspace)
@@ -632,6 +816,8 @@ def test_the_requests_of_a_batch_are_never_all_in_memory(workspace: Workspace, t
 
 def test_of_what_is_dropped_no_list_has_a_line(workspace: Workspace) -> None:
     broken = "data:image/png;base64,bm8gaW1hZ2U="
-    made = taken(workspace, [exchange(0), exchange(1, request=asked("What is it?", broken))])
+    made = taken(
+        workspace, [exchange(0), exchange(1, request=asked("What is it?", broken))]
+    )
     assert (made.kept, made.dropped) == (1, {"unreadable image": 1})
     assert not workspace.prompts.with_suffix(".skipped.jsonl").read_text()

@@ -48,12 +48,43 @@ class Server:
         assert request["return_token_ids"] is True
         if request.get("stream"):
             events: list[Any] = [
-                {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
-                {"choices": [{"index": 0, "delta": {"content": text[:9]}, "token_ids": ids[:3]}]},
-                {"choices": [{"index": 0, "delta": {"content": text[9:]}, "token_ids": ids[3:]}]},
-                {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "token_ids": []}]},
+                {
+                    "choices": [
+                        {"index": 0, "delta": {"role": "assistant", "content": ""}}
+                    ]
+                },
+                {
+                    "choices": [
+                        {
+                            "index": 0,
+                            "delta": {"content": text[:9]},
+                            "token_ids": ids[:3],
+                        }
+                    ]
+                },
+                {
+                    "choices": [
+                        {
+                            "index": 0,
+                            "delta": {"content": text[9:]},
+                            "token_ids": ids[3:],
+                        }
+                    ]
+                },
+                {
+                    "choices": [
+                        {
+                            "index": 0,
+                            "delta": {},
+                            "finish_reason": "stop",
+                            "token_ids": [],
+                        }
+                    ]
+                },
             ]
-            parts = [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
+            parts = [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [
+                b"data: [DONE]\n\n"
+            ]
         else:
             parts = [json.dumps(said(text, token_ids=ids)).encode()]
         status = 400 if request.get("user") == "refused" else 200
@@ -77,16 +108,30 @@ def ask(app: Any, body: bytes) -> bytes:
     async def send(message: Any) -> None:
         back.append(message.get("body", b""))
 
-    names = (b"authorization", b"cookie", b"x-goog-iap-jwt-assertion", b"x-forwarded-for", b"dpop")
+    names = (
+        b"authorization",
+        b"cookie",
+        b"x-goog-iap-jwt-assertion",
+        b"x-forwarded-for",
+        b"dpop",
+    )
     headers = [*((name, b"word") for name in names), (b"content-length", b"0")]
     headers += [(b"X-Team", b"red"), (b"X-Team", b"blue")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": headers,
+    }
     asyncio.run(app(scope, receive, send))
     return b"".join(back)
 
 
 def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
-    workspace: Workspace, encoder: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace,
+    encoder: TargetModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
     policy = write_policy(tmp_path / "log", x_team="blue")
@@ -96,7 +141,10 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
         asked("What is here?", data_url(1)),
         asked("And what is there?", stream=True),
         asked("No.", user="refused"),
-        {"model": "demo", "messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        {
+            "model": "demo",
+            "messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+        },
     ]
     back = [ask(app, json.dumps(body).encode()) for body in bodies]
     app.recorder.close()
@@ -106,9 +154,14 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
     assert [{**body, "return_token_ids": True} for body in bodies] == server.seen
     made = harvest(workspace, [str(tmp_path / "log")])
     assert (made.exchanges, made.kept, made.tokens, made.media) == (3, 2, {"ids": 2}, 1)
-    assert {row.text for row in dataset.read(workspace.responses)} == {ANSWER.format(1), ANSWER.format(2)}
+    assert {row.text for row in dataset.read(workspace.responses)} == {
+        ANSWER.format(1),
+        ANSWER.format(2),
+    }
     (file,) = (tmp_path / "log").glob("*.jsonl")
-    assert json.loads(file.read_text().splitlines()[0])["headers"] == {"x-team": ["red", "blue"]}
+    assert json.loads(file.read_text().splitlines()[0])["headers"] == {
+        "x-team": ["red", "blue"]
+    }
     assert "word" not in file.read_text()
     again = Workspace.of("demo", tmp_path / "again")
     assert harvest(again, [str(tmp_path / "log")], policy).dropped == {"denied": 3}
@@ -117,13 +170,18 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
 def write_policy(folder: Path, **deny: str) -> Policy:
     """A policy in the folder of a log, which says what of the headers is recorded."""
     folder.mkdir(exist_ok=True)
-    lines = [f'{name.replace("_", "-")} = "{pattern}"' for name, pattern in deny.items()]
+    lines = [
+        f'{name.replace("_", "-")} = "{pattern}"' for name, pattern in deny.items()
+    ]
     (folder / "policy.toml").write_text("\n".join(["[deny]", *lines]))
     return Policy.read(folder / "policy.toml")
 
 
 def test_without_a_policy_no_header_is_recorded_and_none_is_taken_for_missing(
-    workspace: Workspace, encoder: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Workspace,
+    encoder: TargetModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
     app = Recording(Server(encoder))
@@ -163,7 +221,9 @@ def test_a_log_is_for_its_user_alone_and_follows_no_link(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["[deny", "deny = 1"])
-def test_a_policy_that_cannot_be_read_starts_no_server(tmp_path: Path, text: str) -> None:
+def test_a_policy_that_cannot_be_read_starts_no_server(
+    tmp_path: Path, text: str
+) -> None:
     (tmp_path / "policy.toml").write_text(text)
     with pytest.raises(DataError, match=r"policy\.toml"):
         Recorder(tmp_path)
@@ -186,10 +246,15 @@ Recording(None).recorder.add(lambda keep: time.sleep(1) or {"late": True})
 def test_a_body_that_is_no_object_passes_as_it_is() -> None:
     for body in (b"", b"[1]", b"{}", b" { } ", b"hello"):
         assert with_tokens(body) == body
-    assert json.loads(with_tokens(b'{"a": {}} \n')) == {"a": {}, "return_token_ids": True}
+    assert json.loads(with_tokens(b'{"a": {}} \n')) == {
+        "a": {},
+        "return_token_ids": True,
+    }
 
 
-def test_what_cannot_be_recorded_is_counted_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_counted_and_the_rest_goes_on(
+    tmp_path: Path,
+) -> None:
     def failing(keep: Any) -> Any:
         raise ZeroDivisionError
 
@@ -210,7 +275,9 @@ def test_no_copy_of_a_remote_log_stays_on_this_machine(
     bucket = open_backend("memory://logs")
     image = exchange(1, request=asked("What is it?", "1.png"))
     lines = [image, exchange(2), exchange(3, headers={"user": "secret"})]
-    bucket.replace("day.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    bucket.replace(
+        "day.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode()
+    )
     bucket.replace("1.png", base64.b64decode(data_url(3).partition(",")[2]))
     made = harvest(workspace, ["memory://logs"])
     assert (made.exchanges, made.kept, made.media) == (3, 3, 1)

@@ -11,7 +11,9 @@ from vlmdistill.pipelines.vllm.plugin.cpu import constraints, normed_keys
 def top_k_top_p(logits_NV: Tensor, k_N: Tensor | None, p_N: Tensor | None) -> Tensor:
     """Shows the arguments; like vLLM's, it fails on no rows."""
     assert k_N is None or k_N.max() > 0
-    return torch.stack([logits_NV[:, 0], *(one for one in (k_N, p_N) if one is not None)])
+    return torch.stack(
+        [logits_NV[:, 0], *(one for one in (k_N, p_N) if one is not None)]
+    )
 
 
 def test_each_drafted_token_has_the_settings_of_its_request() -> None:
@@ -21,14 +23,19 @@ def test_each_drafted_token_has_the_settings_of_its_request() -> None:
         top_k=torch.tensor([7, 8, 9, 10]),
         top_p=None,
     )
-    found = constraints(top_k_top_p)(torch.ones(6, 3), torch.tensor([2, 2, 3, 6]), sampling)
+    found = constraints(top_k_top_p)(
+        torch.ones(6, 3), torch.tensor([2, 2, 3, 6]), sampling
+    )
     assert found[0].tolist() == [4, 4, 1, 0.5, 0.5, 0.5]
     assert found[1].tolist() == [7, 7, 9, 10, 10, 10]
 
 
 def test_a_step_without_drafts_leaves_nothing_to_filter() -> None:
     sampling = SimpleNamespace(
-        all_greedy=False, temperature=torch.ones(2), top_k=torch.tensor([20, 20]), top_p=None
+        all_greedy=False,
+        temperature=torch.ones(2),
+        top_k=torch.tensor([20, 20]),
+        top_p=None,
     )
     found = constraints(top_k_top_p)(torch.empty(0, 3), torch.tensor([0, 0]), sampling)
     assert found.shape == (0, 3)

@@ -78,7 +78,11 @@ class Served:
         self.drafter = drafter_of(msgspec.convert(config[KEY], Feeding)).double()
         self.block, self.head = self.drafter.block, head
         weights = load_file(folder / "model.safetensors")
-        own = {key.removeprefix("drafter."): one for key, one in weights.items() if "drafter." in key}
+        own = {
+            key.removeprefix("drafter."): one
+            for key, one in weights.items()
+            if "drafter." in key
+        }
         for llama, ours in {**layer_names("layer", "block.layer"), **NORM}.items():
             name = ours.partition("/")[0]
             for kind in ("weight", "bias"):
@@ -89,7 +93,9 @@ class Served:
         heads, width = self.block.layer.kv_heads, self.block.layer.head_dim
         self.joined_ND = torch.zeros(64, INFO.hidden_size, dtype=torch.double)
         self.compressed: tuple[Tensor, Tensor] | None = None
-        self.key_SHd, self.value_SHd = torch.zeros(2, 64, heads, width, dtype=torch.double)
+        self.key_SHd, self.value_SHd = torch.zeros(
+            2, 64, heads, width, dtype=torch.double
+        )
 
     def run(
         self,
@@ -102,9 +108,13 @@ class Served:
         joined_ND: Tensor,
     ) -> Tensor:
         drafter, layer = self.drafter, self.block.layer
-        x_ND = drafter.fuse(embed_ND, drafter.combine(state_ND), torch.tensor([guess]), joined_ND)
+        x_ND = drafter.fuse(
+            embed_ND, drafter.combine(state_ND), torch.tensor([guess]), joined_ND
+        )
         x_ND = torch.where(bare_N[:, None], embed_ND, x_ND)
-        query_NHd, self.key_SHd[slot_N], self.value_SHd[slot_N] = layer.qkv(x_ND, position_N)
+        query_NHd, self.key_SHd[slot_N], self.value_SHd[slot_N] = layer.qkv(
+            x_ND, position_N
+        )
         seen_NS = torch.arange(len(self.key_SHd)) <= slot_N[:, None]
         mixed_1HNd = F.scaled_dot_product_attention(
             query_NHd.transpose(0, 1)[None],
@@ -116,7 +126,12 @@ class Served:
         return layer.finish(x_ND, mixed_1HNd[0].transpose(0, 1))
 
     def draft(
-        self, visual_P: Tensor, embed_LD: Tensor, state_PD: Tensor, size: int, length: int
+        self,
+        visual_P: Tensor,
+        embed_LD: Tensor,
+        state_PD: Tensor,
+        size: int,
+        length: int,
     ) -> list[Tensor]:
         """The logits of each step of a greedy chain after a prompt that is read `size` entries at a time.
 
@@ -126,7 +141,9 @@ class Served:
         edges = torch.diff(F.pad(visual_P.int(), (1, 1))).nonzero()[:, 0].tolist()
         images, prompt = list(zip(edges[::2], edges[1::2], strict=True)), len(visual_P)
         embeds = {str(start): embed_LD[start:end] for start, end in images}
-        features = [Image(str(start), Place(start, end - start)) for start, end in images]
+        features = [
+            Image(str(start), Place(start, end - start)) for start, end in images
+        ]
         for first in range(0, prompt, size):
             rows = slice(first, min(first + size, prompt))
             position_K = slot_K = torch.arange(prompt)[rows]
@@ -137,19 +154,34 @@ class Served:
                 feed = feeder.feed(read, ends, slot_K, state_KD, self, embeds, {"one"})
                 if feed is not None:
                     slot_K, position_K = feed.index_K, feed.index_K + feed.turned_K
-                    embed_KD, state_KD, bare_K = (x[feed.kept_K] for x in (embed_KD, state_KD, bare_K))
+                    embed_KD, state_KD, bare_K = (
+                        x[feed.kept_K] for x in (embed_KD, state_KD, bare_K)
+                    )
             if self.compressed is not None:
                 row_X, embed_KD[row_X] = self.compressed
                 bare_K[row_X], self.compressed = True, None
             joined_KD = self.joined_ND[: len(slot_K)]
-            out_KD = self.run(embed_KD, state_KD, position_K, slot_K, bare_K, 0, joined_KD)
-        position_1, slot_1, state_1D, scores = position_K[-1:], slot_K[-1:], out_KD[-1:], list[Tensor]()
+            out_KD = self.run(
+                embed_KD, state_KD, position_K, slot_K, bare_K, 0, joined_KD
+            )
+        position_1, slot_1, state_1D, scores = (
+            position_K[-1:],
+            slot_K[-1:],
+            out_KD[-1:],
+            list[Tensor](),
+        )
         for guess in range(1, length + 1):
             scores.append(F.linear(state_1D, self.head.lm_head_VD)[0])
             embed_1D = self.head.embed_VD[scores[-1].argmax()][None]
             position_1, slot_1 = position_1 + 1, slot_1 + 1
             state_1D = self.run(
-                embed_1D, state_1D, position_1, slot_1, torch.tensor([False]), guess, joined_KD[-1:]
+                embed_1D,
+                state_1D,
+                position_1,
+                slot_1,
+                torch.tensor([False]),
+                guess,
+                joined_KD[-1:],
             )
         return scores
 
@@ -164,28 +196,40 @@ def ours(drafter: Drafter, one: Batch, length: int) -> list[Tensor]:
         return scores[-1][None]
 
     drafter.logits = record  # type: ignore[method-assign, assignment]
-    synthetic.begun(drafter, one, len(one.ids_T) - 1).grow(Tree.parse(f"chain-{length}"))
+    synthetic.begun(drafter, one, len(one.ids_T) - 1).grow(
+        Tree.parse(f"chain-{length}")
+    )
     return scores
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("layout", ["no image", "one image", "several images", "starts with an image"])
+@pytest.mark.parametrize(
+    "layout", ["no image", "one image", "several images", "starts with an image"]
+)
 @pytest.mark.parametrize(("name", "settings"), SERVED, ids=lambda value: str(value))
 def test_an_exported_drafter_drafts_what_it_drafts_here(
     name: str, settings: dict[str, object], layout: str, tmp_path: Path
 ) -> None:
     if name == "msd" and layout == "starts with an image":
-        pytest.skip("our decoder has an entry for a visual token with no token before it, and vLLM has none")
+        pytest.skip(
+            "our decoder has an entry for a visual token with no token before it, and vLLM has none"
+        )
     drafter = synthetic.build(name, **settings).eval()
     for parameter in drafter.parameters():
-        nn.init.normal_(parameter, std=0.25)  # with larger weights attention sees one entry alone
+        nn.init.normal_(
+            parameter, std=0.25
+        )  # with larger weights attention sees one entry alone
     export(synthetic.save(name, tmp_path / name, drafter), tmp_path / "out", "float32")
     drafter.double()  # random weights blow rounding up from guess to guess
 
     letters = {**LAYOUTS, "starts with an image": "vvvvtttrrrr"}[layout]
-    features = drafter.config.needs(INFO, decoding=True) | synthetic.build("eagle2").config.needs(INFO)
+    features = drafter.config.needs(INFO, decoding=True) | synthetic.build(
+        "eagle2"
+    ).config.needs(INFO)
     one = synthetic.batch([letters], features).to("cpu", torch.double)
-    embed_ND = synthetic.in_order(one, drafter.embed_VD[one.ids_T], one.feature("embed", "visual"))
+    embed_ND = synthetic.in_order(
+        one, drafter.embed_VD[one.ids_T], one.feature("embed", "visual")
+    )
     state_ND = synthetic.states(one, "hidden")
     visual_N = torch.tensor([letter == "v" for letter in letters])
 
@@ -198,7 +242,9 @@ def test_an_exported_drafter_drafts_what_it_drafts_here(
         torch.testing.assert_close([row.float() for row in found], expected)
 
 
-def test_a_step_of_visual_tokens_alone_keeps_one_row_and_its_slot_is_used_again() -> None:
+def test_a_step_of_visual_tokens_alone_keeps_one_row_and_its_slot_is_used_again() -> (
+    None
+):
     sparrow = synthetic.build("sparrow")
     assert isinstance(sparrow, EagleDrafter)
     entries = EntryMap.of(np.array([False, True, True, True, True, False]), sparrow)

@@ -12,11 +12,15 @@ def test_without_the_environment_the_error_says_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "python"))
-    with pytest.raises(TargetError, match=r"no engine environment at .*/python: run `make engine`"):
+    with pytest.raises(
+        TargetError, match=r"no engine environment at .*/python: run `make engine`"
+    ):
         environment.engine_python()
 
 
-@pytest.mark.parametrize(("printed", "words"), [("", "no vLLM"), ("0.30.2", "vLLM 0.30.2")])
+@pytest.mark.parametrize(
+    ("printed", "words"), [("", "no vLLM"), ("0.30.2", "vLLM 0.30.2")]
+)
 def test_another_version_of_vllm_is_refused(
     printed: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -25,6 +29,7 @@ def test_another_version_of_vllm_is_refused(
     python.chmod(0o755)
     monkeypatch.setenv(environment.VARIABLE, str(python))
     with pytest.raises(
-        TargetError, match=f"has {words}, and vLLM 0.31, 0.32 or 0.33 is supported: run `make"
+        TargetError,
+        match=f"has {words}, and vLLM 0.31, 0.32 or 0.33 is supported: run `make",
     ):
         environment.engine_python()

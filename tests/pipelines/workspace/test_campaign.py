@@ -35,7 +35,13 @@ from vlmdistill.pipelines.workspace import parts
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores import lease
 from vlmdistill.stores.backends.remote import Remote
-from vlmdistill.stores.errors import FOR_USER, DataError, LostError, TrainingError, VlmdistillError
+from vlmdistill.stores.errors import (
+    FOR_USER,
+    DataError,
+    LostError,
+    TrainingError,
+    VlmdistillError,
+)
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.store import Store
 
@@ -59,7 +65,10 @@ class Machines:
         return Workspace.of("demo", self.runs)
 
     def rows(self, name: str, questions: list[str]) -> str:
-        talk = [[{"from": "human", "value": text}, {"from": "gpt", "value": "So."}] for text in questions]
+        talk = [
+            [{"from": "human", "value": text}, {"from": "gpt", "value": "So."}]
+            for text in questions
+        ]
         path = self.disks / f"{name}.json"
         path.write_text(json.dumps([{"conversations": turns} for turns in talk]))
         return str(path)
@@ -69,7 +78,9 @@ class Machines:
 def machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Machines]:
-    found = Machines(f"memory://{request.node.name}-{time.time_ns()}/runs", tmp_path, Line())
+    found = Machines(
+        f"memory://{request.node.name}-{time.time_ns()}/runs", tmp_path, Line()
+    )
     opened = Remote.__init__
 
     def watched(self: Remote, url: str) -> None:
@@ -85,7 +96,9 @@ def machines(
         monkeypatch.setattr(module, "cache", disk)
     monkeypatch.setattr(parts, "EVERY", 0.0)
     monkeypatch.setattr(lease, "POLL", 0.001)
-    monkeypatch.setattr(lease, "ABANDONED", 0.002)  # so that nobody waits for a machine that sleeps
+    monkeypatch.setattr(
+        lease, "ABANDONED", 0.002
+    )  # so that nobody waits for a machine that sleeps
     monkeypatch.setattr(responder, "checkpoint", lambda model: "demo")
     yield found
     here.machine = "none"
@@ -125,7 +138,8 @@ class Prompts:
 
     def check(self, machines: Machines, error: VlmdistillError | None) -> None:
         texts = [
-            prompt.messages[0]["content"][0]["text"] for prompt in prompt_table.read(machines.on("c").prompts)
+            prompt.messages[0]["content"][0]["text"]
+            for prompt in prompt_table.read(machines.on("c").prompts)
         ]
         expected = {"What is first?", "What is b?", *([] if error else ["What is a?"])}
         assert sorted(texts) == sorted({*texts})
@@ -227,7 +241,13 @@ class Checkpoints:
         copied.begin("run")
         begun = saved.read(folder)
         for step in range(begun.position.total if begun else 0, steps):
-            now = Saved(signature="run", settings={}, ranks=1, dtype="f", position=Position(total=step + 1))
+            now = Saved(
+                signature="run",
+                settings={},
+                ranks=1,
+                dtype="f",
+                position=Position(total=step + 1),
+            )
             saved.write(folder, now, {"weight": torch.full((2,), float(step + 1))})
             write(folder / "metrics.jsonl", f"{name} {step + 1}")
             if why := copied.send():
@@ -242,7 +262,9 @@ class Checkpoints:
         last = saved.read(folder)
         assert last
         assert last.position.total == 9
-        assert saved.tensors(folder, last, {"weight": PartEntry("weight", (2,), torch.float32)})
+        assert saved.tensors(
+            folder, last, {"weight": PartEntry("weight", (2,), torch.float32)}
+        )
         assert (folder / "metrics.jsonl").read_text() == "b 9"
 
 
@@ -267,7 +289,14 @@ class Reports:
 
 
 Stage = Prompts | Responses | Features | Drafter | Checkpoints | Reports
-STAGES: list[type[Stage]] = [Prompts, Responses, Features, Drafter, Checkpoints, Reports]
+STAGES: list[type[Stage]] = [
+    Prompts,
+    Responses,
+    Features,
+    Drafter,
+    Checkpoints,
+    Reports,
+]
 
 
 def requests(machines: Machines, stage: Stage) -> int:
@@ -281,13 +310,20 @@ def requests(machines: Machines, stage: Stage) -> int:
 @pytest.mark.parametrize("ahead", [0.0, *count(0, 1) * [360.0, -3600.0]])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_machine_that_sleeps_at_any_request(
-    machines: Machines, stage: type[Stage], ahead: float, monkeypatch: pytest.MonkeyPatch
+    machines: Machines,
+    stage: type[Stage],
+    ahead: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     total = requests(machines, stage())
     assert 5 < total < MOST
     step = count(max(1, total // 6), 1)
     now, base, disks, lost = time.time, machines.runs, machines.disks, 0
-    monkeypatch.setattr(time, "time", lambda: now() + (ahead if getattr(here, "machine", "") == "b" else 0.0))
+    monkeypatch.setattr(
+        time,
+        "time",
+        lambda: now() + (ahead if getattr(here, "machine", "") == "b" else 0.0),
+    )
     for number in range(1, total + 1, step):
         for moment in ("before", "after"):
             machines.runs = f"{base}-{number}-{moment}"
@@ -307,7 +343,9 @@ def test_a_machine_that_sleeps_at_any_request(
                 error = told
                 lost += 1
             assert error is None or "another machine" in str(error)
-            assert slept or number > total // 2 or moment == "after"  # of a request that fails
+            assert (
+                slept or number > total // 2 or moment == "after"
+            )  # of a request that fails
             one.check(machines, error)
     assert lost or stage in (Features, Reports)
 

@@ -51,15 +51,22 @@ def test_only_parts_that_were_asked_for_are_fetched_and_nothing_hidden_is_publis
         write(a.root / name, "")
     _ = a.responses
     a.close()
-    assert {name.partition("/versions/")[0].partition("/files/")[0] for name in names_at(runs)} == {
-        "drafters/hivis"
-    }
+    assert {
+        name.partition("/versions/")[0].partition("/files/")[0]
+        for name in names_at(runs)
+    } == {"drafters/hivis"}
     b = on("b")
     _ = b.responses
-    assert [path.name for path in b.root.rglob("*") if path.is_file() and ".parts" not in path.parts] == []
+    assert [
+        path.name
+        for path in b.root.rglob("*")
+        if path.is_file() and ".parts" not in path.parts
+    ] == []
 
 
-def test_a_writer_begins_with_what_the_writer_before_has_left(runs: str, on: On) -> None:
+def test_a_writer_begins_with_what_the_writer_before_has_left(
+    runs: str, on: On
+) -> None:
     b = on("b")
     assert not (b.responses / "part-1").exists()
     a = on("a")
@@ -74,7 +81,9 @@ def test_a_writer_begins_with_what_the_writer_before_has_left(runs: str, on: On)
     assert sorted(path.name for path in on("a").responses.iterdir()) == ["pack-1"]
 
 
-def test_a_part_is_published_while_it_is_written(runs: str, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_published_while_it_is_written(
+    runs: str, on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a = on("a")
     with only_writer(a.responses) as part:
         write(a.responses / "part-1", "1")
@@ -87,14 +96,17 @@ def test_a_part_is_published_while_it_is_written(runs: str, on: On, monkeypatch:
     assert published(runs, "responses") == {"part-1": "1", "part-2": "2"}
 
 
-def test_prompts_that_two_machines_have_imported_are_not_mixed(runs: str, on: On) -> None:
+def test_prompts_that_two_machines_have_imported_are_not_mixed(
+    runs: str, on: On
+) -> None:
     a = on("a")
     write(a.prompts, "of a")
     b = on("b")
     write(b.prompts, "of b")
     b.close()
     with pytest.raises(
-        LostError, match=r"prompts was changed by another machine \(b, version 1\).* run again"
+        LostError,
+        match=r"prompts was changed by another machine \(b, version 1\).* run again",
     ):
         a.close()
     assert published(runs, "prompts") == {"prompts.parquet": "of b"}
@@ -105,7 +117,9 @@ def test_prompts_that_two_machines_have_imported_are_not_mixed(runs: str, on: On
     assert aside.read_text() == "of a"
 
 
-def test_of_a_drafter_that_two_machines_have_made_one_is_published_whole(runs: str, on: On) -> None:
+def test_of_a_drafter_that_two_machines_have_made_one_is_published_whole(
+    runs: str, on: On
+) -> None:
     a = on("a")
     drafter(a, "hivis", "a")
     b = on("b")
@@ -113,10 +127,15 @@ def test_of_a_drafter_that_two_machines_have_made_one_is_published_whole(runs: s
     b.close()
     with pytest.raises(LostError):
         a.close()
-    assert published(runs, "drafters/hivis") == {"model.safetensors": "weights b", "config.json": "config b"}
+    assert published(runs, "drafters/hivis") == {
+        "model.safetensors": "weights b",
+        "config.json": "config b",
+    }
 
 
-def test_evaluations_of_two_machines_at_once_are_both_published(runs: str, on: On) -> None:
+def test_evaluations_of_two_machines_at_once_are_both_published(
+    runs: str, on: On
+) -> None:
     a = on("a")
     write(a.reports / "hivis.json", "a")
     b = on("b")
@@ -124,18 +143,26 @@ def test_evaluations_of_two_machines_at_once_are_both_published(runs: str, on: O
     write(b.reports / "index.html", "page")
     b.close()
     a.close()
-    assert published(runs, "reports") == {"hivis.json": "a", "eagle2.json": "b", "index.html": "page"}
+    assert published(runs, "reports") == {
+        "hivis.json": "a",
+        "eagle2.json": "b",
+        "index.html": "page",
+    }
     assert (a.reports / "eagle2.json").read_text() == "b"
 
 
-def test_two_machines_that_finish_the_same_interrupted_evaluation_both_add_theirs(runs: str, on: On) -> None:
+def test_two_machines_that_finish_the_same_interrupted_evaluation_both_add_theirs(
+    runs: str, on: On
+) -> None:
     done = Decoded(temperature=0, number=0, threads=1, results={}, shown={})
     interrupted = on("a")
     Unfinished(interrupted.reports, {"seed": 1}).add(done)
     interrupted.close()
     machines = on("a"), on("b")
     under_way = [Unfinished(one.reports, {"seed": 1}) for one in machines]
-    for number, (machine, unfinished) in enumerate(zip(machines, under_way, strict=True), 1):
+    for number, (machine, unfinished) in enumerate(
+        zip(machines, under_way, strict=True), 1
+    ):
         assert unfinished.read() == {(0, 0): done}
         unfinished.add(replace(done, number=number))
         write(new_file(machine.reports, "sparrow"), f"{number}")
@@ -158,7 +185,8 @@ def test_what_could_not_be_sent_is_an_error_and_sent_by_the_next_command(
     with monkeypatch.context() as fault:
         fault.setattr(Remote, "replace", refused)
         with pytest.raises(
-            DataError, match=r"cannot be written to \(Access Denied.* next command .* sends it"
+            DataError,
+            match=r"cannot be written to \(Access Denied.* next command .* sends it",
         ):
             a.close()
     again = on("a")
@@ -167,7 +195,9 @@ def test_what_could_not_be_sent_is_an_error_and_sent_by_the_next_command(
     assert published(runs, "reports") == {"hivis.json": "1"}
 
 
-def test_a_store_without_conditional_put_holds_no_workspace(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_conditional_put_holds_no_workspace(
+    on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a = on("a")
     monkeypatch.setattr(Remote, "exclusive", False)
     with pytest.raises(DataError, match="no conditional PUT"), only_writer(a.responses):
@@ -188,12 +218,17 @@ def test_media_are_never_replaced(runs: str, on: On) -> None:
     assert published(runs, "prompts") == {"prompts.parquet": "prompts"}
 
 
-def test_a_part_has_one_writer_on_all_machines(runs: str, on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_has_one_writer_on_all_machines(
+    runs: str, on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "TOUCHED", 0.02)
     a = on("a")
     with only_writer(a.responses):
         b = on("b")
-        with pytest.raises(DataError, match=r"on a, is writing to memory://"), only_writer(b.responses):
+        with (
+            pytest.raises(DataError, match=r"on a, is writing to memory://"),
+            only_writer(b.responses),
+        ):
             pass
         with only_writer(b.drafter("hivis")):  # another part
             pass
@@ -218,7 +253,10 @@ def test_a_url_with_empty_parts_is_the_url_without(runs: str, on: On) -> None:
     ],
 )
 def test_a_url_that_an_option_does_not_take_is_refused_and_makes_no_folder(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) in (1, 2)
@@ -226,6 +264,10 @@ def test_a_url_that_an_option_does_not_take_is_refused_and_makes_no_folder(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("url", ["http://example.org/runs", "ftp://x/runs", "s3://", "s3://bucket/../x"])
-def test_a_url_that_cannot_hold_a_workspace_is_refused(url: str, failing: Callable[..., str]) -> None:
+@pytest.mark.parametrize(
+    "url", ["http://example.org/runs", "ftp://x/runs", "s3://", "s3://bucket/../x"]
+)
+def test_a_url_that_cannot_hold_a_workspace_is_refused(
+    url: str, failing: Callable[..., str]
+) -> None:
     assert url.rstrip("/") in failing("report", "--runs", url)

@@ -32,7 +32,9 @@ class Machines:
 
     def __init__(self, server: str, disks: Path) -> None:
         self.disks = disks
-        self.s3 = S3FileSystem(key="x", secret="x", endpoint_url=server, use_listings_cache=False)
+        self.s3 = S3FileSystem(
+            key="x", secret="x", endpoint_url=server, use_listings_cache=False
+        )
         self.s3.mkdir("bucket")
         self.common = {
             "AWS_ENDPOINT_URL": server,
@@ -50,14 +52,26 @@ class Machines:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, **self.common, "VLMDISTILL_CACHE": str(self.disks / machine)},
+            env={
+                **os.environ,
+                **self.common,
+                "VLMDISTILL_CACHE": str(self.disks / machine),
+            },
         )
 
     def run(self, machine: str, *words: str) -> Any:
         """What a command prints that runs to its end. In this process: imports would take most of it."""
         here = {**self.common, "VLMDISTILL_CACHE": str(self.disks / machine)}
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-            for name, value in here.items():  # DeepSpeed sets others, once in a process: they must stay
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            redirect_stdout(io.StringIO()) as out,
+        ):
+            for (
+                name,
+                value,
+            ) in (
+                here.items()
+            ):  # DeepSpeed sets others, once in a process: they must stay
                 patch.setenv(name, value)
             assert main([*words, "--json"]) == 0
         return json.loads(out.getvalue())
@@ -72,7 +86,10 @@ class Machines:
     def named(self, folder: str, file: str) -> bool:
         """Some version names a file that ends so: until then it does not count."""
         versions = [name for name in self.files(folder) if "/versions/" in name]
-        return any(file in self.s3.cat_file(f"{RUNS}/demo/{name}").decode() for name in versions)
+        return any(
+            file in self.s3.cat_file(f"{RUNS}/demo/{name}").decode()
+            for name in versions
+        )
 
 
 @pytest.fixture(scope="module")
@@ -83,22 +100,32 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
         yield found
 
 
-def test_each_step_goes_on_with_what_lost_machines_have_done(machines: Machines) -> None:
-    made = machines.run("b", "responses", "--max-new-tokens", "24", "--min-words", "0", *HERE)
+def test_each_step_goes_on_with_what_lost_machines_have_done(
+    machines: Machines,
+) -> None:
+    made = machines.run(
+        "b", "responses", "--max-new-tokens", "24", "--min-words", "0", *HERE
+    )
     assert (made["generated"], made["failed"]) == (8, 0)
     machines.lose("b")
-    again = machines.run("a", "responses", "--max-new-tokens", "24", "--min-words", "0", *HERE)
+    again = machines.run(
+        "a", "responses", "--max-new-tokens", "24", "--min-words", "0", *HERE
+    )
     assert again["generated"] == 0
     assert machines.run("b", "features", "--for", "hivis", *HERE)["captured"] == 8
 
     with machines.start("a", "train", "hivis", *SHORT) as lost:
-        while lost.poll() is None and not machines.named("drafters", "-checkpoint.json"):
+        while lost.poll() is None and not machines.named(
+            "drafters", "-checkpoint.json"
+        ):
             time.sleep(0.05)
         os.killpg(lost.pid, signal.SIGKILL)
         lost.communicate()
     assert lost.returncode == -signal.SIGKILL
     machines.lose("a")
-    begun = sorted(name for name in machines.files("drafters") if name.endswith("-metrics.jsonl"))
+    begun = sorted(
+        name for name in machines.files("drafters") if name.endswith("-metrics.jsonl")
+    )
     before = machines.s3.cat_file(f"{RUNS}/demo/{begun[-1]}").decode().splitlines()
     assert machines.run("b", "train", "hivis", *SHORT)["steps"] == STEPS
     run = machines.disks / "b/s3/bucket/runs/demo/drafters/hivis.training"

@@ -23,14 +23,19 @@ def rows(folder: Path, image: str = "") -> str:
     """A row with an image: a file's name, or else its data."""
     shown = tiny.picture(28, 28, 1)
     shown.save(folder / "1.png")
-    talk = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A house."}]
+    talk = [
+        {"from": "human", "value": "<image>\nWhat?"},
+        {"from": "gpt", "value": "A house."},
+    ]
     (folder / "rows.json").write_text(
         json.dumps([{"image": image or tiny.data_url(shown), "conversations": talk}])
     )
     return str(folder / "rows.json")
 
 
-def test_images_of_a_workspace_are_fetched_when_they_are_read(runs: str, on: On, tmp_path: Path) -> None:
+def test_images_of_a_workspace_are_fetched_when_they_are_read(
+    runs: str, on: On, tmp_path: Path
+) -> None:
     a = on("a")
     import_prompts([rows(tmp_path)], a.prompts)
     a.close()
@@ -59,9 +64,16 @@ def test_prompts_are_found_behind_a_symbolic_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     source, out = rows(tmp_path), tmp_path / "link/prompts.parquet"
     import_prompts([source], out)
-    assert prompt_table.read(out) == prompt_table.read(tmp_path / "real/prompts.parquet")
+    assert prompt_table.read(out) == prompt_table.read(
+        tmp_path / "real/prompts.parquet"
+    )
     (row,) = pq.read_table(out).to_pylist()
-    paths = [part["path"] for turn in row["messages"] for part in turn["content"] if part["type"] == "image"]
+    paths = [
+        part["path"]
+        for turn in row["messages"]
+        for part in turn["content"]
+        if part["type"] == "image"
+    ]
     assert [Path(path).parts[0] for path in paths] == ["images"]
 
 
@@ -82,7 +94,9 @@ def test_the_check_of_machines_keeps_files_that_the_driver_may_not_read(
 ) -> None:
     import_prompts([rows(tmp_path, "1.png")], tmp_path / "prompts.parquet")
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read all
-    assert some_media(prompt_table.read(tmp_path / "prompts.parquet")) == (str(tmp_path / "1.png"),)
+    assert some_media(prompt_table.read(tmp_path / "prompts.parquet")) == (
+        str(tmp_path / "1.png"),
+    )
 
 
 def test_images_and_videos_may_be_in_an_object_store(
@@ -105,14 +119,19 @@ def test_images_and_videos_may_be_in_an_object_store(
     stale = at_hand(f"{runs}/data/1.png")
     files.pipe_file(f"{runs}/data/1.png", (tmp_path / "1.png").read_bytes())
     assert stale.read_bytes() == b"an older image"
-    summary = import_prompts([str(tmp_path / "rows.json")], tmp_path / "prompts.parquet")
+    summary = import_prompts(
+        [str(tmp_path / "rows.json")], tmp_path / "prompts.parquet"
+    )
     assert summary.added == 2
     assert sum(summary.skipped.values()) == 2
     monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / "another"))
     image, video = prompt_table.read(tmp_path / "prompts.parquet")
     assert image.files == [f"{runs}/data/1.png"]
     assert at_hand(image.files[0]).read_bytes() == (tmp_path / "1.png").read_bytes()
-    assert sorted(path.name for path in at_hand(video.files[0]).iterdir()) == ["1.png", "2.png"]
+    assert sorted(path.name for path in at_hand(video.files[0]).iterdir()) == [
+        "1.png",
+        "2.png",
+    ]
     copy = at_hand(image.files[0])
     copy.write_bytes(b"of another time")
     assert media_file(image.media[0]).read_bytes() == (tmp_path / "1.png").read_bytes()

@@ -45,7 +45,9 @@ def on_disk(folder: Path) -> int:
     total = 0
     for entry in os.scandir(folder):
         try:
-            total += max(-(-entry.stat().st_size // 4096) * 4096, entry.stat().st_blocks * 512)
+            total += max(
+                -(-entry.stat().st_size // 4096) * 4096, entry.stat().st_blocks * 512
+            )
         except FileNotFoundError:
             continue
     return total
@@ -79,8 +81,14 @@ def cached(tmp_path: Path, size: int, samples: int = 8) -> Store:
 def test_a_damaged_or_shortened_file_of_the_cache_is_read_again(tmp_path: Path) -> None:
     store = cached(tmp_path, 4000 * KB)
     assert isinstance(store.backend, Cached)
-    for change in (lambda data: bytes(len(data)), lambda data: data[:-1], lambda data: data):
-        assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(8))
+    for change in (
+        lambda data: bytes(len(data)),
+        lambda data: data[:-1],
+        lambda data: data,
+    ):
+        assert all(
+            same(store.read(f"k{number:04}"), sample(number)) for number in range(8)
+        )
         for file in (tmp_path / "cache").glob("?" * 32):
             file.write_bytes(change(file.read_bytes()))
     fetched = store.backend.cache.misses
@@ -100,19 +108,25 @@ def test_files_that_cannot_be_removed_count(tmp_path: Path) -> None:
     assert not (tmp_path / ("f" * 32)).exists()
 
 
-def test_what_is_damaged_in_the_store_is_an_error_until_it_is_mended(tmp_path: Path) -> None:
+def test_what_is_damaged_in_the_store_is_an_error_until_it_is_mended(
+    tmp_path: Path,
+) -> None:
     store = cached(tmp_path, 4000 * KB)
     name = f"shards/{store.commit('u0').shard}/hidden.text/c/0/0"
     good = store.backend.read(name)
     store.backend.replace(name, bytes(len(good)))
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"hidden\.text of sample k0001 is damaged"):
+        with pytest.raises(
+            StoreError, match=r"hidden\.text of sample k0001 is damaged"
+        ):
             store.read("k0001")
     store.backend.replace(name, good)
     assert same(store.read("k0001"), sample(1))
 
 
-def test_a_cache_of_half_a_store_saves_about_half_of_what_each_later_epoch_reads(tmp_path: Path) -> None:
+def test_a_cache_of_half_a_store_saves_about_half_of_what_each_later_epoch_reads(
+    tmp_path: Path,
+) -> None:
     whole = cached(tmp_path / "whole", 10**9, 60)
     list(Epoch(whole, token_budget=100))
     size = on_disk(tmp_path / "whole" / "cache")
@@ -126,13 +140,17 @@ def test_a_cache_of_half_a_store_saves_about_half_of_what_each_later_epoch_reads
     assert on_disk(tmp_path / "half") <= size // 2
 
 
-def test_writers_that_are_killed_at_any_moment_leave_a_cache_within_its_size(tmp_path: Path) -> None:
+def test_writers_that_are_killed_at_any_moment_leave_a_cache_within_its_size(
+    tmp_path: Path,
+) -> None:
     folder, size = tmp_path / "cache", 600 * KB
     command = [sys.executable, "-c", WRITER, str(folder), str(size)]
     with watched(folder) as seen:
         for turn in range(4):
             writers = [
-                subprocess.Popen([*command, f"{turn} {one}"], stdout=subprocess.PIPE, cwd=ROOT)
+                subprocess.Popen(
+                    [*command, f"{turn} {one}"], stdout=subprocess.PIPE, cwd=ROOT
+                )
                 for one in range(2)
             ]
             for writer in writers:
@@ -144,7 +162,9 @@ def test_writers_that_are_killed_at_any_moment_leave_a_cache_within_its_size(tmp
                 writer.communicate()
         (folder / "used").write_bytes(b"")  # as after a power failure
         store = cached(tmp_path, size)
-        assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(8))
+        assert all(
+            same(store.read(f"k{number:04}"), sample(number)) for number in range(8)
+        )
     assert len(seen) > 50
     assert size / 2 < max(seen) <= size
 
@@ -174,7 +194,9 @@ def test_ranks_that_read_s3_through_a_tenth_of_the_store_train_the_same_weights(
             monkeypatch.setenv(name, "test")
         monkeypatch.setenv("AWS_ENDPOINT_URL", server)
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        urllib.request.urlopen(urllib.request.Request(f"{server}/bucket", method="PUT")).close()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{server}/bucket", method="PUT")
+        ).close()
         send(store.path, "s3://bucket/store")
         there = replace(
             synthetic.plan(store.path, tmp_path / "there", **how),  # type: ignore[arg-type]
@@ -184,18 +206,28 @@ def test_ranks_that_read_s3_through_a_tenth_of_the_store_train_the_same_weights(
         )
         with watched(tmp_path / "cache") as seen:
             launch(there, 2)
-        launch(replace(there, out=tmp_path / "elsewhere"), 2)  # on a machine that has nothing of it
+        launch(
+            replace(there, out=tmp_path / "elsewhere"), 2
+        )  # on a machine that has nothing of it
     assert 0.5 * size < max(seen) <= size
     runs = ("local", "there", "elsewhere")
     files = [(tmp_path / run / "model.safetensors").read_bytes() for run in runs]
     assert files[0] == files[1] == files[2]
-    logs = [(tmp_path / f"{run}.training" / "metrics.jsonl").read_text().splitlines() for run in runs[1:]]
-    shared = [line for line in logs[1] if line in logs[0]]  # seconds included: these steps were not repeated
+    logs = [
+        (tmp_path / f"{run}.training" / "metrics.jsonl").read_text().splitlines()
+        for run in runs[1:]
+    ]
+    shared = [
+        line for line in logs[1] if line in logs[0]
+    ]  # seconds included: these steps were not repeated
     assert max(json.loads(line)["step"] for line in shared) >= 20
 
 
 def test_a_full_cache_writes_nothing_that_it_would_remove_next(tmp_path: Path) -> None:
-    cache, names = Cache(tmp_path / "cache", 11 * 4096), [f"{number:032x}" for number in range(0, 4000, 100)]
+    cache, names = (
+        Cache(tmp_path / "cache", 11 * 4096),
+        [f"{number:032x}" for number in range(0, 4000, 100)],
+    )
 
     def epoch(seed: int) -> set[int]:
         for name in random.Random(seed).sample(names, len(names)):

@@ -28,8 +28,12 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(Ranges, directory=str(folder)))
-        self.ranges: list[tuple[str, int]] = []  # of arrays, that arrive: file and first byte
-        self.until_broken = 0  # requests of arrays, of which the last breaks; 0 for none
+        self.ranges: list[
+            tuple[str, int]
+        ] = []  # of arrays, that arrive: file and first byte
+        self.until_broken = (
+            0  # requests of arrays, of which the last breaks; 0 for none
+        )
         self.lock = threading.Lock()
 
     @property

@@ -44,7 +44,9 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+def bucket(
+    server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> str:
     values = {
         "AWS_ENDPOINT_URL": server,
         "AWS_ACCESS_KEY_ID": "test",
@@ -54,14 +56,21 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     name = f"b{abs(hash(request.node.name))}"
-    urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="PUT")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{server}/{name}", method="PUT")
+    ).close()
     return f"s3://{name}"
 
 
 def test_samples_views_and_statistics_live_in_a_bucket(bucket: str) -> None:
-    store = make(f"{bucket}/store", [range(4), range(4, 8)], encoding={"embed.span": "int8"})
+    store = make(
+        f"{bucket}/store", [range(4), range(4, 8)], encoding={"embed.span": "int8"}
+    )
     again = Store.open(f"{bucket}/store")
-    assert all(same(again.read(f"k{number:04}"), store.read(f"k{number:04}")) for number in range(8))
+    assert all(
+        same(again.read(f"k{number:04}"), store.read(f"k{number:04}"))
+        for number in range(8)
+    )
     filter_store(store, "late", expressions=["words > 5"])
     store.write_stats("run", {"key": ["k0001"], "kept": [0.5]})
     assert again.view("late")["words"].to_list() == [6, 7]
@@ -81,9 +90,13 @@ def test_a_round_trip_over_s3_changes_no_bit(bucket: str, tmp_path: Path) -> Non
     assert all(same(back.read(f"k{number:04}"), sample(number)) for number in range(8))
 
 
-def test_a_prefix_that_an_object_stands_for_is_empty_and_one_with_other_objects_is_not(bucket: str) -> None:
+def test_a_prefix_that_an_object_stands_for_is_empty_and_one_with_other_objects_is_not(
+    bucket: str,
+) -> None:
     fs = S3FileSystem()
-    fs.call_s3("put_object", Bucket=bucket.removeprefix("s3://"), Key="new/store/", Body=b"")
+    fs.call_s3(
+        "put_object", Bucket=bucket.removeprefix("s3://"), Key="new/store/", Body=b""
+    )
     make(f"{bucket}/new/store", [range(3)])
     assert not verify(f"{bucket}/new/store").damage
     fs.pipe_file(f"{bucket}/full/cache/data.bin", b"mine")
@@ -98,13 +111,19 @@ def test_the_first_of_two_records_stands(bucket: str) -> None:
     assert backend.read("commits/u.json") == b"first"
 
 
-def test_two_writers_one_killed_and_resumed_lose_and_double_nothing(bucket: str) -> None:
+def test_two_writers_one_killed_and_resumed_lose_and_double_nothing(
+    bucket: str,
+) -> None:
     url = f"{bucket}/store"
     make(url)
     command = [sys.executable, "-c", ACTOR, url]
     up, down = [str(at) for at in range(6)], [str(at) for at in reversed(range(6))]
-    one = subprocess.Popen([*command, *up], stdout=subprocess.PIPE, cwd=ROOT, env=os.environ)
-    two = subprocess.Popen([*command, *down], stdout=subprocess.PIPE, cwd=ROOT, env=os.environ)
+    one = subprocess.Popen(
+        [*command, *up], stdout=subprocess.PIPE, cwd=ROOT, env=os.environ
+    )
+    two = subprocess.Popen(
+        [*command, *down], stdout=subprocess.PIPE, cwd=ROOT, env=os.environ
+    )
     assert one.stdout is not None
     one.stdout.readline()  # it has committed a unit and is at work on the next
     time.sleep(0.02)
@@ -113,9 +132,13 @@ def test_two_writers_one_killed_and_resumed_lose_and_double_nothing(bucket: str)
     one.stdout.close()
     two.communicate()
     assert two.returncode == 0
-    subprocess.run([*command, *up], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=os.environ)
+    subprocess.run(
+        [*command, *up], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=os.environ
+    )
     store = Store.open(url)
-    assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(18))
+    assert all(
+        same(store.read(f"k{number:04}"), sample(number)) for number in range(18)
+    )
     assert len(store.index) == 18
     collect(store, grace=0)
     assert not verify(url).findings
@@ -128,9 +151,13 @@ def test_teams_that_push_to_one_prefix_at_the_same_time_are_told_what_is_there(
     origin = provenance(features=features)
     Store.create(f"{bucket}/store", origin, info(), head())
     for team in range(3):
-        with Store.create(tmp_path / str(team), origin, info(), head()).writer("u") as writer:
+        with Store.create(tmp_path / str(team), origin, info(), head()).writer(
+            "u"
+        ) as writer:
             writer.add(sample(10 + team, features))
-    facts = pushed_at_once([tmp_path / str(team) for team in range(3)], f"{bucket}/store", tmp_path / "go")
+    facts = pushed_at_once(
+        [tmp_path / str(team) for team in range(3)], f"{bucket}/store", tmp_path / "go"
+    )
     assert facts == [[1, 0, []]] * 3
     assert Store.open(f"{bucket}/store").keys() == {"k0010", "k0011", "k0012"}
     assert not verify(f"{bucket}/store").damage
@@ -140,7 +167,9 @@ def test_gc_in_a_bucket_leaves_what_is_younger_than_its_grace(bucket: str) -> No
     store = make(f"{bucket}/store", [range(3)])
     store.backend.create("shards/orphan-0123456789abcdef/index.arrow", b"left")
     assert collect(store) == []
-    assert [item.name for item in collect(store, grace=0)] == ["shards/orphan-0123456789abcdef"]
+    assert [item.name for item in collect(store, grace=0)] == [
+        "shards/orphan-0123456789abcdef"
+    ]
     assert collect(store, grace=0) == []
     assert not verify(store.path).findings
 

@@ -55,16 +55,27 @@ def test_a_store_of_many_units_behind_a_web_server_is_read_and_verified(
 ) -> None:
     store = make(tmp_path / "web", [range(3), range(3, 6)])
     write(store, "a=b+c", [7])
-    monkeypatch.setattr(merged, "WORTH", 2)  # so many that the index would be kept, were it not read-only
+    monkeypatch.setattr(
+        merged, "WORTH", 2
+    )  # so many that the index would be kept, were it not read-only
     there = Store.open(web)
     assert there.index.equals(store.index)
-    assert all(same(there.read(f"k{number:04}"), sample(number)) for number in (0, 4, 7))
+    assert all(
+        same(there.read(f"k{number:04}"), sample(number)) for number in (0, 4, 7)
+    )
     facts = verify(web)
     assert not facts.findings
-    assert (facts.files, facts.bytes) == (verify(store.path).files, verify(store.path).bytes)
+    assert (facts.files, facts.bytes) == (
+        verify(store.path).files,
+        verify(store.path).bytes,
+    )
     name = f"shards/{store.commit('u0').shard}/hidden.text/c/0/0"
-    (tmp_path / "web" / name).write_bytes(b"\0" * (tmp_path / "web" / name).stat().st_size)
-    assert [(finding.kind, finding.name) for finding in verify(web).findings] == [("damaged", name)]
+    (tmp_path / "web" / name).write_bytes(
+        b"\0" * (tmp_path / "web" / name).stat().st_size
+    )
+    assert [(finding.kind, finding.name) for finding in verify(web).findings] == [
+        ("damaged", name)
+    ]
 
 
 @pytest.mark.parametrize("page", [None, b"<html>Welcome</html>"])
@@ -81,7 +92,11 @@ def test_a_server_that_lists_no_folders_is_no_empty_store(
 
     make(tmp_path / "web", [range(3)])
     monkeypatch.setattr(Quiet, "list_directory", listed)
-    for act in (lambda: len(Store.open(web)), lambda: verify(web), lambda: send(web, tmp_path / "mine")):
+    for act in (
+        lambda: len(Store.open(web)),
+        lambda: verify(web),
+        lambda: send(web, tmp_path / "mine"),
+    ):
         with pytest.raises(StoreError, match="does not list folders"):
             act()
 
@@ -93,21 +108,31 @@ def test_object_stores_may_refuse_a_conditional_put_by_other_errors(
     store = make(f"memory://odd-{number}", [range(3)])
     plain, times = MemoryFileSystem.pipe_file, [0]
 
-    def put(fs: Any, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+    def put(
+        fs: Any, path: str, value: bytes, mode: str = "overwrite", **more: Any
+    ) -> None:
         if mode == "create":
             times[0] += 1
-            if fs.exists(path) or number == errno.ENOSYS or (number == errno.EIO and times[0] == 1):
+            if (
+                fs.exists(path)
+                or number == errno.ENOSYS
+                or (number == errno.EIO and times[0] == 1)
+            ):
                 raise OSError(number, "as this store says it")
         plain(fs, path, value, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", put)
     assert store.backend.create("commits/new.json", b"first")
-    assert store.backend.create("commits/new.json", b"first") == (number != errno.ENOSYS)
+    assert store.backend.create("commits/new.json", b"first") == (
+        number != errno.ENOSYS
+    )
     assert not store.backend.create("commits/new.json", b"second")
     assert store.backend.read("commits/new.json") == b"first"
 
 
-def test_writing_to_a_web_server_is_refused_in_one_line(web: str, tmp_path: Path) -> None:
+def test_writing_to_a_web_server_is_refused_in_one_line(
+    web: str, tmp_path: Path
+) -> None:
     make(tmp_path / "web", [range(3)])
     with pytest.raises(StoreError, match=web):
         filter_store(Store.open(web), "v", expressions=["words > 1"])
@@ -115,7 +140,9 @@ def test_writing_to_a_web_server_is_refused_in_one_line(web: str, tmp_path: Path
         write(Store.open(web), "u9", [9])
 
 
-def test_a_dry_run_of_gc_looks_where_nothing_can_be_written(web: str, tmp_path: Path) -> None:
+def test_a_dry_run_of_gc_looks_where_nothing_can_be_written(
+    web: str, tmp_path: Path
+) -> None:
     make(tmp_path / "web", [range(3)])
     orphan = tmp_path / "web" / "shards" / "dead-0123456789abcdef"
     orphan.mkdir()
@@ -124,14 +151,22 @@ def test_a_dry_run_of_gc_looks_where_nothing_can_be_written(web: str, tmp_path: 
     assert [(item.name, item.bytes) for item in found] == [(f"shards/{orphan.name}", 4)]
 
 
-@pytest.mark.parametrize("url", ["foo://x", "sftp://host/s", "zip://s::file:///a.zip", "dir::s3://b/s"])
-def test_a_url_of_another_protocol_is_refused_with_those_that_are_supported(url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["foo://x", "sftp://host/s", "zip://s::file:///a.zip", "dir::s3://b/s"]
+)
+def test_a_url_of_another_protocol_is_refused_with_those_that_are_supported(
+    url: str,
+) -> None:
     with pytest.raises(StoreError, match=r"s3://, gs://, az://, or http\(s\)://"):
         Store.open(url)
 
 
-def test_a_url_whose_package_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec.register_implementation("az", "no_such_package.FS", clobber=True, errtxt="Please install it")
+def test_a_url_whose_package_is_missing_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fsspec.register_implementation(
+        "az", "no_such_package.FS", clobber=True, errtxt="Please install it"
+    )
     with pytest.raises(StoreError, match=r"^az://x\b"):
         Store.open("az://x")
 
@@ -140,7 +175,12 @@ def test_a_bucket_without_credentials_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3fs = pytest.importorskip("s3fs")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_PROFILE"):
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ENDPOINT_URL",
+        "AWS_PROFILE",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
@@ -148,9 +188,13 @@ def test_a_bucket_without_credentials_is_told_by_its_name(
     s3fs.S3FileSystem.clear_instance_cache()
     backend = Remote("s3://nobody/store")
     for ask in (backend.read, backend.size, backend.list_files, backend.list_names):
-        with pytest.raises(ConnectionError, match=r"^s3://nobody/store/commits: NoCredentialsError: "):
+        with pytest.raises(
+            ConnectionError, match=r"^s3://nobody/store/commits: NoCredentialsError: "
+        ):
             ask("commits")
-    with pytest.raises(ConnectionError, match=r"^s3://nobody/store/store\.json: NoCredentialsError: "):
+    with pytest.raises(
+        ConnectionError, match=r"^s3://nobody/store/store\.json: NoCredentialsError: "
+    ):
         Store.open(backend.url)
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -166,7 +210,10 @@ def test_a_first_open_asks_twice_for_each_shard_and_the_next_for_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(merged, "WORTH", 4)
-    store, asked = make("memory://counted", [range(at, at + 2) for at in range(0, 40, 2)]), list[str]()
+    store, asked = (
+        make("memory://counted", [range(at, at + 2) for at in range(0, 40, 2)]),
+        list[str](),
+    )
     get = Remote._get
 
     def counting(self: Remote, name: str, **bounds: int) -> bytes:
@@ -175,7 +222,15 @@ def test_a_first_open_asks_twice_for_each_shard_and_the_next_for_none(
 
     monkeypatch.setattr(Remote, "_get", counting)
     seen = list[tuple[int, int]]()
-    assert len(Store.open(store.path, report=lambda done, total, remark="": seen.append((done, total)))) == 40
+    assert (
+        len(
+            Store.open(
+                store.path,
+                report=lambda done, total, remark="": seen.append((done, total)),
+            )
+        )
+        == 40
+    )
     shards = [name for name in asked if name.startswith(("commits/", "shards/"))]
     assert len(shards) == len(set(shards)) == 40
     assert seen[-1] == (20, 20)
@@ -242,7 +297,9 @@ def test_what_a_killed_process_has_built_is_removed_by_the_next_one(
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as other:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment
+    ) as other:
         assert other.stdout
         theirs = Path(other.stdout.readline().strip())
         mine = Remote("memory://x").workspace()

@@ -49,7 +49,10 @@ def test_damaged_statistics_of_a_run_stop_no_reader_and_only_views_that_need_the
     assert record in caplog.text
     assert opened.index["old.kept"].drop_nulls().to_list() == [0.1, 0.2]
     assert stats(opened)["words"]["count"] == 6
-    assert filter_store(opened, "v", expressions=["words > 2", '"old.kept" is null']).kept == 3
+    assert (
+        filter_store(opened, "v", expressions=["words > 2", '"old.kept" is null']).kept
+        == 3
+    )
     for text in ("kept > 0.5", '"new.kept" > 0.5', "new.kept > 0.5"):
         with pytest.raises(StoreError, match=re.escape(record)):
             filter_store(opened, "v", expressions=["words > 2", text])
@@ -63,7 +66,14 @@ def test_damaged_statistics_of_a_run_stop_no_reader_and_only_views_that_need_the
 def test_a_run_written_again_needs_not_be_read(store: Store) -> None:
     spoil(store, "new-*.arrow")
     store.write_stats("new", {"key": ["k0003"], "kept": [1.0]})
-    assert Store.open(store.path).index["kept"].to_list() == [None, 0.1, 0.2, 1.0, None, None]
+    assert Store.open(store.path).index["kept"].to_list() == [
+        None,
+        0.1,
+        0.2,
+        1.0,
+        None,
+        None,
+    ]
 
 
 def test_a_column_has_one_kind_of_values_in_all_runs(store: Store) -> None:
@@ -71,7 +81,14 @@ def test_a_column_has_one_kind_of_values_in_all_runs(store: Store) -> None:
         store.write_stats("odd", {"key": ["k0001"], "kept": ["most"]})
     store.write_stats("whole", {"key": ["k0001"], "kept": [1]})
     store.write_stats("empty", {"key": ["k0001"], "kept": [None]})
-    assert Store.open(store.path).index["kept"].to_list() == [None, 1.0, 0.8, 0.9, None, None]
+    assert Store.open(store.path).index["kept"].to_list() == [
+        None,
+        1.0,
+        0.8,
+        0.9,
+        None,
+        None,
+    ]
 
 
 def test_a_run_keeps_clear_of_the_columns_of_the_samples(tmp_path: Path) -> None:
@@ -89,12 +106,17 @@ def dotted(path: Path) -> Store:
 
 def foreign(store: Store, run: str, table: dict[str, Any]) -> None:
     """Statistics as another version wrote them, or as they came from another store."""
-    write_table(store.backend, RunRecord(schema=1, name=run, order=9), pl.DataFrame(table))
+    write_table(
+        store.backend, RunRecord(schema=1, name=run, order=9), pl.DataFrame(table)
+    )
 
 
 @pytest.mark.parametrize("keys", [["k0001", "k0001"], ["k0001", None]])
 def test_a_table_that_has_a_key_twice_or_none_is_damaged(
-    store: Store, tmp_path: Path, keys: list[str | None], caplog: pytest.LogCaptureFixture
+    store: Store,
+    tmp_path: Path,
+    keys: list[str | None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     foreign(store, "twice", {"key": keys, "kept": [1.0, 2.0]})
     with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
@@ -119,13 +141,20 @@ def test_a_table_that_has_a_key_twice_or_none_is_damaged(
     ],
 )
 def test_a_view_that_is_no_view_is_damaged(
-    store: Store, tmp_path: Path, table: dict[str, Any], caplog: pytest.LogCaptureFixture
+    store: Store,
+    tmp_path: Path,
+    table: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    record = ViewRecord(schema=1, name="odd", base=None, filters=(), rows=2, kept=2, dropped={})
+    record = ViewRecord(
+        schema=1, name="odd", base=None, filters=(), rows=2, kept=2, dropped={}
+    )
     write_table(store.backend, record, pl.DataFrame(table))
     with caplog.at_level(logging.WARNING, "vlmdistill.stores"):
         assert info(store)["views"] == {"odd": None}
-    assert [re.sub(r"-\w+", "", one.name) for one in verify(store.path).damage] == ["views/odd.arrow"]
+    assert [re.sub(r"-\w+", "", one.name) for one in verify(store.path).damage] == [
+        "views/odd.arrow"
+    ]
     with pytest.raises(StoreError, match=r"views/odd-.*damaged"):
         send(store.path, tmp_path / "copy")
 
@@ -136,7 +165,9 @@ def test_opening_takes_a_time_linear_in_the_columns_of_runs(tmp_path: Path) -> N
     write_stats(store.backend, "wide", {"key": ["k0001"], **columns})
     before = time.process_time()
     assert len(Store.open(store.path).index.columns) > 6000
-    assert time.process_time() - before < 3  # 8 when all columns were looked at for each
+    assert (
+        time.process_time() - before < 3
+    )  # 8 when all columns were looked at for each
 
 
 def test_statistics_from_elsewhere_that_meet_a_name_or_a_kind_stop_no_reader(

@@ -20,7 +20,14 @@ from vlmdistill.stores.sharing.merge import merge, send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
-ALL = {"commits/u0.json", "commits/u1.json", "views/v.json", "views/w.json", "stats/a.json", "stats/b.json"}
+ALL = {
+    "commits/u0.json",
+    "commits/u1.json",
+    "views/v.json",
+    "views/w.json",
+    "stats/a.json",
+    "stats/b.json",
+}
 
 
 @pytest.fixture
@@ -39,15 +46,22 @@ def damage(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_a_lost_record_is_named_and_comes_back_from_the_ledger(root: Path, name: str) -> None:
+def test_a_lost_record_is_named_and_comes_back_from_the_ledger(
+    root: Path, name: str
+) -> None:
     (root / name).unlink()
-    assert [(found.kind, found.name) for found in verify(root).findings] == [("missing", name)]
+    assert [(found.kind, found.name) for found in verify(root).findings] == [
+        ("missing", name)
+    ]
     with pytest.raises(StoreError, match=rf"\b1\b.*{name}"):
         collect(Store.open(root), grace=0)
     shutil.copy(root / "ledger" / name, root / name)
     assert collect(Store.open(root), grace=0) == []
     assert not verify(root).findings
-    assert all(same(Store.open(root).read(f"k{number:04}"), sample(number)) for number in range(6))
+    assert all(
+        same(Store.open(root).read(f"k{number:04}"), sample(number))
+        for number in range(6)
+    )
 
 
 @pytest.mark.parametrize("folder", ["commits", "views", "stats"])
@@ -72,17 +86,31 @@ def swapped(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "one", "other", "bad"),
     [
-        (Path.rename, "commits/u0.json", "commits/x.json", {"commits/u0.json", "commits/x.json"}),
+        (
+            Path.rename,
+            "commits/u0.json",
+            "commits/x.json",
+            {"commits/u0.json", "commits/x.json"},
+        ),
         (Path.rename, "views/v.json", "views/x.json", {"views/v.json", "views/x.json"}),
         (copied, "commits/u0.json", "commits/u1.json", {"commits/u1.json"}),
         (copied, "views/v.json", "views/w.json", {"views/w.json"}),
         (copied, "stats/a.json", "stats/b.json", {"stats/b.json"}),
-        (swapped, "commits/u0.json", "commits/u1.json", {"commits/u0.json", "commits/u1.json"}),
+        (
+            swapped,
+            "commits/u0.json",
+            "commits/u1.json",
+            {"commits/u0.json", "commits/u1.json"},
+        ),
         (swapped, "views/v.json", "views/w.json", {"views/v.json", "views/w.json"}),
     ],
 )
 def test_a_record_in_the_place_of_another_is_named_and_nothing_is_removed(
-    root: Path, change: Callable[[Path, Path], object], one: str, other: str, bad: set[str]
+    root: Path,
+    change: Callable[[Path, Path], object],
+    one: str,
+    other: str,
+    bad: set[str],
 ) -> None:
     change(root / one, root / other)
     assert damage(root).keys() == bad
@@ -95,7 +123,9 @@ def test_a_shard_under_another_name_is_named_and_stays(
     root: Path, change: Callable[[Path, Path], object]
 ) -> None:
     first, second = sorted((root / "shards").iterdir())
-    change(first, second if change is swapped else first.with_name("x-0123456789abcdef"))
+    change(
+        first, second if change is swapped else first.with_name("x-0123456789abcdef")
+    )
     assert any(name.startswith(f"shards/{first.name}") for name in damage(root))
     collect(Store.open(root), grace=0)
     assert len(list((root / "shards").iterdir())) == 2
@@ -111,7 +141,9 @@ def test_what_is_dropped_on_purpose_is_not_missed(root: Path) -> None:
 
 def test_a_store_without_a_ledger_is_read_and_gets_one_from_gc(root: Path) -> None:
     shutil.rmtree(root / "ledger")
-    assert [(found.kind, found.name) for found in verify(root).findings] == [("note", "ledger")]
+    assert [(found.kind, found.name) for found in verify(root).findings] == [
+        ("note", "ledger")
+    ]
     assert collect(Store.open(root), grace=0, dry_run=True) == []
     assert not (root / "ledger").exists()
     collect(Store.open(root), grace=0)
@@ -135,7 +167,9 @@ def test_a_replaced_view_replaces_its_copy(root: Path) -> None:
     assert Store.open(root).view("v")["words"].to_list() == [3, 4, 5]
 
 
-def test_the_name_of_a_lost_unit_is_not_given_to_other_samples(root: Path, tmp_path: Path) -> None:
+def test_the_name_of_a_lost_unit_is_not_given_to_other_samples(
+    root: Path, tmp_path: Path
+) -> None:
     (root / "commits" / "u0.json").unlink()
     store = Store.open(root)
     with pytest.raises(StoreError, match=r"k0002.*ledger"):
@@ -157,12 +191,19 @@ def test_a_copy_of_a_store_has_a_ledger_of_its_own(root: Path, tmp_path: Path) -
     send(root, tmp_path / "there")
     assert not verify(tmp_path / "there").findings
     shutil.rmtree(tmp_path / "there" / "views")
-    assert damage(tmp_path / "there") == {"views/v.json": "missing", "views/w.json": "missing"} | {
-        finding.name: "missing" for finding in verify(tmp_path / "there").damage if ".arrow" in finding.name
+    assert damage(tmp_path / "there") == {
+        "views/v.json": "missing",
+        "views/w.json": "missing",
+    } | {
+        finding.name: "missing"
+        for finding in verify(tmp_path / "there").damage
+        if ".arrow" in finding.name
     }
 
 
-def test_the_command_fails_on_a_lost_record_and_says_how_to_bring_it_back(root: Path) -> None:
+def test_the_command_fails_on_a_lost_record_and_says_how_to_bring_it_back(
+    root: Path,
+) -> None:
     assert CliRunner().invoke(app, ["store", "verify", str(root)]).exit_code == 0
     (root / "commits" / "u0.json").unlink()
     facts = CliRunner().invoke(app, ["store", "verify", str(root)])
@@ -190,5 +231,7 @@ def test_a_copy_of_a_later_version_is_named_with_what_to_do(tmp_path: Path) -> N
     record = json.loads(store.backend.read("commits/u0.json"))
     del record["blake3"]
     store.backend.replace("ledger/commits/u0.json", seal({**record, "schema": 2}))
-    with pytest.raises(NewerError, match=r"ledger/commits/u0\.json has schema 2.*update vlmdistill"):
+    with pytest.raises(
+        NewerError, match=r"ledger/commits/u0\.json has schema 2.*update vlmdistill"
+    ):
         verify(store.path)

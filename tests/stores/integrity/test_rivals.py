@@ -40,10 +40,16 @@ def first_call(
     patch.setattr(kind, method, call)
 
 
-@pytest.mark.parametrize(("url", "kind"), [("{tmp}/there", Local), ("memory://{name}", Remote)])
+@pytest.mark.parametrize(
+    ("url", "kind"), [("{tmp}/there", Local), ("memory://{name}", Remote)]
+)
 @pytest.mark.parametrize("method", ["publish", "create"])
 def test_a_unit_name_taken_while_a_shard_is_copied_costs_no_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, kind: type[Backend], method: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    kind: type[Backend],
+    method: str,
 ) -> None:
     there = url.format(tmp=tmp_path, name=f"{tmp_path.name}{method}")
     make(tmp_path / "one", [range(4), range(4, 6)])
@@ -52,11 +58,22 @@ def test_a_unit_name_taken_while_a_shard_is_copied_costs_no_sample(
     others = list[Copied]()
 
     def wanted(backend: Backend, *given: Any) -> bool:
-        return backend.url == there and "u0" in str(given[-1 if method == "publish" else 0])
+        return backend.url == there and "u0" in str(
+            given[-1 if method == "publish" else 0]
+        )
 
-    first_call(monkeypatch, kind, method, wanted, lambda: others.append(send(tmp_path / "two", there)))
+    first_call(
+        monkeypatch,
+        kind,
+        method,
+        wanted,
+        lambda: others.append(send(tmp_path / "two", there)),
+    )
     facts = [send(tmp_path / "one", there), *others]
-    assert [(one.copied + one.present, one.conflicts) for one in facts] == [(6, ()), (9, ())]
+    assert [(one.copied + one.present, one.conflicts) for one in facts] == [
+        (6, ()),
+        (9, ()),
+    ]
     held = Store.open(there)
     assert held.keys() == {f"k{number:04}" for number in (*range(9), *range(10, 14))}
     assert all(same(held.read(key), sample(int(key[1:]))) for key in held.keys())  # noqa: SIM118
@@ -74,7 +91,9 @@ def test_a_key_that_another_brings_meanwhile_with_other_content_is_a_conflict_an
         monkeypatch,
         Local,
         "publish",
-        lambda backend, folder, name: backend.url == str(tmp_path / "there") and name.startswith("shards/u0"),
+        lambda backend, folder, name: (
+            backend.url == str(tmp_path / "there") and name.startswith("shards/u0")
+        ),
         lambda: merge(tmp_path / "there", [other.path]),
     )
     facts = merge(tmp_path / "there", [tmp_path / "one"])[0]
@@ -97,7 +116,9 @@ def test_samples_that_do_not_stay_are_not_reported_as_copied(tmp_path: Path) -> 
     assert send(tmp_path / "here", tmp_path / "there").copied == 2
 
 
-def test_a_writer_does_not_rely_on_a_unit_that_is_removed_while_it_compares(tmp_path: Path) -> None:
+def test_a_writer_does_not_rely_on_a_unit_that_is_removed_while_it_compares(
+    tmp_path: Path,
+) -> None:
     store = make(tmp_path, [range(3)])
     late = store.writer("u0")
     late.__enter__()
@@ -122,7 +143,9 @@ def test_a_view_and_a_run_that_two_teams_replace_at_once_speak_of_the_samples_of
             monkeypatch,
             Local,
             "replace",
-            lambda backend, name, data, table=table: backend.url == there and name.startswith(table),
+            lambda backend, name, data, table=table: (
+                backend.url == there and name.startswith(table)
+            ),
             lambda: send(tmp_path / "two", there),
         )
     facts = send(tmp_path / "one", there)
@@ -132,13 +155,19 @@ def test_a_view_and_a_run_that_two_teams_replace_at_once_speak_of_the_samples_of
     assert both.index["run.loss"].to_list() == [1.0] * 6
 
 
-def test_teams_that_push_at_the_same_time_are_told_what_is_there(tmp_path: Path) -> None:
+def test_teams_that_push_at_the_same_time_are_told_what_is_there(
+    tmp_path: Path,
+) -> None:
     units = 8
     for team in range(3):
-        own = [[100 * team + 100 + at, at] for at in range(units)]  # one is the team's own, one is all teams'
+        own = [
+            [100 * team + 100 + at, at] for at in range(units)
+        ]  # one is the team's own, one is all teams'
         make(tmp_path / str(team), own)
     there = tmp_path / "there"
-    facts = pushed_at_once([tmp_path / str(team) for team in range(3)], str(there), tmp_path / "go")
+    facts = pushed_at_once(
+        [tmp_path / str(team) for team in range(3)], str(there), tmp_path / "go"
+    )
     held = Store.open(there)
     numbers = {first + at for first in (0, 100, 200, 300) for at in range(units)}
     assert held.keys() == {f"k{number:04}" for number in numbers}

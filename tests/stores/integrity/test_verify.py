@@ -24,7 +24,15 @@ from vlmdistill.stores.index import merged
 from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch
-from vlmdistill.stores.manifest import COMMITS, Commit, ViewRecord, digest, read_record, seal, shard_name
+from vlmdistill.stores.manifest import (
+    COMMITS,
+    Commit,
+    ViewRecord,
+    digest,
+    read_record,
+    seal,
+    shard_name,
+)
 from vlmdistill.stores.schema import Array, Feature, Sample, content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
@@ -48,7 +56,9 @@ def forge(store: Store, edit: Edit, **facts: Any) -> str:
     files = {name: (shard / name).read_bytes() for name in record.files}
     edit(files)
     entries = {name: (len(data), digest(data)) for name, data in files.items()}
-    changed = msgspec.structs.replace(record, files=entries, shard=shard_name("u0", entries), **facts)
+    changed = msgspec.structs.replace(
+        record, files=entries, shard=shard_name("u0", entries), **facts
+    )
     for name in record.files:
         (shard / name).unlink()
     shard.rename(root / changed.named)
@@ -78,7 +88,9 @@ def plus(name: str, row: int, by: int = 1) -> Edit:
     def change(table: pa.Table) -> pa.Table:
         values = table[name].to_numpy().copy()
         values[row] += np.array(by).astype(values.dtype)
-        return table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+        return table.set_column(
+            table.schema.get_field_index(name), name, pa.array(values)
+        )
 
     return index(change)
 
@@ -121,7 +133,10 @@ FAULTY: list[tuple[Edit, str]] = [
     (index(lambda table: table.drop_columns(["int8.embed.span"])), "index.arrow"),
     (index(lambda table: table.drop_columns(["words"])), "index.arrow"),
     (index(lambda table: pa.concat_tables([table, table.slice(0, 1)])), "index.arrow"),
-    (index(lambda table: table.set_column(0, "key", pa.array(["k"] * 4))), "index.arrow"),
+    (
+        index(lambda table: table.set_column(0, "key", pa.array(["k"] * 4))),
+        "index.arrow",
+    ),
     (bytes_of(TEXT, flipped(3)), TEXT),
     (bytes_of(TEXT, flipped(-3)), TEXT),
     (bytes_of(TEXT, lambda data: data + b"more"), TEXT),
@@ -142,15 +157,18 @@ FAULTY: list[tuple[Edit, str]] = [
 
 
 @pytest.mark.parametrize(("edit", "name"), FAULTY)
-def test_what_a_faulty_writer_sealed_is_found(store: Store, edit: Edit, name: str) -> None:
+def test_what_a_faulty_writer_sealed_is_found(
+    store: Store, edit: Edit, name: str
+) -> None:
     assert not verify(store.path).findings
     shard = forge(store, edit)
     reported = verify(store.path)
     assert reported.damage
     assert {finding.kind for finding in reported.findings} == {"damaged"}
-    assert all(found.name.startswith((f"{shard}/{name}", "commits/")) for found in reported.findings), (
-        reported.findings
-    )
+    assert all(
+        found.name.startswith((f"{shard}/{name}", "commits/"))
+        for found in reported.findings
+    ), reported.findings
 
 
 def test_losses_that_the_samples_do_not_have_are_found(store: Store) -> None:
@@ -158,14 +176,19 @@ def test_losses_that_the_samples_do_not_have_are_found(store: Store) -> None:
     assert "8 bits lost" in verify(store.path).damage[0].detail
 
 
-@pytest.mark.parametrize(("column", "value"), [(0, 2**31 - 1), (0, -1), (0, 32), (2, -(2**31)), (2, 2**30)])
+@pytest.mark.parametrize(
+    ("column", "value"), [(0, 2**31 - 1), (0, -1), (0, 32), (2, -(2**31)), (2, 2**30)]
+)
 def test_a_token_that_the_target_cannot_have_is_found_and_not_read(
     store: Store, tmp_path: Path, column: int, value: int
 ) -> None:
     """A writer that knew a larger vocabulary, or none, has sealed it."""
     wrong = sample(6)
     (wrong.ids_T if column == 0 else wrong.rope_T)[1] = value
-    with store.writer("u1") as writer, pytest.raises(StoreError, match=f"k0006.*{value}"):
+    with (
+        store.writer("u1") as writer,
+        pytest.raises(StoreError, match=f"k0006.*{value}"),
+    ):
         writer.add(wrong)
     copy_unchecked(store, "u1", wrong)
     (found,) = verify(store.path).damage
@@ -187,7 +210,9 @@ def copy_unchecked(store: Store, unit: str, given: Sample) -> None:
     losses: dict[str, list[float]] = {}
     with store.writer(unit) as writer:
         arrays = store.layout.split(given, losses)
-        writer.copy({"key": given.key, "dataset": "", "spans": spans, **counts}, arrays, losses)
+        writer.copy(
+            {"key": given.key, "dataset": "", "spans": spans, **counts}, arrays, losses
+        )
 
 
 def test_rows_that_are_not_finite_are_told_by_the_writer_and_by_verify(
@@ -217,22 +242,34 @@ def test_samples_that_differ_from_unit_to_unit_are_told(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", [{"kept": 10**12}, {"rows": 0}, {"dropped": {"x": 5}}, {"rows": 5, "kept": 2}]
+    "facts",
+    [{"kept": 10**12}, {"rows": 0}, {"dropped": {"x": 5}}, {"rows": 5, "kept": 2}],
 )
-def test_a_view_whose_numbers_contradict_is_found_and_not_read(store: Store, facts: dict[str, Any]) -> None:
+def test_a_view_whose_numbers_contradict_is_found_and_not_read(
+    store: Store, facts: dict[str, Any]
+) -> None:
     filter_store(store, "v", expressions=["words > 2"])
-    record = msgspec.structs.replace(read_record(store.backend, "views/v.json", ViewRecord), **facts)
+    record = msgspec.structs.replace(
+        read_record(store.backend, "views/v.json", ViewRecord), **facts
+    )
     for name in ("views/v.json", "ledger/views/v.json"):
         store.backend.replace(name, seal(record))
-    assert {found.name.split("/")[-2] for found in verify(store.path).damage} == {"views"}
+    assert {found.name.split("/")[-2] for found in verify(store.path).damage} == {
+        "views"
+    }
     with pytest.raises(StoreError, match="damaged"):
         store.view("v")
 
 
-def test_a_store_that_has_lost_a_unit_is_not_read_as_a_smaller_one(store: Store) -> None:
+def test_a_store_that_has_lost_a_unit_is_not_read_as_a_smaller_one(
+    store: Store,
+) -> None:
     write(store, "u1", range(4, 6))
     Path(store.path, "commits/u1.json").unlink()
-    for act in (lambda store: Epoch(store, token_budget=9), lambda store: store.view(None)):
+    for act in (
+        lambda store: Epoch(store, token_budget=9),
+        lambda store: store.view(None),
+    ):
         with pytest.raises(StoreError, match=r"lost.*ledger/commits/u1\.json"):
             act(Store.open(store.path))
     forget(store, "commits/u1.json")
@@ -240,7 +277,9 @@ def test_a_store_that_has_lost_a_unit_is_not_read_as_a_smaller_one(store: Store)
 
 
 @pytest.mark.parametrize("folder", ["commits", "views", "stats", "ledger/commits"])
-def test_a_file_in_the_place_of_a_folder_is_told_in_one_line(store: Store, folder: str) -> None:
+def test_a_file_in_the_place_of_a_folder_is_told_in_one_line(
+    store: Store, folder: str
+) -> None:
     path = Path(store.path, folder)
     shutil.rmtree(path, ignore_errors=True)
     path.touch()
@@ -256,10 +295,14 @@ def test_rows_that_the_record_has_and_no_sample_are_found(store: Store) -> None:
     assert verify(store.path).damage
 
 
-def test_a_store_that_declares_another_width_than_its_files_have_is_found(tmp_path: Path) -> None:
+def test_a_store_that_declares_another_width_than_its_files_have_is_found(
+    tmp_path: Path,
+) -> None:
     make(tmp_path / "one", [range(2)])
     other = Store.create(tmp_path / "two", provenance(), info(hidden_size=16), head())
-    (tmp_path / "one" / "store.json").write_bytes((Path(other.path) / "store.json").read_bytes())
+    (tmp_path / "one" / "store.json").write_bytes(
+        (Path(other.path) / "store.json").read_bytes()
+    )
     damage = {finding.name.split("/")[0] for finding in verify(tmp_path / "one").damage}
     assert damage == {"heads", "commits"}
 
@@ -274,13 +317,17 @@ def test_a_view_of_samples_that_are_gone_is_found(store: Store) -> None:
     assert "2 samples" in found.detail
 
 
-def test_symbolic_links_are_named_and_are_no_damage(store: Store, tmp_path: Path) -> None:
+def test_symbolic_links_are_named_and_are_no_damage(
+    store: Store, tmp_path: Path
+) -> None:
     shard = next(Path(store.path, "shards").iterdir())
     for path in (shard / "hidden.text", shard / "index.arrow"):
         path.rename(tmp_path / path.name)
         path.symlink_to(tmp_path / path.name)
     reported = verify(store.path)
-    assert {(found.kind, found.name.rpartition("/")[2]) for found in reported.findings} == {
+    assert {
+        (found.kind, found.name.rpartition("/")[2]) for found in reported.findings
+    } == {
         ("note", "hidden.text"),
         ("note", "index.arrow"),
     }
@@ -353,7 +400,9 @@ def test_gc_does_not_count_what_it_may_not_remove(public: Store) -> None:
     (left / "inner" / "file").touch()
     Path(public.path, "staging", "0123456789abcdee").mkdir()
     command = [sys.executable, "-c", COLLECTS.format(NOBODY), public.path]
-    reported = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, cwd=ROOT).stderr
+    reported = subprocess.run(
+        command, check=False, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ).stderr
     assert "1 things in" in reported
     assert "Permission denied" in reported
     assert "1 others were" in reported
@@ -364,17 +413,25 @@ def test_gc_removes_links_that_look_like_garbage_and_what_they_lead_to_stays(
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_bytes(b"mine")
-    links = ["shards/left-0123456789abcdef", "staging/removed-0123456789abcdef", "staging/0123456789abcdef"]
+    links = [
+        "shards/left-0123456789abcdef",
+        "staging/removed-0123456789abcdef",
+        "staging/0123456789abcdef",
+    ]
     for name, target in zip(links, ("mine", "mine", "nothing"), strict=True):
         Path(store.path, name).symlink_to(tmp_path / target)
     removed = collect(store, grace=0)
-    assert sorted((one.name, one.bytes) for one in removed) == sorted((name, 0) for name in links)
+    assert sorted((one.name, one.bytes) for one in removed) == sorted(
+        (name, 0) for name in links
+    )
     assert collect(store, grace=0) == []
     assert (tmp_path / "mine" / "file").read_bytes() == b"mine"
     assert not verify(store.path).findings
 
 
-def test_gc_counts_only_what_is_gone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_counts_only_what_is_gone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path(store.path, "staging", "0123456789abcdef").mkdir(parents=True)
     monkeypatch.setattr(Local, "remove", lambda backend, name: None)
     assert collect(store, grace=0) == []
@@ -410,15 +467,28 @@ def test_nothing_is_written_or_removed_through_a_folder_that_is_a_link(
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
+    return {
+        str(path): path.read_bytes() if path.is_file() else b""
+        for path in sorted(folder.rglob("*"))
+    }
 
 
-def test_a_store_that_was_written_before_engines_were_named_is_whole(tmp_path: Path) -> None:
+def test_a_store_that_was_written_before_engines_were_named_is_whole(
+    tmp_path: Path,
+) -> None:
     store = make(tmp_path / "store", [range(3)])
-    facts = {name: fact for name, fact in store.provenance.to_dict().items() if name != "engine"}
+    facts = {
+        name: fact
+        for name, fact in store.provenance.to_dict().items()
+        if name != "engine"
+    }
     record = read_record(store.backend, "commits/u0.json", Commit)
     for name in ("commits/u0.json", "ledger/commits/u0.json"):
-        store.backend.replace(name, seal(msgspec.structs.replace(record, origin=content_hash(facts))))
+        store.backend.replace(
+            name, seal(msgspec.structs.replace(record, origin=content_hash(facts)))
+        )
     assert not verify(store.path).findings
-    store.backend.replace("commits/u0.json", seal(msgspec.structs.replace(record, origin="0" * 16)))
+    store.backend.replace(
+        "commits/u0.json", seal(msgspec.structs.replace(record, origin="0" * 16))
+    )
     assert [one.name for one in verify(store.path).damage] == ["commits/u0.json"]

@@ -27,7 +27,10 @@ TEXT = [Feature.parse("hidden.text")]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make(tmp_path_factory.mktemp("store"), [range(3), range(3, 4), range(4, 15), range(15, 23)])
+    return make(
+        tmp_path_factory.mktemp("store"),
+        [range(3), range(3, 4), range(4, 15), range(15, 23)],
+    )
 
 
 made_before = itertools.count()
@@ -38,7 +41,9 @@ def made(units: list[range]) -> Store:
     return make(f"memory://epochs{next(made_before)}", units)
 
 
-def take(store: Store, steps: int, world: int, **options: object) -> tuple[list[str], object]:
+def take(
+    store: Store, steps: int, world: int, **options: object
+) -> tuple[list[str], object]:
     """What all ranks get in some steps, and the state after them, equal on all."""
     keys: list[str] = []
     states = []
@@ -57,12 +62,18 @@ def take(store: Store, steps: int, world: int, **options: object) -> tuple[list[
     shards=st.lists(st.integers(1, 12), max_size=5),
     seed=st.integers(0, 5),
     number=st.integers(0, 3),
-    legs=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(1, 200)), max_size=4),
+    legs=st.lists(
+        st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(1, 200)), max_size=4
+    ),
     last=st.tuples(st.integers(1, 6), st.just(10_000), st.integers(1, 200)),
 )
 @pytest.mark.slow
 def test_every_sample_comes_once_across_any_shards_interruptions_ranks_and_budgets(
-    shards: list[int], seed: int, number: int, legs: list[tuple[int, int, int]], last: tuple[int, int, int]
+    shards: list[int],
+    seed: int,
+    number: int,
+    legs: list[tuple[int, int, int]],
+    last: tuple[int, int, int],
 ) -> None:
     ends = [*itertools.accumulate(shards, initial=0)]
     store = made([range(start, end) for start, end in itertools.pairwise(ends)])
@@ -88,7 +99,9 @@ def test_ranks_get_equally_many_batches_within_the_budget(
     tokens = np.array(lengths, np.int64)
     batches = level(plan(tokens, budget, seed, 0), world)
     assert len(batches) % world == 0
-    assert sorted(int(at) for batch in batches for at in batch) == list(range(len(lengths)))
+    assert sorted(int(at) for batch in batches for at in batch) == list(
+        range(len(lengths))
+    )
     assert all(tokens[batch].sum() <= budget or len(batch) == 1 for batch in batches)
     empty = sum(len(batch) == 0 for batch in batches)
     assert empty < world
@@ -118,18 +131,34 @@ def unpacked(samples: PackedSamples) -> list[Sample]:
     ends = dict.fromkeys(("text", "visual", "span"), 0)
     found = []
     for at, key in enumerate(samples.keys):
-        spans = tuple(Span(int(start), int(length)) for of, start, length in samples.span_M3 if of == at)
+        spans = tuple(
+            Span(int(start), int(length))
+            for of, start, length in samples.span_M3
+            if of == at
+        )
         counts = {
             "text": samples.text_tokens_B[at],
             "visual": sum(s.length for s in spans),
             "span": len(spans),
         }
-        rows = {where: slice(ends[where], ends[where] + int(count)) for where, count in counts.items()}
+        rows = {
+            where: slice(ends[where], ends[where] + int(count))
+            for where, count in counts.items()
+        }
         ends = {where: part.stop for where, part in rows.items()}
         ids_T, position_T, rope_T, response_T = samples.tokens_T4[rows["text"]].T
-        features = {feature: held[rows[feature.where]].copy() for feature, held in samples.features.items()}
-        found.append(Sample(key, ids_T, response_T.astype(bool), position_T, rope_T, spans, features))
-    assert all(len(held) == ends[feature.where] for feature, held in samples.features.items())
+        features = {
+            feature: held[rows[feature.where]].copy()
+            for feature, held in samples.features.items()
+        }
+        found.append(
+            Sample(
+                key, ids_T, response_T.astype(bool), position_T, rope_T, spans, features
+            )
+        )
+    assert all(
+        len(held) == ends[feature.where] for feature, held in samples.features.items()
+    )
     return found
 
 
@@ -145,16 +174,26 @@ def test_a_batch_becomes_tensors_without_a_copy_of_its_features(tmp_path: Path) 
         batch = as_batch(samples, "bfloat16")
         cut = unpacked(samples)
         assert batch.ids_T.tolist() == [number for one in cut for number in one.ids_T]
-        assert batch.response_T.tolist() == [flag for one in cut for flag in one.response_T]
-        assert batch.segment_T.tolist() == [at for at, one in enumerate(cut) for _ in one.ids_T]
-        assert batch.start_M.tolist() == [span.start for one in cut for span in one.spans]
+        assert batch.response_T.tolist() == [
+            flag for one in cut for flag in one.response_T
+        ]
+        assert batch.segment_T.tolist() == [
+            at for at, one in enumerate(cut) for _ in one.ids_T
+        ]
+        assert batch.start_M.tolist() == [
+            span.start for one in cut for span in one.spans
+        ]
         for feature, rows in samples.features.items():
             assert np.array_equal(as_numpy(batch.features[feature]), rows)
-            assert not len(rows) or batch.features[feature].data_ptr() == rows.ctypes.data
+            assert (
+                not len(rows) or batch.features[feature].data_ptr() == rows.ctypes.data
+            )
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_a_batch_keeps_its_arrays_until_so_many_further_ones_were_taken(store: Store, keep: int) -> None:
+def test_a_batch_keeps_its_arrays_until_so_many_further_ones_were_taken(
+    store: Store, keep: int
+) -> None:
     held: list[tuple[PackedSamples, list[Sample]]] = []
     addresses = set()
     for samples in Epoch(store, TEXT, token_budget=40, keep=keep):
@@ -171,13 +210,17 @@ def test_an_epoch_follows_a_view_or_keys(store: Store) -> None:
     def words(batches: Epoch) -> list[int]:
         return sorted(int(key[1:]) for samples in batches for key in samples.keys)
 
-    assert words(Epoch(store, TEXT, view="even", token_budget=50)) == list(range(0, 23, 2))
+    assert words(Epoch(store, TEXT, view="even", token_budget=50)) == list(
+        range(0, 23, 2)
+    )
     assert words(Epoch(store, TEXT, keys=["k0003", "k0007"], token_budget=50)) == [3, 7]
     with pytest.raises(StoreError, match="'nobody'"):
         Epoch(store, TEXT, keys=["nobody"], token_budget=50)
 
 
-def test_an_epoch_is_as_long_on_the_same_ranks_and_scaled_on_others(store: Store) -> None:
+def test_an_epoch_is_as_long_on_the_same_ranks_and_scaled_on_others(
+    store: Store,
+) -> None:
     start = Epoch(store, TEXT, token_budget=20, world=2)
     whole = start.whole
     assert whole == len(start)
@@ -229,13 +272,19 @@ def test_memory_stays_flat_with_the_size_of_the_store(tmp_path: Path) -> None:
     features, width = ("hidden.text",), 512
     origin = provenance(features=features)
     store = Store.create(tmp_path, origin, info(hidden_size=width), head())
-    write(store, "u", (sample(number, features, width, tokens=500) for number in range(160)))
+    write(
+        store,
+        "u",
+        (sample(number, features, width, tokens=500) for number in range(160)),
+    )
     command = [sys.executable, "-c", READ_ALL, str(tmp_path)]
     grown = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     assert grown < 30_000  # KiB
 
 
-def test_an_epoch_has_all_records_before_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_has_all_records_before_its_first_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     path = "memory://an-epoch"
     make(path, [range(2), range(2, 4)])
     monkeypatch.setattr(merged, "WORTH", 2)

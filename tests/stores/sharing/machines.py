@@ -7,7 +7,16 @@ from typing import Any
 
 from vlmdistill.stores.backends.backend import Backend
 
-REQUESTS = ("read", "read_range", "create", "replace", "list_files", "list_names", "size", "remove")
+REQUESTS = (
+    "read",
+    "read_range",
+    "create",
+    "replace",
+    "list_files",
+    "list_names",
+    "size",
+    "remove",
+)
 
 
 class Line:
@@ -48,9 +57,15 @@ class Line:
         self.count, self._at = 0, lost
 
     @contextmanager
-    def asleep(self, work: Callable[[], None], wanted: int, moment: str) -> Iterator[bool]:
+    def asleep(
+        self, work: Callable[[], None], wanted: int, moment: str
+    ) -> Iterator[bool]:
         """`work` runs until a request, and goes on at the end; whether it has such a request."""
-        reached, go_on, errors = threading.Event(), threading.Event(), list[BaseException]()
+        reached, go_on, errors = (
+            threading.Event(),
+            threading.Event(),
+            list[BaseException](),
+        )
 
         def sleep(number: int, now: str) -> None:
             if (number, now) == (wanted, moment):

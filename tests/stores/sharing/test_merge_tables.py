@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
+from tests.stores.samples import (
+    FEATURES,
+    head,
+    info,
+    make,
+    provenance,
+    same,
+    sample,
+    write,
+)
 from tests.thorough import count
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index.tables import read_table
@@ -43,10 +52,18 @@ def losses(store: Store, run: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("encodings", [("raw", "int8"), ("int8", "raw")])
-def test_eight_bits_are_not_mixed_with_all(tmp_path: Path, encodings: tuple[str, str]) -> None:
+def test_eight_bits_are_not_mixed_with_all(
+    tmp_path: Path, encodings: tuple[str, str]
+) -> None:
     for at, encoding in enumerate(encodings):
-        make(tmp_path / str(at), [range(at * 4, at * 4 + 4)], encoding={"hidden.text": encoding})
-    with pytest.raises(StoreError, match=rf"hidden\.text.*{encodings[0]}.*/0.*{encodings[1]}"):
+        make(
+            tmp_path / str(at),
+            [range(at * 4, at * 4 + 4)],
+            encoding={"hidden.text": encoding},
+        )
+    with pytest.raises(
+        StoreError, match=rf"hidden\.text.*{encodings[0]}.*/0.*{encodings[1]}"
+    ):
         merge(tmp_path / "all", [tmp_path / "0", tmp_path / "1"])
     assert not (tmp_path / "all").exists()
     with pytest.raises(StoreError, match=r"hidden\.text"):
@@ -65,7 +82,9 @@ def test_meta_columns_of_other_types_are_refused_by_name(tmp_path: Path) -> None
     assert len(Store.open(tmp_path / "one").index) == 1
 
 
-def test_a_column_of_two_types_within_a_store_says_which_unit_to_write_anew(tmp_path: Path) -> None:
+def test_a_column_of_two_types_within_a_store_says_which_unit_to_write_anew(
+    tmp_path: Path,
+) -> None:
     store = make(tmp_path / "one")
     for at, value in enumerate([None, 5, "x5"]):
         other = make(tmp_path / f"other{at}")
@@ -79,7 +98,9 @@ def test_a_column_of_two_types_within_a_store_says_which_unit_to_write_anew(tmp_
 
 
 @pytest.mark.parametrize("value", [2**70, 2**63 + 1, "\ud800", {"text": "\ud800"}])
-def test_meta_that_no_column_can_hold_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+def test_meta_that_no_column_can_hold_is_refused_by_name(
+    tmp_path: Path, value: Any
+) -> None:
     store = make(tmp_path, [[1]])
     with pytest.raises(StoreError, match=r"'id'.*64"):
         write(store, "u1", [sample(2), sample(3, id=value)])
@@ -96,9 +117,17 @@ def test_whole_numbers_that_lose_digits_beside_fractions_are_named(
         assert Store.open(tmp_path).index["other"].to_list() == [2**53 + 1, None, 5]
         assert caplog.messages == []
         write(store, "u2", [sample(3), sample(4, id=-(2**53) - 1)])
-        assert Store.open(tmp_path).index["id"].to_list() == [2**53, None, 0.5, None, -(2**53)]
+        assert Store.open(tmp_path).index["id"].to_list() == [
+            2**53,
+            None,
+            0.5,
+            None,
+            -(2**53),
+        ]
     (line,) = caplog.messages
-    assert line.startswith("the meta column 'id' has whole numbers beyond 2^53 in unit u2, and fractions")
+    assert line.startswith(
+        "the meta column 'id' has whole numbers beyond 2^53 in unit u2, and fractions"
+    )
 
 
 def test_whole_numbers_of_more_than_64_bits_in_all_are_kept(tmp_path: Path) -> None:
@@ -147,7 +176,9 @@ def twins(path: Path) -> Store:
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_what_a_copy_holds_does_not_depend_on_interruptions(tmp_path: Path, after: int) -> None:
+def test_what_a_copy_holds_does_not_depend_on_interruptions(
+    tmp_path: Path, after: int
+) -> None:
     twins(tmp_path / "here")
 
     def stop(done: int, total: int) -> None:
@@ -173,12 +204,18 @@ def test_what_a_copy_holds_does_not_depend_on_interruptions(tmp_path: Path, afte
     copied(merged, {"k1", "k0002"})
 
 
-def test_samples_that_differ_in_features_left_behind_are_all_copied(tmp_path: Path) -> None:
+def test_samples_that_differ_in_features_left_behind_are_all_copied(
+    tmp_path: Path,
+) -> None:
     names = ("embed.text", "embed.visual")
     store = Store.create(tmp_path / "here", provenance(features=names), info(), head())
-    one = next(one for number in range(50) if (one := sample(number, names)).visual_tokens)
+    one = next(
+        one for number in range(50) if (one := sample(number, names)).visual_tokens
+    )
     image = Feature.parse("embed.visual")
-    other = dataclasses.replace(one, key="other", features={**one.features, image: one.features[image] ^ 1})
+    other = dataclasses.replace(
+        one, key="other", features={**one.features, image: one.features[image] ^ 1}
+    )
     write(store, "u0", [one])
     text = [Feature.parse("embed.text")]
     send(store.path, tmp_path / "part", features=text)
@@ -207,13 +244,18 @@ def test_a_copy_follows_what_its_source_says(tmp_path: Path) -> None:
     here.write_stats("run", {"key": ["k0001", "k0003"], "loss": [0.5, 0.25]})
     assert send(here.path, tmp_path / "there").replaced == ("views/long", "stats/run")
     there = Store.open(tmp_path / "there")
-    assert (kept(there, "long"), losses(there, "run")) == (["k0003"], {"k0001": 0.5, "k0003": 0.25})
+    assert (kept(there, "long"), losses(there, "run")) == (
+        ["k0003"],
+        {"k0001": 0.5, "k0003": 0.25},
+    )
     before = sorted((tmp_path / "there").rglob("*"))
     assert send(here.path, there.path) == Copied(0, 3, 0, ())
     assert sorted((tmp_path / "there").rglob("*")) == before
 
 
-def test_a_copy_keeps_what_is_said_of_samples_that_its_source_does_not_have(tmp_path: Path) -> None:
+def test_a_copy_keeps_what_is_said_of_samples_that_its_source_does_not_have(
+    tmp_path: Path,
+) -> None:
     one, two = said(tmp_path / "one", [1, 2], 1.0), said(tmp_path / "two", [2, 3], 2.0)
     send(one.path, tmp_path / "both")
     facts = send(two.path, tmp_path / "both")
@@ -234,11 +276,16 @@ def test_an_older_run_does_not_replace_a_later_one(tmp_path: Path) -> None:
     assert losses(Store.open(there.path), "run") == {"k0001": 0.125, "k0002": 1.0}
 
 
-def test_a_merge_joins_what_the_teams_say_and_keeps_what_is_there(tmp_path: Path) -> None:
+def test_a_merge_joins_what_the_teams_say_and_keeps_what_is_there(
+    tmp_path: Path,
+) -> None:
     one, two = said(tmp_path / "one", [1, 2], 1.0), said(tmp_path / "two", [2, 3], 2.0)
     facts = merge(tmp_path / "both", [one.path, two.path])
     both = Store.open(tmp_path / "both")
-    assert [(one.replaced, one.left) for one in facts] == [((), ()), ((), ("stats/run",))]
+    assert [(one.replaced, one.left) for one in facts] == [
+        ((), ()),
+        ((), ("stats/run",)),
+    ]
     assert kept(both, "long") == ["k0001", "k0002", "k0003"]
     assert losses(both, "run") == {"k0001": 1.0, "k0002": 1.0, "k0003": 2.0}
     before = sorted((tmp_path / "both").rglob("*"))
@@ -246,44 +293,62 @@ def test_a_merge_joins_what_the_teams_say_and_keeps_what_is_there(tmp_path: Path
     assert sorted((tmp_path / "both").rglob("*")) == before
 
 
-def test_a_view_that_is_replaced_has_the_reasons_of_its_own_filters_alone(tmp_path: Path) -> None:
+def test_a_view_that_is_replaced_has_the_reasons_of_its_own_filters_alone(
+    tmp_path: Path,
+) -> None:
     here = said(tmp_path / "here", [1, 2, 3], 1.0, least=2)
     there = said(tmp_path / "there", [1, 2, 3], 1.0, least=1)
     filter_store(there, "long", expressions=["loss > 2"])
     assert send(here.path, there.path).replaced == ("views/long",)
-    mine, theirs = (read_table(store.backend, ViewRecord, "long")[0] for store in (here, there))
+    mine, theirs = (
+        read_table(store.backend, ViewRecord, "long")[0] for store in (here, there)
+    )
     assert theirs == mine
     assert theirs.dropped == {"words > 2": 2}
 
 
 def test_views_whose_teams_dropped_some_for_reasons_are_joined(tmp_path: Path) -> None:
-    one, two = said(tmp_path / "one", [0], 1.0, least=2), said(tmp_path / "two", [0, 3], 1.0, least=2)
+    one, two = (
+        said(tmp_path / "one", [0], 1.0, least=2),
+        said(tmp_path / "two", [0, 3], 1.0, least=2),
+    )
     assert (kept(one, "long"), kept(two, "long")) == ([], ["k0003"])
     merge(tmp_path / "both", [one.path, two.path])
     assert kept(Store.open(tmp_path / "both"), "long") == ["k0003"]
 
 
 def test_views_of_other_filters_are_not_mixed_and_are_named(tmp_path: Path) -> None:
-    one, two = said(tmp_path / "one", [1, 2], 1.0), said(tmp_path / "two", [3], 1.0, least=5)
+    one, two = (
+        said(tmp_path / "one", [1, 2], 1.0),
+        said(tmp_path / "two", [3], 1.0, least=5),
+    )
     assert merge(tmp_path / "both", [one.path, two.path])[1].left == ("views/long",)
     assert kept(Store.open(tmp_path / "both"), "long") == ["k0001", "k0002"]
 
 
-def test_runs_of_two_teams_that_disagree_on_a_type_are_both_there(tmp_path: Path) -> None:
+def test_runs_of_two_teams_that_disagree_on_a_type_are_both_there(
+    tmp_path: Path,
+) -> None:
     one, two = make(tmp_path / "one", [[1]]), make(tmp_path / "two", [[1]])
     one.write_stats("first", {"key": ["k0001"], "loss": [0.5]})
     two.write_stats("second", {"key": ["k0001"], "loss": ["low"]})
     merge(one.path, [two.path])
-    assert Store.open(one.path).index.select("first.loss", "second.loss").rows() == [(0.5, "low")]
+    assert Store.open(one.path).index.select("first.loss", "second.loss").rows() == [
+        (0.5, "low")
+    ]
 
 
-def test_what_is_said_of_a_sample_that_was_not_copied_does_not_travel(tmp_path: Path) -> None:
+def test_what_is_said_of_a_sample_that_was_not_copied_does_not_travel(
+    tmp_path: Path,
+) -> None:
     one, two = make(tmp_path / "one", [[1, 2]]), make(tmp_path / "two", [[3]])
     changed = sample(2)
     changed.features[Feature.parse(FEATURES[1])][0, 0] ^= 1
     write(two, "u", [changed, dataclasses.replace(sample(1), key="renamed")])
     filter_store(two, "long", expressions=["words > 0"])
-    two.write_stats("run", {"key": ["k0002", "k0003", "renamed"], "loss": [1.0, 2.0, 3.0]})
+    two.write_stats(
+        "run", {"key": ["k0002", "k0003", "renamed"], "loss": [1.0, 2.0, 3.0]}
+    )
     facts = merge(one.path, [two.path])[0]
     assert (facts.copied, facts.duplicates, facts.conflicts) == (1, 1, ("k0002",))
     one = Store.open(one.path)
@@ -300,7 +365,9 @@ def teams(draw: st.DrawFn) -> dict[str, Any]:
     numbers = st.sets(st.integers(0, 8), min_size=1, max_size=4)
     return {
         "units": draw(st.lists(numbers, min_size=1, max_size=2)),
-        "renamed": draw(st.sets(st.integers(0, 8), max_size=2)),  # numbers that have another key here
+        "renamed": draw(
+            st.sets(st.integers(0, 8), max_size=2)
+        ),  # numbers that have another key here
         "note": draw(st.sampled_from(["none", "whole", "real", "real", "text"])),
         "least": draw(st.sampled_from([2, 2, 3])),
     }
@@ -313,13 +380,17 @@ def build(path: Path, team: dict[str, Any]) -> dict[str, Sample]:
     for at, numbers in enumerate(team["units"]):
         named = [sample(number, note=NOTES[team["note"]]) for number in sorted(numbers)]
         named = [
-            dataclasses.replace(one, key=f"r{one.key}") if one.meta["words"] in team["renamed"] else one
+            dataclasses.replace(one, key=f"r{one.key}")
+            if one.meta["words"] in team["renamed"]
+            else one
             for one in named
         ]
         write(store, f"u{at}", named)
         samples |= {one.key: one for one in named}
     filter_store(store, "long", expressions=[f"words > {team['least']}"])
-    store.write_stats("run", {"key": sorted(samples), "loss": [float(path.name)] * len(samples)})
+    store.write_stats(
+        "run", {"key": sorted(samples), "loss": [float(path.name)] * len(samples)}
+    )
     return samples
 
 
@@ -332,7 +403,10 @@ def test_any_merge_is_the_union_of_samples_and_of_what_is_said_of_them(
         root = Path(folder)
         held = [build(root / str(at), team) for at, team in enumerate(stores)]
         sources = [root / str(at) for at in range(len(stores))]
-        if len({team["note"] == "text" for team in stores if team["note"] != "none"}) > 1:
+        if (
+            len({team["note"] == "text" for team in stores if team["note"] != "none"})
+            > 1
+        ):
             with pytest.raises(StoreError, match="'note'"):
                 merge(root / "all", sources)
             assert not (root / "all").exists()
@@ -348,7 +422,10 @@ def test_any_merge_is_the_union_of_samples_and_of_what_is_said_of_them(
                     samples[key] = one
                 if key not in samples:
                     continue
-                if team["least"] == stores[0]["least"] and one.meta["words"] > team["least"]:
+                if (
+                    team["least"] == stores[0]["least"]
+                    and one.meta["words"] > team["least"]
+                ):
                     long.add(key)
                 loss.setdefault(key, float(at))
         calls = 0
@@ -366,7 +443,9 @@ def test_any_merge_is_the_union_of_samples_and_of_what_is_said_of_them(
         merged = Store.open(root / "all")
         assert set(merged.index["key"]) == set(samples)
         for key, one in samples.items():
-            meta = {name: value for name, value in one.meta.items() if value is not None}
+            meta = {
+                name: value for name, value in one.meta.items() if value is not None
+            }
             assert same(merged.read(key), dataclasses.replace(one, meta=meta))
         assert (set(kept(merged, "long")), losses(merged, "run")) == (long, loss)
         assert not verify(merged.path).damage

@@ -22,9 +22,15 @@ MOMENTS = [(k, moment) for k in range(1, 24, STEP) for moment in ("before", "aft
 
 
 @pytest.fixture(params=["local", "memory"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Local | Remote]:
+def where(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Callable[[], Local | Remote]:
     name = secrets.token_hex(8)
-    return lambda: Local(tmp_path / "there") if request.param == "local" else Remote(f"memory://{name}/part")
+    return lambda: (
+        Local(tmp_path / "there")
+        if request.param == "local"
+        else Remote(f"memory://{name}/part")
+    )
 
 
 @pytest.fixture
@@ -56,7 +62,9 @@ def published(machine: Machine, name: str = "reader") -> dict[str, str]:
     return files(reader)
 
 
-def test_a_published_folder_arrives_and_follows_changes_and_removals(machine: Machine) -> None:
+def test_a_published_folder_arrives_and_follows_changes_and_removals(
+    machine: Machine,
+) -> None:
     one = machine("one")
     work(one, config="1", weights="1" * 100)
     assert published(machine) == {"config": "1", "weights": "1" * 100}
@@ -70,14 +78,18 @@ def test_a_published_folder_arrives_and_follows_changes_and_removals(machine: Ma
     assert published(machine) == {"weights": "2", "more": ""}
 
 
-def test_publishing_what_is_there_makes_no_version_and_old_contents_go(machine: Machine) -> None:
+def test_publishing_what_is_there_makes_no_version_and_old_contents_go(
+    machine: Machine,
+) -> None:
     one = machine("one")
     for text in "abcdef":
         work(one, log=text, kept="x")
     before = one.part.there.list_files("")
     one.publish()
     assert one.part.there.list_files("") == before
-    assert len(one.part.listed()) == 3  # of the latest version, and one of that before it
+    assert (
+        len(one.part.listed()) == 3
+    )  # of the latest version, and one of that before it
     assert published(machine) == {"log": "f", "kept": "x"}
 
 
@@ -90,7 +102,9 @@ def test_a_machine_that_sleeps_at_any_request_loses_doubles_and_mixes_nothing(
     line = Line(sleeper.part.there)
     lost = False
     try:
-        with line.asleep(lambda: work(sleeper, config="a", weights="a"), request_number, moment) as slept:
+        with line.asleep(
+            lambda: work(sleeper, config="a", weights="a"), request_number, moment
+        ) as slept:
             work(machine("b"), config="b", weights="b")
             work(machine("b"), config="bb", weights="bb")
     except LostError:
@@ -106,7 +120,11 @@ def test_a_machine_that_sleeps_at_any_request_loses_doubles_and_mixes_nothing(
     again.update()
     assert files(again) == final
     if lost:
-        aside = [path.read_text() for path in again.folder.parent.glob(".aside-*/**/*") if path.is_file()]
+        aside = [
+            path.read_text()
+            for path in again.folder.parent.glob(".aside-*/**/*")
+            if path.is_file()
+        ]
         assert aside == ["a", "a"]
 
 
@@ -136,7 +154,10 @@ def test_a_lost_reply_costs_nothing(machine: Machine, request_number: int) -> No
 
 @pytest.mark.parametrize(("request_number", "moment"), MOMENTS)
 def test_files_that_stand_for_themselves_are_added_to_what_others_published(
-    where: Callable[[], Local | Remote], tmp_path: Path, request_number: int, moment: str
+    where: Callable[[], Local | Remote],
+    tmp_path: Path,
+    request_number: int,
+    moment: str,
 ) -> None:
     def reports(name: str) -> Copy:
         return Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
@@ -159,7 +180,10 @@ def test_files_that_stand_for_themselves_are_added_to_what_others_published(
 def test_what_both_machines_removed_is_no_conflict(
     where: Callable[[], Local | Remote], tmp_path: Path
 ) -> None:
-    one, two = (Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True) for name in "ab")
+    one, two = (
+        Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
+        for name in "ab"
+    )
     work(one, half="0")
     two.update()
     for machine, name in ((one, "sparrow"), (two, "hivis")):
@@ -171,8 +195,13 @@ def test_what_both_machines_removed_is_no_conflict(
     assert files(one) == files(two) == {"sparrow": "made", "hivis": "made"}
 
 
-def test_both_machines_changed_the_same_report(where: Callable[[], Local | Remote], tmp_path: Path) -> None:
-    one, two = (Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True) for name in "ab")
+def test_both_machines_changed_the_same_report(
+    where: Callable[[], Local | Remote], tmp_path: Path
+) -> None:
+    one, two = (
+        Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
+        for name in "ab"
+    )
     work(one, sparrow="a")
     write(two, sparrow="b")
     with pytest.raises(LostError, match="changed by another machine"):
@@ -187,7 +216,9 @@ def test_an_unsent_report_outlives_what_others_publish(
         return Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
 
     work(reports("a"), old="0", removed="0")
-    write(reports("a"), sparrow="a", old="of a")  # and the command ended before it could publish
+    write(
+        reports("a"), sparrow="a", old="of a"
+    )  # and the command ended before it could publish
     other = reports("b")
     other.update()
     (other.folder / "removed").unlink()
@@ -247,14 +278,20 @@ def bucket() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("request_number", "moment"), [(k, m) for k, m in MOMENTS if 4 <= k <= 10])
-def test_s3_keeps_the_promise(bucket: str, tmp_path: Path, request_number: int, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("request_number", "moment"), [(k, m) for k, m in MOMENTS if 4 <= k <= 10]
+)
+def test_s3_keeps_the_promise(
+    bucket: str, tmp_path: Path, request_number: int, moment: str
+) -> None:
     url = f"{bucket}/{secrets.token_hex(4)}"
 
     def machine(name: str) -> Copy:
         return Copy(Remote(url), tmp_path / name, tmp_path / f"{name}.json")
 
-    test_a_machine_that_sleeps_at_any_request_loses_doubles_and_mixes_nothing(machine, request_number, moment)
+    test_a_machine_that_sleeps_at_any_request_loses_doubles_and_mixes_nothing(
+        machine, request_number, moment
+    )
 
 
 def test_a_name_that_leads_out_of_the_folder_is_no_version(machine: Machine) -> None:

@@ -39,10 +39,16 @@ def store(tmp_path: Path) -> Store:
 
 
 def on_disk(folder: Path, content: bytes) -> list[str]:
-    return [str(file) for file in folder.rglob("*") if file.is_file() and content in file.read_bytes()]
+    return [
+        str(file)
+        for file in folder.rglob("*")
+        if file.is_file() and content in file.read_bytes()
+    ]
 
 
-def test_the_bytes_of_what_is_too_old_leave_the_disk_and_the_rest_stays(store: Store) -> None:
+def test_the_bytes_of_what_is_too_old_leave_the_disk_and_the_rest_stays(
+    store: Store,
+) -> None:
     folder = Path(store.path)
     secrets = [aged(number).features[HIDDEN].tobytes()[:64] for number in range(4)]
     assert all(on_disk(folder, secret) for secret in secrets)
@@ -59,9 +65,15 @@ def test_the_bytes_of_what_is_too_old_leave_the_disk_and_the_rest_stays(store: S
     assert expire(left, 4).removed == {}
 
 
-def test_a_dry_run_removes_nothing_and_an_annex_forgets_with_its_store(store: Store) -> None:
+def test_a_dry_run_removes_nothing_and_an_annex_forgets_with_its_store(
+    store: Store,
+) -> None:
     annex = store.annex(MORE)
-    write(annex, "x", (replace(more(number), meta=aged(number).meta) for number in (0, 5, 9)))
+    write(
+        annex,
+        "x",
+        (replace(more(number), meta=aged(number).meta) for number in (0, 5, 9)),
+    )
     before = sorted(Path(store.path).rglob("*"))
     assert {*expire(store, 1, dry_run=True).keys} == {"k0000"}
     assert sorted(Path(store.path).rglob("*")) == before
@@ -69,14 +81,18 @@ def test_a_dry_run_removes_nothing_and_an_annex_forgets_with_its_store(store: St
     assert on_disk(Path(store.path), state)
     expire(store, 1)
     assert not on_disk(Path(store.path), state)
-    assert same(Store.open(store.path).read("k0005", MORE), replace(more(5), meta=aged(5).meta))
+    assert same(
+        Store.open(store.path).read("k0005", MORE), replace(more(5), meta=aged(5).meta)
+    )
 
 
 def test_of_a_sample_that_two_units_have_no_copy_stays(store: Store) -> None:
     folder = Path(store.path)
     write(store, "later", [sample(1, time=50), sample(50, time=50)])
     annex = store.annex(MORE)
-    write(annex, "x", (replace(more(number), meta=aged(number).meta) for number in (1, 5)))
+    write(
+        annex, "x", (replace(more(number), meta=aged(number).meta) for number in (1, 5))
+    )
     expire(store, 4)
     left = Store.open(folder)
     assert not on_disk(folder, aged(1).features[HIDDEN].tobytes()[:64])
@@ -101,9 +117,13 @@ def test_killed_after_the_rest_was_written_it_is_done_by_the_next_run(
         with pytest.raises(KeyboardInterrupt):
             expire(store, 4)
     again = Store.open(store.path)
-    assert again.keys() == {f"k{number:04}" for number in (0, 1, 2, 3, 4, 5, 8, 9, 100, 101)}
+    assert again.keys() == {
+        f"k{number:04}" for number in (0, 1, 2, 3, 4, 5, 8, 9, 100, 101)
+    }
     expire(again, 4)
-    assert Store.open(store.path).keys() == {f"k{number:04}" for number in (4, 5, 8, 9, 100, 101)}
+    assert Store.open(store.path).keys() == {
+        f"k{number:04}" for number in (4, 5, 8, 9, 100, 101)
+    }
     assert not verify(store.path).damage
 
 
@@ -122,7 +142,9 @@ def test_a_copy_that_began_before_ends_with_an_error_and_then_brings_what_is_lef
     with pytest.raises(StoreError):
         send(store.path, tmp_path / "copy")
     send(store.path, tmp_path / "copy")
-    assert Store.open(tmp_path / "copy").keys() >= {f"k{number:04}" for number in (4, 5, 8, 9, 100, 101)}
+    assert Store.open(tmp_path / "copy").keys() >= {
+        f"k{number:04}" for number in (4, 5, 8, 9, 100, 101)
+    }
     assert not verify(store.path).damage
 
 
@@ -133,7 +155,12 @@ def test_the_command_deletes_by_age_and_refuses_what_is_no_age(
     assert "8" in capsys.readouterr().out  # all that have a time are of 1970
     assert Store.open(store.path).keys() == {"k0100", "k0101"}
     assert "30d" in failing("store", "gc", store.path, "--older-than", "soon")
-    assert [seconds(text, "--age") for text in ("90s", "2h", "1.5d", "1w")] == [90, 7200, 129600, 604800]
+    assert [seconds(text, "--age") for text in ("90s", "2h", "1.5d", "1w")] == [
+        90,
+        7200,
+        129600,
+        604800,
+    ]
     with pytest.raises(DataError, match="--age"):
         seconds("-1d", "--age")
 
@@ -150,7 +177,9 @@ def test_a_clock_that_is_far_ahead_deletes_nothing(
     assert main(["store", "gc", made.path, "--older-than", "30d"]) == 0
     assert Store.open(made.path).keys() == {"k0000"}
     for file in Path(made.path).rglob("*"):
-        os.utime(file, (now - 90 * 86400, now - 90 * 86400))  # a store of long ago, by a right clock
+        os.utime(
+            file, (now - 90 * 86400, now - 90 * 86400)
+        )  # a store of long ago, by a right clock
     failing("store", "gc", made.path, "--older-than", "1h")
     os.utime(Path(made.path, "store.json"))
     assert main(["store", "gc", made.path, "--older-than", "1h"]) == 0
@@ -169,4 +198,6 @@ def test_garbage_is_as_old_as_the_clock_says_that_stamps_it(
     monkeypatch.setattr(time, "time", lambda: now + 400 * 86400)
     assert collect(store) == []
     assert store.backend.size(left) == 1
-    assert [one.name for one in collect(store, grace=0)] == ["shards/b-0123456789abcdef"]
+    assert [one.name for one in collect(store, grace=0)] == [
+        "shards/b-0123456789abcdef"
+    ]

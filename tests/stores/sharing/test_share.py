@@ -12,7 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.stores.samples import FEATURES, head, info, make, provenance, same, sample, write
+from tests.stores.samples import (
+    FEATURES,
+    head,
+    info,
+    make,
+    provenance,
+    same,
+    sample,
+    write,
+)
 from vlmdistill.stores import summary
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.backends.remote import Remote
@@ -37,7 +46,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def breaking(store: Store, fetched: list[str], limit: int) -> Callable[[Local, str, int, int], Array]:
+def breaking(
+    store: Store, fetched: list[str], limit: int
+) -> Callable[[Local, str, int, int], Array]:
     """Reads of parts of a store's arrays, added to `fetched`, over a line that dies at one of them."""
 
     def read(backend: Local, name: str, start: int, length: int) -> Array:
@@ -52,16 +63,22 @@ def breaking(store: Store, fetched: list[str], limit: int) -> Callable[[Local, s
 
 def test_merging_two_teams_keeps_each_sample_once(tmp_path: Path) -> None:
     make(tmp_path / "one", [range(4), range(4, 8)])
-    make(tmp_path / "two", [range(20, 24), range(6, 12)])  # the same unit names, other samples
+    make(
+        tmp_path / "two", [range(20, 24), range(6, 12)]
+    )  # the same unit names, other samples
     facts = merge(tmp_path / "both", [tmp_path / "one", tmp_path / "two"])
     both = Store.open(tmp_path / "both")
     assert numbers(both) == [*range(12), *range(20, 24)]
     assert [(one.copied, one.present) for one in facts] == [(8, 0), (8, 2)]
-    assert all(same(both.read(f"k{number:04}"), sample(number)) for number in numbers(both))
+    assert all(
+        same(both.read(f"k{number:04}"), sample(number)) for number in numbers(both)
+    )
     assert not verify(both.path).findings
 
 
-@pytest.mark.parametrize("field", ["config_hash", "processor_hash", "template_hash", "features"])
+@pytest.mark.parametrize(
+    "field", ["config_hash", "processor_hash", "template_hash", "features"]
+)
 def test_a_merge_refuses_another_origin_by_field(tmp_path: Path, field: str) -> None:
     make(tmp_path / "one", [range(4)])
     other = provenance(**{field: FEATURES[:1] if field == "features" else "other"})
@@ -106,27 +123,39 @@ def test_a_view_and_some_features_are_all_that_is_copied(tmp_path: Path) -> None
     assert numbers(part) == list(range(9))
 
 
-def test_what_eight_bits_lost_is_told_of_the_very_samples_that_were_copied(tmp_path: Path) -> None:
+def test_what_eight_bits_lost_is_told_of_the_very_samples_that_were_copied(
+    tmp_path: Path,
+) -> None:
     encoding = {"hidden.text": "int8", "layer2.visual": "int8"}
     store = make(tmp_path / "here", [range(9)], encoding=encoding)
     filter_store(store, "some", expressions=["words in (2, 3, 7)"])
     wanted = Feature.parse("hidden.text")
     send(store.path, tmp_path / "part", view="some", features=[wanted])
     direct = Store.create(
-        tmp_path / "direct", provenance(features=("hidden.text",)), info(), head(), {"hidden.text": "int8"}
+        tmp_path / "direct",
+        provenance(features=("hidden.text",)),
+        info(),
+        head(),
+        {"hidden.text": "int8"},
     )
     with direct.writer("u") as writer:
         for number in (2, 3, 7):
             whole = sample(number)
-            writer.add(dataclasses.replace(whole, features={wanted: whole.features[wanted]}))
+            writer.add(
+                dataclasses.replace(whole, features={wanted: whole.features[wanted]})
+            )
     part = summary.info(Store.open(tmp_path / "part"))["fields"]
     assert part == summary.info(direct)["fields"]
     assert part["hidden.text"]["relative_error"] > 0
 
 
-def test_an_interrupted_pull_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_pull_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make(tmp_path / "here", [range(9)])
-    large = max((tmp_path / "here" / "shards").rglob("0"), key=lambda path: path.stat().st_size)
+    large = max(
+        (tmp_path / "here" / "shards").rglob("0"), key=lambda path: path.stat().st_size
+    )
     fetched: list[str] = []
     monkeypatch.setattr(transfer, "BLOCK", large.stat().st_size // 8)
     monkeypatch.setattr(Local, "read_range", breaking(store, fetched, 9))
@@ -160,17 +189,24 @@ def test_what_was_damaged_in_an_interrupted_pull_is_fetched_again(
     assert not verify(tmp_path / "there").findings
 
 
-def test_a_damaged_shard_that_lies_there_already_does_not_count_as_the_copy(tmp_path: Path) -> None:
+def test_a_damaged_shard_that_lies_there_already_does_not_count_as_the_copy(
+    tmp_path: Path,
+) -> None:
     store = make(tmp_path / "here", [range(4)])
     send(store.path, tmp_path / "there")
     flip(next((tmp_path / "there").glob("shards/u0-*/hidden.text/c/0/0")))
     (tmp_path / "there" / "commits" / "u0.json").unlink()
     assert send(store.path, tmp_path / "there").copied == 4
     assert not verify(tmp_path / "there").findings
-    assert all(same(Store.open(tmp_path / "there").read(key), store.read(key)) for key in store.index["key"])
+    assert all(
+        same(Store.open(tmp_path / "there").read(key), store.read(key))
+        for key in store.index["key"]
+    )
 
 
-def test_units_of_the_longest_names_are_copied_by_view_and_beside_others(tmp_path: Path) -> None:
+def test_units_of_the_longest_names_are_copied_by_view_and_beside_others(
+    tmp_path: Path,
+) -> None:
     name = "u" * 200
     store, other = make(tmp_path / "here"), make(tmp_path / "other")
     write(store, name, range(5))
@@ -191,12 +227,18 @@ def test_damage_does_not_travel(tmp_path: Path, url: str) -> None:
     assert Store.open(there).keys() == set()
 
 
-def test_a_push_sends_files_from_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_sends_files_from_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish, copies = Remote.publish, list[Path]()
 
     def look(backend: Remote, folder: Path, name: str) -> None:
         if name.startswith("shards"):
-            copies.extend(file for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+            copies.extend(
+                file
+                for file in folder.rglob("*")
+                if file.is_file() and not file.is_symlink()
+            )
         publish(backend, folder, name)
 
     store = make(tmp_path / "here", [range(4), range(4, 8)])
@@ -246,7 +288,9 @@ def pull_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return READ_RANGE(backend, name, start, length)
 
     def pull(number: int) -> None:
-        with contextlib.suppress(StoreError):  # it may give way to the other, and say so
+        with contextlib.suppress(
+            StoreError
+        ):  # it may give way to the other, and say so
             send(source.path, path / "target")
 
     monkeypatch.setattr(Local, "read_range", read)

@@ -20,7 +20,14 @@ from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info
 from vlmdistill.stores.views.filters import filter_store, named
-from vlmdistill.stores.views.text_stats import BAND, SKETCH, code_ratio, repetition, sketch, text_stats
+from vlmdistill.stores.views.text_stats import (
+    BAND,
+    SKETCH,
+    code_ratio,
+    repetition,
+    sketch,
+    text_stats,
+)
 
 PROSE = (
     "A small brown dog runs along the wet beach while two children watch it from a red towel. "
@@ -57,17 +64,27 @@ CHINESE = "图中是一只红色的苹果。放在桌子上。窗外下着小雨
 
 def test_words_are_counted_in_scripts_without_spaces_too(tmp_path: Path) -> None:
     store = make(tmp_path)
-    texts = {"long": CHINESE, "short": "苹果。", "loop": "一只红色的苹果。" * 20, "spaced": PROSE}
+    texts = {
+        "long": CHINESE,
+        "short": "苹果。",
+        "loop": "一只红色的苹果。" * 20,
+        "spaced": PROSE,
+    }
     with store.writer("u") as writer:
         for number, text in enumerate(texts.values()):
             writer.add(sample(number, **text_stats(text)))  # type: ignore[arg-type]
     view = filter_store(store, "good", filters=["min_words", "max_repetition"])
-    assert dict(view.dropped) == {"fewer than 6 words": 1, "more than 0.3 repetition": 1}
+    assert dict(view.dropped) == {
+        "fewer than 6 words": 1,
+        "more than 0.3 repetition": 1,
+    }
     assert text_stats(PROSE)["words"] == len(PROSE.split())
 
 
 def test_the_filters_of_the_papers_drop_what_they_name(store: Store) -> None:
-    view = filter_store(store, "good", filters=["min_words", "max_code", "max_repetition", "unique"])
+    view = filter_store(
+        store, "good", filters=["min_words", "max_code", "max_repetition", "unique"]
+    )
     assert dict(view.dropped) == {
         "fewer than 6 words": 1,
         "more than 0.05 code": 1,
@@ -89,14 +106,20 @@ def test_each_dropped_sample_is_kept_with_its_reason(store: Store) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(least=st.integers(-1, 31), dataset=st.sampled_from("abc"), length=st.integers(0, 60))
-def test_a_view_keeps_what_a_plain_loop_would(many: Store, least: int, dataset: str, length: int) -> None:
+@given(
+    least=st.integers(-1, 31), dataset=st.sampled_from("abc"), length=st.integers(0, 60)
+)
+def test_a_view_keeps_what_a_plain_loop_would(
+    many: Store, least: int, dataset: str, length: int
+) -> None:
     texts = [f"words >= {least}", f"dataset != '{dataset}' or text_tokens < {length}"]
     view = filter_store(many, "v", expressions=texts)
     expected = []
     for number in range(30):
         item = sample(number)
-        if number >= least and (item.meta["dataset"] != dataset or len(item.ids_T) < length):
+        if number >= least and (
+            item.meta["dataset"] != dataset or len(item.ids_T) < length
+        ):
             expected.append(item.key)
     assert many.view("v")["key"].to_list() == expected
     assert view.kept == len(expected)
@@ -106,8 +129,14 @@ def test_a_view_keeps_what_a_plain_loop_would(many: Store, least: int, dataset: 
 def test_a_sample_without_the_value_is_dropped_as_unknown(many: Store) -> None:
     many.write_stats("facts", {"key": ["k0001", "k0002"], "seen": [0.1, 0.5]})
     view = filter_store(many, "v", expressions=["seen > 0.2", "words > 1"])
-    assert dict(view.dropped) == {"seen > 0.2": 1, "unknown: seen > 0.2": 28, "words > 1": 0}
-    reasons = dict(pl.DataFrame(read_table(many.backend, ViewRecord, "v")[1]).iter_rows())
+    assert dict(view.dropped) == {
+        "seen > 0.2": 1,
+        "unknown: seen > 0.2": 28,
+        "words > 1": 0,
+    }
+    reasons = dict(
+        pl.DataFrame(read_table(many.backend, ViewRecord, "v")[1]).iter_rows()
+    )
     assert (reasons["k0001"], reasons["k0002"]) == ("seen > 0.2", None)
     assert reasons["k0003"] == "unknown: seen > 0.2"
 
@@ -116,15 +145,33 @@ def test_no_column_of_the_samples_is_in_the_way_of_a_filter(tmp_path: Path) -> N
     store = make(tmp_path)
     with store.writer("u") as writer:
         for number in range(4):
-            writer.add(sample(number, at=number, index=number, keep=number, lot=number, reason="none"))
-    assert filter_store(store, "v", expressions=["at > 0", "keep < 3"], filters=["mix=a:1,b:1"]).kept == 2
+            writer.add(
+                sample(
+                    number,
+                    at=number,
+                    index=number,
+                    keep=number,
+                    lot=number,
+                    reason="none",
+                )
+            )
+    assert (
+        filter_store(
+            store, "v", expressions=["at > 0", "keep < 3"], filters=["mix=a:1,b:1"]
+        ).kept
+        == 2
+    )
     assert store.view("v")["at"].to_list() == [1, 2]
 
 
 def test_who_has_no_sketch_is_nobodys_duplicate(tmp_path: Path) -> None:
     store = make(tmp_path, [range(3)])
-    write(store, "facts", (sample(number, sketch=sketch(PROSE)) for number in range(3, 6)))
-    assert dict(filter_store(store, "v", filters=["unique"]).dropped) == {"near-duplicate answer": 2}
+    write(
+        store, "facts", (sample(number, sketch=sketch(PROSE)) for number in range(3, 6))
+    )
+    assert dict(filter_store(store, "v", filters=["unique"]).dropped) == {
+        "near-duplicate answer": 2
+    }
     assert store.view("v")["key"].to_list() == ["k0000", "k0001", "k0002", "k0003"]
 
 
@@ -152,7 +199,12 @@ def test_a_mix_keeps_the_shares_and_the_same_samples_each_time(many: Store) -> N
 
 def test_statistics_of_training_make_a_curriculum(many: Store) -> None:
     many.write_stats(
-        "sparrow", {"key": ["k0001", "k0002", "k0003"], "kept": [0.1, 0.5, 0.9], "loss": [3.0, 2.0, 1.0]}
+        "sparrow",
+        {
+            "key": ["k0001", "k0002", "k0003"],
+            "kept": [0.1, 0.5, 0.9],
+            "loss": [3.0, 2.0, 1.0],
+        },
     )
     filter_store(many, "almost", expressions=["kept > 0.2"])
     assert many.view("almost")["key"].to_list() == ["k0002", "k0003"]
@@ -162,14 +214,19 @@ def test_statistics_of_training_make_a_curriculum(many: Store) -> None:
     filter_store(many, "almost", expressions=['"sparrow.kept" > 0.2'])
     assert many.view("almost")["key"].to_list() == ["k0002", "k0003"]
     many.write_stats("sparrow", {"key": ["k0009"], "kept": [1.0]})
-    assert many.index.filter(pl.col("sparrow.kept").is_not_null())["key"].to_list() == ["k0009"]
+    assert many.index.filter(pl.col("sparrow.kept").is_not_null())["key"].to_list() == [
+        "k0009"
+    ]
 
 
 def test_a_column_that_came_with_the_samples_keeps_its_name(store: Store) -> None:
     store.write_stats("run", {"key": ["k0001"], "words": [-1]})
     assert store.index["words"].min() == 3
     assert store.index["run.words"].drop_nulls().to_list() == [-1]
-    assert Store.open(store.path).read("k0001").meta["words"] == sample(1, **text_stats(PROSE)).meta["words"]  # type: ignore[arg-type]
+    assert (
+        Store.open(store.path).read("k0001").meta["words"]
+        == sample(1, **text_stats(PROSE)).meta["words"]  # type: ignore[arg-type]
+    )
 
 
 def test_an_empty_store_has_empty_views_and_epochs(tmp_path: Path) -> None:
@@ -206,7 +263,9 @@ def test_statistics_that_cannot_be_joined_are_refused(many: Store) -> None:
         ("dataset > 3", "dataset > 3"),
     ],
 )
-def test_a_mistaken_expression_is_explained(many: Store, text: str, reason: str) -> None:
+def test_a_mistaken_expression_is_explained(
+    many: Store, text: str, reason: str
+) -> None:
     with pytest.raises(StoreError, match=reason):
         filter_store(many, "v", expressions=[text])
 
@@ -266,9 +325,17 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = make(tmp_path_factory.mktemp("diverged"))
     with store.writer("u") as writer:
         for number in range(5):
-            writer.add(sample(number, code_ratio=math.nan if number == 2 else 0.0, part=float(number)))
+            writer.add(
+                sample(
+                    number,
+                    code_ratio=math.nan if number == 2 else 0.0,
+                    part=float(number),
+                )
+            )
     losses = [1.0, 2.0, math.nan, math.inf, -math.inf]
-    store.write_stats("run", {"key": [f"k{number:04}" for number in range(5)], "l": losses})
+    store.write_stats(
+        "run", {"key": [f"k{number:04}" for number in range(5)], "l": losses}
+    )
     return store
 
 
@@ -302,19 +369,31 @@ def test_what_is_no_number_is_unknown_and_infinities_are_numbers(
     assert view.dropped.get(f"unknown: {text}", 0) == unknown
 
 
-def test_a_measure_that_is_no_number_is_unknown_to_a_named_filter(diverged: Store) -> None:
+def test_a_measure_that_is_no_number_is_unknown_to_a_named_filter(
+    diverged: Store,
+) -> None:
     dropped = filter_store(diverged, "v", filters=["max_code"]).dropped
-    assert dict(dropped) == {"more than 0.05 code": 0, "unknown: more than 0.05 code": 1}
+    assert dict(dropped) == {
+        "more than 0.05 code": 0,
+        "unknown: more than 0.05 code": 1,
+    }
 
 
 @pytest.mark.parametrize("text", ["sum(words) >= 0", "1 = 1", "count(*) > 0"])
-def test_what_is_said_of_all_samples_at_once_is_no_filter_of_one(tmp_path: Path, text: str) -> None:
+def test_what_is_said_of_all_samples_at_once_is_no_filter_of_one(
+    tmp_path: Path, text: str
+) -> None:
     with pytest.raises(StoreError, match=re.escape(text)):
         filter_store(make(tmp_path, [[1]]), "v", expressions=[text])
 
 
 def test_one_sample_is_compared_with_all_there_are(tmp_path: Path) -> None:
-    assert filter_store(make(tmp_path, [[5]]), "v", expressions=["words >= sum(words)"]).kept == 1
+    assert (
+        filter_store(
+            make(tmp_path, [[5]]), "v", expressions=["words >= sum(words)"]
+        ).kept
+        == 1
+    )
 
 
 def test_any_of_a_list_is_a_filter(many: Store) -> None:
@@ -329,7 +408,9 @@ def test_what_a_parser_says_is_cut(many: Store) -> None:
     assert len(str(raised.value).replace(text, "")) < 300
 
 
-@pytest.mark.parametrize("name", ["../commits/u0", "../stats/r", "v/../v", "", "v" * 300])
+@pytest.mark.parametrize(
+    "name", ["../commits/u0", "../stats/r", "v/../v", "", "v" * 300]
+)
 def test_only_the_name_of_a_view_is_one(tmp_path: Path, name: str) -> None:
     store = make(tmp_path / "store", [range(3)])
     store.write_stats("r", {"key": ["k0001"], "kept": [0.5]})
@@ -346,18 +427,33 @@ def test_only_the_name_of_a_view_is_one(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        ("The chart (from 2019) shows that 20% came by train; the rest walked. Prices rose by $3.", True),
-        ("**Overview**\n\nA *busy* market:\n\n* Fruit stands\n* Two children\n\n**Colors**: red.", True),
+        (
+            "The chart (from 2019) shows that 20% came by train; the rest walked. Prices rose by $3.",
+            True,
+        ),
+        (
+            "**Overview**\n\nA *busy* market:\n\n* Fruit stands\n* Two children\n\n**Colors**: red.",
+            True,
+        ),
         ("Its area is 3 * 4 / 2 = 6, and the perimeter is 3 + 4 + 5 = 12.", True),
-        ("If you look for a place to return to while it rains, try the new public library.", True),
+        (
+            "If you look for a place to return to while it rains, try the new public library.",
+            True,
+        ),
         ("| Fruit | Count |\n|---|---|\n| Apples | 3 |", True),
-        ("As shown in [1], results were better [2, 3]; see [the guide](https://example.org/a_b).", True),
+        (
+            "As shown in [1], results were better [2, 3]; see [the guide](https://example.org/a_b).",
+            True,
+        ),
         ("def area(r):\n    return 3.14 * r ** 2\n\nprint(area(2))", False),
         ("SELECT name, count(*) FROM users WHERE age > 30 GROUP BY name;", False),
         ('{"name": "cat", "age": 3, "tags": ["a", "b"]}', False),
         ('<div class="row"><p>Hello</p></div>', False),
         ("import os\nfor name in os.listdir(path):\n    total += 1", False),
-        ("Use it like this:\n```\npass\n```\nThat is all there is to it, and it works everywhere.", False),
+        (
+            "Use it like this:\n```\npass\n```\nThat is all there is to it, and it works everywhere.",
+            False,
+        ),
     ],
 )
 def test_the_share_of_code_drops_code_and_keeps_prose_with_its_markup(
@@ -375,13 +471,19 @@ def alike(rng: random.Random, changes: int) -> tuple[float, bool]:
     other = list(words)
     for _ in range(changes):
         other[rng.randrange(len(other))] = "other"
-    triples = [set(zip(text, text[1:], text[2:], strict=False)) for text in (words, other)]
+    triples = [
+        set(zip(text, text[1:], text[2:], strict=False)) for text in (words, other)
+    ]
     one, two = (sketch(" ".join(text)) for text in (words, other))
-    shared = any(one[at : at + BAND] == two[at : at + BAND] for at in range(0, SKETCH, BAND))
+    shared = any(
+        one[at : at + BAND] == two[at : at + BAND] for at in range(0, SKETCH, BAND)
+    )
     return len(triples[0] & triples[1]) / len(triples[0] | triples[1]), shared
 
 
-@pytest.mark.parametrize(("changes", "likeness", "least", "most"), [(2, 0.9, 0.9, 1), (24, 0.38, 0, 0.08)])
+@pytest.mark.parametrize(
+    ("changes", "likeness", "least", "most"), [(2, 0.9, 0.9, 1), (24, 0.38, 0, 0.08)]
+)
 def test_near_duplicates_share_a_band_and_others_hardly_do(
     changes: int, likeness: float, least: float, most: float
 ) -> None:

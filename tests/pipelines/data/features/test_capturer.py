@@ -39,7 +39,9 @@ from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import respond
 from vlmdistill.pipelines.flow import capture_features
-from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint as checkpoint_of
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import (
+    checkpoint as checkpoint_of,
+)
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -86,11 +88,22 @@ class Given:
 
 @pytest.fixture(scope="module")
 def given(
-    prompts_file: Path, tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]
+    prompts_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    checkpoint: Callable[..., Path],
 ) -> Given:
     folder = tmp_path_factory.mktemp("features")
-    made = Given(str(checkpoint("qwen2_5_vl", layers=2)), prompts_file, folder / "responses")
-    respond(made.prompts, made.responses, made.model, SamplingSettings(max_new_tokens=10), ANY, HERE)
+    made = Given(
+        str(checkpoint("qwen2_5_vl", layers=2)), prompts_file, folder / "responses"
+    )
+    respond(
+        made.prompts,
+        made.responses,
+        made.model,
+        SamplingSettings(max_new_tokens=10),
+        ANY,
+        HERE,
+    )
     assert len(made.kept) >= 8
     return made
 
@@ -99,7 +112,9 @@ def given(
 def stored(given: Given) -> Path:
     """The features of all kept responses for sparrow, in several shards."""
     store = given.responses.parent / "stored"
-    summary = run(given, store, ["sparrow"], dtype="float32", batch_tokens=64, shard_bytes=20_000)
+    summary = run(
+        given, store, ["sparrow"], dtype="float32", batch_tokens=64, shard_bytes=20_000
+    )
     assert summary.features == ("hidden.span", "hidden.text", "layer1.visual")
     assert summary.captured == summary.samples == len(given.kept)
     return store
@@ -127,7 +142,9 @@ def run(
     )
 
 
-def test_the_store_holds_every_kept_response_with_what_the_drafters_need(given: Given, stored: Path) -> None:
+def test_the_store_holds_every_kept_response_with_what_the_drafters_need(
+    given: Given, stored: Path
+) -> None:
     store = Store.open(stored)
     assert store.keys() == given.kept
     assert len(set(store.index["unit"])) > 1
@@ -135,17 +152,35 @@ def test_the_store_holds_every_kept_response_with_what_the_drafters_need(given: 
     for row in dataset.read(given.responses):
         sample = store.read(row.key)
         assert sample.ids_T[sample.response_T].tolist() == list(row.ids)
-        assert len(sample.ids_T) + sample.visual_tokens == row.prompt_tokens + len(row.ids)
+        assert len(sample.ids_T) + sample.visual_tokens == row.prompt_tokens + len(
+            row.ids
+        )
         assert len(sample.spans) == len(by_key[row.key].files)
-        assert sample.features[Feature("hidden", "text")].shape == (len(sample.ids_T), tiny.HIDDEN)
-        assert (sample.meta["split"], sample.meta["dataset"]) == (by_key[row.key].split, "mix")
+        assert sample.features[Feature("hidden", "text")].shape == (
+            len(sample.ids_T),
+            tiny.HIDDEN,
+        )
+        assert (sample.meta["split"], sample.meta["dataset"]) == (
+            by_key[row.key].split,
+            "mix",
+        )
 
 
-def test_features_follow_the_reasoning_of_the_responses(given: Given, tmp_path: Path) -> None:
-    target, responses = with_switch(Path(given.model), tmp_path / "target"), tmp_path / "responses"
+def test_features_follow_the_reasoning_of_the_responses(
+    given: Given, tmp_path: Path
+) -> None:
+    target, responses = (
+        with_switch(Path(given.model), tmp_path / "target"),
+        tmp_path / "responses",
+    )
     thinking = SamplingSettings(max_new_tokens=6, thinking="mixed")
     respond(given.prompts, responses, str(target), thinking, ANY, HERE)
-    summary = run(replace(given, model=str(target)), tmp_path / "store", ["wren"], responses=responses)
+    summary = run(
+        replace(given, model=str(target)),
+        tmp_path / "store",
+        ["wren"],
+        responses=responses,
+    )
     assert summary.captured == len(given.prompts)
     assert Store.open(tmp_path / "store").provenance.thinking == "mixed"
     loaded = load(str(target), thinking="mixed")
@@ -193,7 +228,9 @@ def test_responses_or_a_store_of_another_target_are_refused_by_name(
         capture(given.prompts, given.responses, StorePart(stored), other)
     theirs = shutil.copytree(given.responses, tmp_path / "theirs")
     settings = json.loads((theirs / dataset.SETTINGS).read_text())
-    (theirs / dataset.SETTINGS).write_text(json.dumps({**settings, "checkpoint": str(checkpoint_of(other))}))
+    (theirs / dataset.SETTINGS).write_text(
+        json.dumps({**settings, "checkpoint": str(checkpoint_of(other))})
+    )
     with pytest.raises(StoreError, match="weights_hash"):
         capture(given.prompts, theirs, StorePart(stored), other)
     assert Store.open(stored).keys() == before
@@ -212,7 +249,17 @@ def test_features_are_kept_in_the_encodings_of_the_command_line(
         "--responses",
         str(given.responses),
     ]
-    command += ["--store", path, "--for", "sparrow", "--dtype", "float32", "--workers", "0", "--json"]
+    command += [
+        "--store",
+        path,
+        "--for",
+        "sparrow",
+        "--dtype",
+        "float32",
+        "--workers",
+        "0",
+        "--json",
+    ]
     ways = ["--encoding", "hidden.text=int8", "--encoding", "layer1.visual=raw"]
 
     assert main([*command, "--encoding", "layer0.visual=int8"]) == 1
@@ -258,7 +305,9 @@ def test_a_malformed_encoding_is_refused(texts: list[str], values: str) -> None:
         store_part.encodings(texts)
 
 
-def test_features_of_a_target_in_another_dtype_are_not_mixed(given: Given, tmp_path: Path) -> None:
+def test_features_of_a_target_in_another_dtype_are_not_mixed(
+    given: Given, tmp_path: Path
+) -> None:
     half = WorkerOptions(workers=0, load=Options(dtype="bfloat16"))
     run(given, tmp_path / "store", ["sparrow"], prompts=given.prompts[:4])
     with pytest.raises(StoreError, match=r"float32.*bfloat16.*--target-dtype float32"):
@@ -266,7 +315,14 @@ def test_features_of_a_target_in_another_dtype_are_not_mixed(given: Given, tmp_p
     theirs = shutil.copytree(given.responses, tmp_path / "theirs")
     next(theirs.glob("part-*")).unlink()
     with pytest.raises(DataError, match="target_dtype float32, not bfloat16"):
-        respond(given.prompts, theirs, given.model, SamplingSettings(max_new_tokens=10), ANY, half)
+        respond(
+            given.prompts,
+            theirs,
+            given.model,
+            SamplingSettings(max_new_tokens=10),
+            ANY,
+            half,
+        )
 
 
 def test_states_of_another_engine_are_not_mixed_in(
@@ -281,12 +337,20 @@ def test_states_of_another_engine_are_not_mixed_in(
     assert Store.open(stored).provenance.engine == "transformers"
 
 
-def test_features_that_a_store_lacks_are_added_to_its_samples(given: Given, tmp_path: Path) -> None:
+def test_features_that_a_store_lacks_are_added_to_its_samples(
+    given: Given, tmp_path: Path
+) -> None:
     mine, once = tmp_path / "mine", tmp_path / "once"
     run(given, mine, ["sparrow"], prompts=given.prompts[:5], dtype="float32")
-    before = {file: file.read_bytes() for file in (mine / "shards").rglob("*") if file.is_file()}
+    before = {
+        file: file.read_bytes()
+        for file in (mine / "shards").rglob("*")
+        if file.is_file()
+    }
     some = run(given, mine, ["eagle2"], prompts=given.prompts[:3])
-    assert some.captured == len(given.kept & {prompt.key for prompt in given.prompts[:3]})
+    assert some.captured == len(
+        given.kept & {prompt.key for prompt in given.prompts[:3]}
+    )
     added = run(given, mine, ["eagle2"])
     run(given, once, ["sparrow", "eagle2"], dtype="float32")
     assert added.features == Store.open(once).provenance.features
@@ -303,12 +367,19 @@ def test_features_that_a_store_lacks_are_added_to_its_samples(given: Given, tmp_
         assert np.array_equal(one.ids_T, other.ids_T)
         assert one.meta == other.meta
         assert one.features.keys() == other.features.keys()
-        for feature, rows in one.features.items():  # captured in batches of other samples
-            np.testing.assert_allclose(rows, other.features[feature], rtol=1e-4, atol=1e-5)
+        for (
+            feature,
+            rows,
+        ) in one.features.items():  # captured in batches of other samples
+            np.testing.assert_allclose(
+                rows, other.features[feature], rtol=1e-4, atol=1e-5
+            )
     assert not verify(mine).findings
     again = run(given, mine, ["eagle2", "sparrow"])
     assert (again.captured, again.seconds < 1) == (0, True)
-    assert run(given, mine, None).captured == 0  # all methods: of those that there are features for
+    assert (
+        run(given, mine, None).captured == 0
+    )  # all methods: of those that there are features for
 
 
 def test_added_features_have_an_encoding_of_their_own_and_the_dtype_of_the_store(
@@ -316,7 +387,9 @@ def test_added_features_have_an_encoding_of_their_own_and_the_dtype_of_the_store
 ) -> None:
     store, two = tmp_path / "store", given.prompts[:2]
     run(given, store, ["sparrow"], prompts=two)
-    with pytest.raises(StoreError, match=r"layer0\.text=int8: choose from .*hidden\.visual"):
+    with pytest.raises(
+        StoreError, match=r"layer0\.text=int8: choose from .*hidden\.visual"
+    ):
         run(given, store, ["eagle2"], prompts=two, encoding={"layer0.text": "int8"})
     with pytest.raises(StoreError, match="keeps features in bfloat16, not float32"):
         run(given, store, ["eagle2"], prompts=two, dtype="float32")
@@ -331,32 +404,53 @@ def test_added_features_have_an_encoding_of_their_own_and_the_dtype_of_the_store
     assert Store.open(store).annexes[0].keys() == given.kept
 
 
-def test_features_of_another_response_are_not_added_to_a_sample(given: Given, tmp_path: Path) -> None:
+def test_features_of_another_response_are_not_added_to_a_sample(
+    given: Given, tmp_path: Path
+) -> None:
     rows = [row for row in dataset.read(given.responses, kept=False) if row.keep][:2]
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     shutil.copy(given.responses / dataset.SETTINGS, theirs)
     other = [int(token) for token in rows[0].ids]
     other[0] ^= 1
-    dataset.write_part(theirs, "0", [dataclasses.replace(rows[0], ids=np.array(other, np.int32)), rows[1]])
+    dataset.write_part(
+        theirs,
+        "0",
+        [dataclasses.replace(rows[0], ids=np.array(other, np.int32)), rows[1]],
+    )
     store = tmp_path / "store"
     run(given, store, ["sparrow"])
-    two = [prompt for prompt in given.prompts if prompt.key in {row.key for row in rows}]
+    two = [
+        prompt for prompt in given.prompts if prompt.key in {row.key for row in rows}
+    ]
     done = run(given, store, ["eagle2"], prompts=two, responses=theirs)
     assert done.failed.keys() == {rows[0].key}
     assert "has other tokens of it" in done.failed[rows[0].key]
     assert Store.open(store).annexes[0].keys() == {rows[1].key}
 
 
-def test_a_response_whose_prompt_has_changed_fails_and_is_not_stored(given: Given, tmp_path: Path) -> None:
+def test_a_response_whose_prompt_has_changed_fails_and_is_not_stored(
+    given: Given, tmp_path: Path
+) -> None:
     by_key = {prompt.key: prompt for prompt in given.prompts}
     items = [CaptureItem(by_key[row.key], row) for row in dataset.read(given.responses)]
     shown = next(item for item in items if item.prompt.files)
     first, second = [item for item in items if item is not shown][:2]
-    parts = [part | {"digest": "0" * 32} for part in shown.prompt.messages[0]["content"]]  # of another image
-    stale = dataclasses.replace(shown.prompt, messages=[{"role": "user", "content": parts}])
-    words = [{"role": "user", "content": [{"type": "text", "text": "Quite another question than before"}]}]
-    changed = CaptureItem(dataclasses.replace(first.prompt, messages=words), first.response)
+    parts = [
+        part | {"digest": "0" * 32} for part in shown.prompt.messages[0]["content"]
+    ]  # of another image
+    stale = dataclasses.replace(
+        shown.prompt, messages=[{"role": "user", "content": parts}]
+    )
+    words = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Quite another question than before"}],
+        }
+    ]
+    changed = CaptureItem(
+        dataclasses.replace(first.prompt, messages=words), first.response
+    )
     settings = CaptureSettings(drafters=["sparrow"], batch_tokens=1024)
     result = Capturer(given.model, StorePart(tmp_path / "store"), "", settings).work(
         CaptureTask((changed, CaptureItem(stale, shown.response), second), "task")
@@ -373,7 +467,12 @@ def test_a_sample_too_large_for_the_device_fails_alone(
     by_key = {prompt.key: prompt for prompt in given.prompts}
     items = [CaptureItem(by_key[row.key], row) for row in dataset.read(given.responses)]
     largest = max(items, key=lambda item: item.tokens)
-    worker = Capturer(given.model, StorePart(tmp_path / "store"), "", CaptureSettings(drafters=["sparrow"]))
+    worker = Capturer(
+        given.model,
+        StorePart(tmp_path / "store"),
+        "",
+        CaptureSettings(drafters=["sparrow"]),
+    )
     run = worker.target._states
 
     def tight(prompts: Any, *more: Any) -> Any:
@@ -382,37 +481,56 @@ def test_a_sample_too_large_for_the_device_fails_alone(
         return run(prompts, *more)
 
     monkeypatch.setattr(worker.target, "_states", tight)
-    failed = {i.prompt.key for i in items if i.response.prompt_tokens == largest.response.prompt_tokens}
+    failed = {
+        i.prompt.key
+        for i in items
+        if i.response.prompt_tokens == largest.response.prompt_tokens
+    }
     result = worker.work(CaptureTask.of(items))
     assert result.failed.keys() == failed
     assert all(key in why for key, why in result.failed.items())
-    assert Store.open(tmp_path / "store").keys() == {item.prompt.key for item in items} - failed
+    assert (
+        Store.open(tmp_path / "store").keys()
+        == {item.prompt.key for item in items} - failed
+    )
     assert worker.work(CaptureTask.of([largest])).failed.keys() == {largest.prompt.key}
 
 
-def test_without_responses_the_error_names_the_folder(given: Given, tmp_path: Path) -> None:
+def test_without_responses_the_error_names_the_folder(
+    given: Given, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=f"{tmp_path / 'nothing'}.* 12 prompts"):
-        capture(given.prompts, tmp_path / "nothing", StorePart(tmp_path / "store"), given.model)
+        capture(
+            given.prompts,
+            tmp_path / "nothing",
+            StorePart(tmp_path / "store"),
+            given.model,
+        )
     assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(
-    ("reason", "option"), [("short", "--min-words 0"), ("repetition", "--max-repetition 1"), ("empty", "")]
+    ("reason", "option"),
+    [("short", "--min-words 0"), ("repetition", "--max-repetition 1"), ("empty", "")],
 )
 def test_without_kept_responses_the_error_says_why_they_were_dropped(
     given: Given, tmp_path: Path, reason: str, option: str
 ) -> None:
     out = tmp_path / "responses"
     rows = list(dataset.read(given.responses))
-    dataset.write_part(out, "0", [dataclasses.replace(row, keep=False, reason=reason) for row in rows])
+    dataset.write_part(
+        out, "0", [dataclasses.replace(row, keep=False, reason=reason) for row in rows]
+    )
     with pytest.raises(DataError, match=rf"{reason} {len(rows)}\b") as error:
         capture(given.prompts, out, StorePart(tmp_path / "store"), given.model)
-    assert [other in str(error.value) for other in ("--min-words 0", "--max-repetition 1")] == [
-        option == other for other in ("--min-words 0", "--max-repetition 1")
-    ]
+    assert [
+        other in str(error.value) for other in ("--min-words 0", "--max-repetition 1")
+    ] == [option == other for other in ("--min-words 0", "--max-repetition 1")]
 
 
-def test_settings_that_are_stated_are_checked_though_nothing_is_missing(given: Given, stored: Path) -> None:
+def test_settings_that_are_stated_are_checked_though_nothing_is_missing(
+    given: Given, stored: Path
+) -> None:
     with pytest.raises(StoreError, match="float32, not bfloat16"):
         run(given, stored, ["sparrow"], dtype="bfloat16")
     assert run(given, stored, ["sparrow"]).captured == 0
@@ -420,7 +538,9 @@ def test_settings_that_are_stated_are_checked_though_nothing_is_missing(given: G
         capture_features(given.job(stored, CaptureSettings(drafters=["sparrow"]), 11))
 
 
-@pytest.mark.parametrize(("names", "value"), [("sparrow,foo", "'foo'"), (" , ", "--for ' , '")])
+@pytest.mark.parametrize(
+    ("names", "value"), [("sparrow,foo", "'foo'"), (" , ", "--for ' , '")]
+)
 def test_unknown_drafters_are_named(names: str, value: str) -> None:
     with pytest.raises(DataError, match=value):
         store_part.drafters(names)
@@ -441,10 +561,22 @@ capturer.capture(
 """
 
 
-def test_killed_at_any_moment_every_sample_is_stored_once(given: Given, tmp_path: Path) -> None:
+def test_killed_at_any_moment_every_sample_is_stored_once(
+    given: Given, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
-    command = [sys.executable, "-c", RUN, str(given.file), str(given.responses), str(store), given.model]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        str(given.file),
+        str(given.responses),
+        str(store),
+        given.model,
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     while len(list(store.glob("commits/*"))) < 3 and process.poll() is None:
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
@@ -456,17 +588,41 @@ def test_killed_at_any_moment_every_sample_is_stored_once(given: Given, tmp_path
     assert len(list(store.glob("commits/*"))) == len(given.kept)
 
 
-def test_a_terminated_run_reports_what_is_kept_in_one_line(given: Given, tmp_path: Path) -> None:
+def test_a_terminated_run_reports_what_is_kept_in_one_line(
+    given: Given, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
-    command = [sys.executable, "-m", "vlmdistill", "features", "-m", given.model, "--store", str(store)]
-    command += ["--prompts", str(given.file), "--responses", str(given.responses), "--workers", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(store.glob("staging/probe-*")) and process.poll() is None:  # workers are about to start
+    command = [
+        sys.executable,
+        "-m",
+        "vlmdistill",
+        "features",
+        "-m",
+        given.model,
+        "--store",
+        str(store),
+    ]
+    command += [
+        "--prompts",
+        str(given.file),
+        "--responses",
+        str(given.responses),
+        "--workers",
+        "1",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while (
+        not list(store.glob("staging/probe-*")) and process.poll() is None
+    ):  # workers are about to start
         time.sleep(0.01)
     process.terminate()
     out, err = process.communicate(timeout=400)
     assert (process.returncode, out) == (143, "")
-    assert err.startswith(f"stopped: 0 of {len(given.kept)} samples are done and kept in {store};")
+    assert err.startswith(
+        f"stopped: 0 of {len(given.kept)} samples are done and kept in {store};"
+    )
     assert len(err.splitlines()) == 1
     assert not list(store.glob("staging/probe-*"))
 
@@ -481,10 +637,14 @@ def test_dropped_responses_are_counted(given: Given, tmp_path: Path) -> None:
         dataclasses.replace(row, keep=False, reason=reason)
         for row, reason in ((first, "empty"), (second, "refused"))
     ]
-    dataset.write_part(theirs, "edited", [*dropped, *others])  # the third has no response any more
+    dataset.write_part(
+        theirs, "edited", [*dropped, *others]
+    )  # the third has no response any more
     summary = run(given, tmp_path / "store", ["sparrow"], responses=theirs)
     assert summary.no_response == 1
-    assert summary.dropped == {"empty": 1, "refused": 1} | Counter(row.reason for row in others if row.reason)
+    assert summary.dropped == {"empty": 1, "refused": 1} | Counter(
+        row.reason for row in others if row.reason
+    )
     assert summary.captured == sum(row.keep for row in others)
 
 
@@ -499,13 +659,34 @@ def test_samples_that_fail_make_the_command_fail_unless_they_are_allowed(
     )  # as if its image had changed
     for part in theirs.glob("part-*"):
         part.unlink()
-    dataset.write_part(theirs, "edited", [longer if row is changed else row for row in rows])
-    command = ["features", "-m", given.model, "--prompts", str(given.file), "--responses", str(theirs)]
-    command += ["--store", str(tmp_path / "store"), "--for", "sparrow", "--workers", "0", "--json"]
+    dataset.write_part(
+        theirs, "edited", [longer if row is changed else row for row in rows]
+    )
+    command = [
+        "features",
+        "-m",
+        given.model,
+        "--prompts",
+        str(given.file),
+        "--responses",
+        str(theirs),
+    ]
+    command += [
+        "--store",
+        str(tmp_path / "store"),
+        "--for",
+        "sparrow",
+        "--workers",
+        "0",
+        "--json",
+    ]
     assert main(command) == 1
     out, err = capsys.readouterr()
     facts = json.loads(out)
-    assert (facts["captured"], list(facts["failed"])) == (len(given.kept) - 1, [changed.key])
+    assert (facts["captured"], list(facts["failed"])) == (
+        len(given.kept) - 1,
+        [changed.key],
+    )
     assert "error: 1 of 12 prompts failed: " in err
     assert "--allow-failed 0.084" in err
     assert main([*command, "--allow-failed", "0.084"]) == 0

@@ -12,14 +12,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmdistill.pipelines.data.prompts.formats import Format
-from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts
+from vlmdistill.pipelines.data.prompts.importing import (
+    Choices,
+    ImportSummary,
+    import_prompts,
+)
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
 
-TALK = {"conversations": [{"from": "human", "value": "What is this?"}, {"from": "gpt", "value": "A wall."}]}
-ALPACA = {"instruction": "Summarise the text.", "input": "Once upon a time.", "output": "A tale."}
+TALK = {
+    "conversations": [
+        {"from": "human", "value": "What is this?"},
+        {"from": "gpt", "value": "A wall."},
+    ]
+}
+ALPACA = {
+    "instruction": "Summarise the text.",
+    "input": "Once upon a time.",
+    "output": "A tale.",
+}
 
 
-def imported(out: Path, *rows: Any, kind: Format = "auto", **choices: Any) -> ImportSummary:
+def imported(
+    out: Path, *rows: Any, kind: Format = "auto", **choices: Any
+) -> ImportSummary:
     """Import rows as a JSON file beside the media."""
     source = out.parents[1] / "rows.json"
     source.write_text(json.dumps(rows))
@@ -38,19 +53,25 @@ def refused(out: Path, row: Any) -> tuple[str, str]:
     """Reason and detail of a row that is skipped."""
     summary = imported(out, row, TALK)
     assert (summary.added + summary.present, sum(summary.skipped.values())) == (1, 1)
-    (entry,) = map(json.loads, out.with_suffix(".skipped.jsonl").read_text().splitlines())
+    (entry,) = map(
+        json.loads, out.with_suffix(".skipped.jsonl").read_text().splitlines()
+    )
     return entry["reason"], entry["detail"]
 
 
 def said(*turns: str, **more: Any) -> dict[str, Any]:
     """A row in from/value style, beginning with the human."""
-    named = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)]
+    named = [
+        {"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)
+    ]
     return {"conversations": named, **more}
 
 
 def texts(prompt: Prompt) -> list[tuple[str, str]]:
     """Roles and texts of a prompt of text alone."""
-    return [(message["role"], message["content"][0]["text"]) for message in prompt.messages]
+    return [
+        (message["role"], message["content"][0]["text"]) for message in prompt.messages
+    ]
 
 
 def packed(folder: Path, name: str, rows: list[Any]) -> Path:
@@ -60,7 +81,9 @@ def packed(folder: Path, name: str, rows: list[Any]) -> Path:
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         lines = ".jsonl" in name
-        path.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows, indent=1))
+        path.write_text(
+            "\n".join(map(json.dumps, rows)) if lines else json.dumps(rows, indent=1)
+        )
     packers: dict[str, Callable[[bytes], bytes]] = {
         ".gz": gzip.compress,
         ".bz2": bz2.compress,

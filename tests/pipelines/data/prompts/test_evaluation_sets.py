@@ -41,15 +41,32 @@ def film(path: Path) -> None:
 
 
 def gqa(to: Path) -> None:
-    row = {"id": "201307251", "imageId": "n161313", "question": "Is it overcast?", "answer": "no"}
+    row = {
+        "id": "201307251",
+        "imageId": "n161313",
+        "question": "Is it overcast?",
+        "answer": "no",
+    }
     parquet(to / "testdev_balanced_instructions/testdev-00000-of-00001.parquet", row)
-    images = ({"id": name, "image": picture(n)} for n, name in enumerate(("n1", "n161313")))
+    images = (
+        {"id": name, "image": picture(n)} for n, name in enumerate(("n1", "n161313"))
+    )
     parquet(to / "testdev_balanced_images/testdev-00000-of-00001.parquet", *images)
 
 
 def seed_bench(to: Path) -> None:
-    row = {"choice_a": "One", "choice_b": "Two", "question": "How many?", "question_type_id": 5}
-    video = {**row, "data_type": "video", "image": [picture(), picture(1)], "segment": [1, 2]}
+    row = {
+        "choice_a": "One",
+        "choice_b": "Two",
+        "question": "How many?",
+        "question_type_id": 5,
+    }
+    video = {
+        **row,
+        "data_type": "video",
+        "image": [picture(), picture(1)],
+        "segment": [1, 2],
+    }
     still = {**row, "data_type": "image", "image": [picture()]}
     parquet(to / "data/test-00000-of-00001.parquet", video, still)
 
@@ -58,26 +75,47 @@ def mmspec(to: Path) -> None:
     folder = to / "dataset/MMSpec/test"
     (folder / "images").mkdir(parents=True)
     (folder / "images/mmspec_001.jpg").write_bytes(picture()["bytes"])
-    row = {"id": "mmspec_001", "image": "mmspec_001.jpg", "turns": ["Who is it?", "And now?"]}
-    (folder / "mmspec.jsonl").write_text(json.dumps({**row, "topic": "general vqa"}) + "\n")
+    row = {
+        "id": "mmspec_001",
+        "image": "mmspec_001.jpg",
+        "turns": ["Who is it?", "And now?"],
+    }
+    (folder / "mmspec.jsonl").write_text(
+        json.dumps({**row, "topic": "general vqa"}) + "\n"
+    )
 
 
 def mvbench(to: Path) -> None:
-    row = {"video": "1.mp4", "question": "What moved?", "candidates": ["it", "that"], "answer": "it"}
+    row = {
+        "video": "1.mp4",
+        "question": "What moved?",
+        "candidates": ["it", "that"],
+        "answer": "it",
+    }
     (to / "json").mkdir(parents=True)
     for task in SETS["mvbench"].folders:
-        (to / "json" / f"{task}.json").write_text(json.dumps([row] if task == "moving_count" else []))
+        (to / "json" / f"{task}.json").write_text(
+            json.dumps([row] if task == "moving_count" else [])
+        )
     film(to / "clevrer/video_validation/1.mp4")
 
 
 def video_mme(to: Path) -> None:
-    row = {"video_id": "001", "videoID": "fFj[1]", "question": "When?", "options": ["A. Then.", "B. Now."]}
+    row = {
+        "video_id": "001",
+        "videoID": "fFj[1]",
+        "question": "When?",
+        "options": ["A. Then.", "B. Now."],
+    }
     parquet(to / "videomme/test-00000-of-00001.parquet", row)
     film(to / "data/fFj[1].mkv")
 
 
 def llava_instruct(to: Path) -> None:
-    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A bus."}]
+    turns = [
+        {"from": "human", "value": "<image>\nWhat is it?"},
+        {"from": "gpt", "value": "A bus."},
+    ]
     (to / "train2017").mkdir(parents=True)
     (to / "train2017/0001.jpg").write_bytes(picture()["bytes"])
     rows = [{"id": "1", "image": "0001.jpg", "conversations": turns}]
@@ -86,7 +124,9 @@ def llava_instruct(to: Path) -> None:
 
 def kinetics(to: Path) -> None:
     to.mkdir(parents=True)
-    (to / "annotation_val.json").write_text(json.dumps([{"video_name": "abc_000001_000011"}]))
+    (to / "annotation_val.json").write_text(
+        json.dumps([{"video_name": "abc_000001_000011"}])
+    )
     film(to / "val/juggling/abc_000001_000011.mp4")
 
 
@@ -97,7 +137,11 @@ def mathvista(to: Path) -> None:
 
 def seed_bench_2(to: Path) -> None:
     still = {"question": "How many?", "data_type": "Single Image", "image": [picture()]}
-    video = {"question": "When?", "data_type": "Video", "image": [picture(), picture(1)]}
+    video = {
+        "question": "When?",
+        "data_type": "Video",
+        "image": [picture(), picture(1)],
+    }
     parquet(to / f"data/{SHARD}", video, still)
 
 
@@ -108,9 +152,13 @@ def asking(file: str, **row: Any) -> Callable[[Path], None]:
 
 SHARD = "test-00000-of-00001.parquet"
 chartqa = asking(f"data/{SHARD}", question="Which bar is highest?", answer="14")
-textvqa = asking("data/validation-00000-of-00001.parquet", question="what is the brand?")
+textvqa = asking(
+    "data/validation-00000-of-00001.parquet", question="what is the brand?"
+)
 mm_vet = asking(f"data/{SHARD}", question="What is x?", answer="-1<AND>-5")
-COPIES: dict[str, tuple[Callable[[Path], None], list[str]]] = {  # and the texts of the user turn
+COPIES: dict[
+    str, tuple[Callable[[Path], None], list[str]]
+] = {  # and the texts of the user turn
     "gqa@vispec": (gqa, ["Is it overcast?", EXPLAIN]),
     "seed-bench@hivis": (seed_bench, ["How many?"]),
     "mmspec@mmspec": (mmspec, ["Who is it?"]),
@@ -159,7 +207,9 @@ def test_what_is_declared_fits_together() -> None:
     for one in SETS.values():
         assert {*one.asked, *one.whole} <= PAPERS.keys(), one.name
         images_by_path = one.name in ("mmspec", "llava-instruct")
-        assert (one.kind == "video") == ("{" in one.media and not images_by_path), one.name
+        assert (one.kind == "video") == ("{" in one.media and not images_by_path), (
+            one.name
+        )
         assert bool(one.folders) == ("{folder}" in one.media), one.name
         for paper in one.asked:
             assert find(f"{one.name}@{paper}") == (one, PAPERS[paper])
@@ -169,11 +219,17 @@ def test_what_is_declared_fits_together() -> None:
 EVERY_COLUMN: dict[str, Any] = {"question": "Q", "hint": "", "turns": ["Q"]}
 EVERY_COLUMN |= {"conversations": [{"from": "human", "value": "Q"}]}
 EVERY_COLUMN |= {name: ["a", "b"] for name in ("choices", "options", "candidates")}
-EVERY_COLUMN |= dict.fromkeys(("A", "B", "C", "D", *(f"option{n}" for n in range(5))), "a")
+EVERY_COLUMN |= dict.fromkeys(
+    ("A", "B", "C", "D", *(f"option{n}" for n in range(5))), "a"
+)
 
 
-@pytest.mark.parametrize(("name", "row", "text"), TEXTS, ids=[name for name, *_ in TEXTS])
-def test_a_question_is_asked_as_the_paper_asks_it(name: str, row: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "row", "text"), TEXTS, ids=[name for name, *_ in TEXTS]
+)
+def test_a_question_is_asked_as_the_paper_asks_it(
+    name: str, row: dict[str, Any], text: str
+) -> None:
     published, paper = find(name)
     assert published.texts(paper.name, row) == [text]
 
@@ -189,20 +245,28 @@ def test_a_set_is_read_from_its_published_layout(name: str, tmp_path: Path) -> N
     (shown,) = (part for part in user if part["type"] != "text")
     assert shown["type"] == published.kind
     assert (shown is user[-1]) == (paper.name == "vispec" and published.kind == "image")
-    system = [part["text"] for message in prompt.messages[:-1] for part in message["content"]]
+    system = [
+        part["text"] for message in prompt.messages[:-1] for part in message["content"]
+    ]
     assert system == [paper.system] * bool(paper.system)
     assert (prompt.split, prompt.dataset.partition("/")[0]) == ("eval", name)
 
 
 @pytest.mark.parametrize("sampled", [{"frames": 4}, {"fps": 2.0}])
-def test_videos_are_sampled_as_asked_for(sampled: dict[str, Any], tmp_path: Path) -> None:
+def test_videos_are_sampled_as_asked_for(
+    sampled: dict[str, Any], tmp_path: Path
+) -> None:
     kinetics(tmp_path / "kinetics-400")
-    (prompt,) = imported("kinetics-400@specflash", tmp_path, tmp_path / "prompts.parquet", **sampled)
+    (prompt,) = imported(
+        "kinetics-400@specflash", tmp_path, tmp_path / "prompts.parquet", **sampled
+    )
     (shown,) = prompt.media
     assert {name: shown.get(name) for name in sampled} == sampled
 
 
-@pytest.mark.parametrize("option", [("--frames", "4"), ("--fps", "2"), ("--bench-data", "sets")])
+@pytest.mark.parametrize(
+    "option", [("--frames", "4"), ("--fps", "2"), ("--bench-data", "sets")]
+)
 def test_options_of_sets_need_a_set(option: tuple[str, str], tmp_path: Path) -> None:
     assert main(["eval", "lookahead", "--runs", str(tmp_path), *option]) == 2
 
@@ -212,16 +276,22 @@ def test_a_column_of_several_types_holds_what_its_json_says(tmp_path: Path) -> N
     file = tmp_path / f"data/{SHARD}"
     table = pq.read_table(file)
     question = pa.array(['"Which bar is highest?"'], pa.json_())
-    pq.write_table(table.set_column(table.column_names.index("question"), "question", question), file)
-    (prompt,) = imported("chartqa@msd", tmp_path, tmp_path / "prompts.parquet")
-    assert "\n".join(part.get("text", "") for part in prompt.messages[-1]["content"]).startswith(
-        "\nWhich bar is highest?"
+    pq.write_table(
+        table.set_column(table.column_names.index("question"), "question", question),
+        file,
     )
+    (prompt,) = imported("chartqa@msd", tmp_path, tmp_path / "prompts.parquet")
+    assert "\n".join(
+        part.get("text", "") for part in prompt.messages[-1]["content"]
+    ).startswith("\nWhich bar is highest?")
 
 
 def test_mmspec_keeps_its_topics_apart(tmp_path: Path) -> None:
     mmspec(tmp_path)
-    assert imported("mmspec", tmp_path, tmp_path / "prompts.parquet")[0].dataset == "mmspec/general vqa"
+    assert (
+        imported("mmspec", tmp_path, tmp_path / "prompts.parquet")[0].dataset
+        == "mmspec/general vqa"
+    )
 
 
 def test_sets_that_ask_alike_are_both_measured(tmp_path: Path) -> None:
@@ -236,7 +306,12 @@ def test_sets_that_ask_alike_are_both_measured(tmp_path: Path) -> None:
 def many(to: Path, count: int = 130) -> None:
     """ChartQA in two files of several row groups."""
     rows = [
-        {"question": f"Question {n}?", "image": picture(n), "type": "human_test", "answer": "1"}
+        {
+            "question": f"Question {n}?",
+            "image": picture(n),
+            "type": "human_test",
+            "answer": "1",
+        }
         for n in range(count)
     ]
     parquet(to / "data/test-00000-of-00002.parquet", *rows[:70], group=9)
@@ -247,18 +322,23 @@ def test_samples_are_chosen_by_number_and_seed_from_all_files(tmp_path: Path) ->
     many(tmp_path)
     chosen = {
         name: [
-            prompt.messages[-1]["content"][1]["text"] for prompt in imported(name, tmp_path, tmp_path / name)
+            prompt.messages[-1]["content"][1]["text"]
+            for prompt in imported(name, tmp_path, tmp_path / name)
         ]
         for name in ("chartqa@msd", "chartqa@hivis")
     }
     assert [len(set(texts)) for texts in chosen.values()] == [100, 80]
     again = imported("chartqa@hivis", tmp_path, tmp_path / "again")
-    assert [prompt.messages[-1]["content"][1]["text"] for prompt in again] == chosen["chartqa@hivis"]
+    assert [prompt.messages[-1]["content"][1]["text"] for prompt in again] == chosen[
+        "chartqa@hivis"
+    ]
     numbers = [int(text.split()[1].rstrip("?")) for text in chosen["chartqa@hivis"]]
     assert numbers == sorted(numbers)
     assert min(numbers) < 70 < max(numbers)
     few = imported("chartqa@hivis", tmp_path, tmp_path / "few", limit=3)
-    assert {prompt.messages[-1]["content"][1]["text"] for prompt in few} < set(chosen["chartqa@hivis"])
+    assert {prompt.messages[-1]["content"][1]["text"] for prompt in few} < set(
+        chosen["chartqa@hivis"]
+    )
 
 
 def failing(name: str, data: Path, *named: str) -> None:
@@ -270,7 +350,9 @@ def failing(name: str, data: Path, *named: str) -> None:
 
 
 def test_what_is_missing_says_what_to_download(tmp_path: Path) -> None:
-    failing("textvqa", tmp_path, "lmms-lab-encoder/textvqa", "hf download", "--bench-data")
+    failing(
+        "textvqa", tmp_path, "lmms-lab-encoder/textvqa", "hf download", "--bench-data"
+    )
     failing("mmspec", tmp_path, "git clone https://github.com/killthefullmoon/MMSpec")
     failing("video-mme", tmp_path, "videos_chunked_*.zip")
     gqa(tmp_path / "gqa")
@@ -300,28 +382,44 @@ def test_without_the_hub_a_missing_set_says_what_to_download(
 
 @pytest.mark.parametrize("name", ["textvqa", "seed-bench", "gqa", "mmspec"])
 def test_a_wrong_column_is_named(name: str, tmp_path: Path) -> None:
-    next(copy for known, (copy, _) in COPIES.items() if known.startswith(name))(tmp_path)
-    column = {"seed-bench": "data_type", "gqa": "imageId", "mmspec": "turns"}.get(name, "question")
+    next(copy for known, (copy, _) in COPIES.items() if known.startswith(name))(
+        tmp_path
+    )
+    column = {"seed-bench": "data_type", "gqa": "imageId", "mmspec": "turns"}.get(
+        name, "question"
+    )
     for file in tmp_path.glob(SETS[name].files):
         if file.suffix == ".parquet":
             table = pq.read_table(file)
             pq.write_table(
-                table.rename_columns([f"{column}s" if one == column else one for one in table.column_names]),
+                table.rename_columns(
+                    [
+                        f"{column}s" if one == column else one
+                        for one in table.column_names
+                    ]
+                ),
                 file,
             )
         else:
             file.write_text(file.read_text().replace(f'"{column}"', f'"{column}s"'))
-    failing(name, tmp_path, f"'{column}'" if name != "seed-bench" else column, f"{column}s")
+    failing(
+        name, tmp_path, f"'{column}'" if name != "seed-bench" else column, f"{column}s"
+    )
 
 
-def test_an_empty_split_a_broken_file_and_unknown_names_end_in_one_line(tmp_path: Path) -> None:
+def test_an_empty_split_a_broken_file_and_unknown_names_end_in_one_line(
+    tmp_path: Path,
+) -> None:
     textvqa(tmp_path)
     file = tmp_path / "data/validation-00000-of-00001.parquet"
     pq.write_table(pq.read_table(file).slice(0, 0), file)
     failing("textvqa", tmp_path, "no rows")
     file.write_bytes(b"PAR1")
     failing("textvqa", tmp_path, str(file), "Parquet")
-    for name, word in (("text-vqa", "textvqa"), ("textvqa@eagle", "vispec, msd, hivis")):
+    for name, word in (
+        ("text-vqa", "textvqa"),
+        ("textvqa@eagle", "vispec, msd, hivis"),
+    ):
         with pytest.raises(DataError, match=word):
             find(name)
 
@@ -329,7 +427,9 @@ def test_an_empty_split_a_broken_file_and_unknown_names_end_in_one_line(tmp_path
 def test_no_file_outside_of_a_copy_is_read(tmp_path: Path) -> None:
     mmspec(tmp_path)
     file = tmp_path / "dataset/MMSpec/test/mmspec.jsonl"
-    file.write_text(file.read_text().replace("mmspec_001.jpg", "../../../../../secret.jpg"))
+    file.write_text(
+        file.read_text().replace("mmspec_001.jpg", "../../../../../secret.jpg")
+    )
     failing("mmspec", tmp_path, "secret.jpg")
 
 
@@ -357,7 +457,27 @@ def test_eval_measures_several_sets_in_one_process(
         str(tmp_path / "data"),
     ]
     assert main(["eval", "lookahead", *sets, "--limit", "4", "--json", *where]) == 0
-    (at,) = json.loads(capsys.readouterr().out.splitlines()[-1])["lookahead"]["temperatures"]
-    kinds = {"demo/description", "demo/questions", "demo/several images", "demo/text only"}
+    (at,) = json.loads(capsys.readouterr().out.splitlines()[-1])["lookahead"][
+        "temperatures"
+    ]
+    kinds = {
+        "demo/description",
+        "demo/questions",
+        "demo/several images",
+        "demo/text only",
+    }
     assert at["by_dataset"].keys() == {"chartqa", "mme@msd"} | kinds
-    assert main(["eval", "lookahead", "--bench", "chartqa", "--prompts", "p.parquet", *where]) == 2
+    assert (
+        main(
+            [
+                "eval",
+                "lookahead",
+                "--bench",
+                "chartqa",
+                "--prompts",
+                "p.parquet",
+                *where,
+            ]
+        )
+        == 2
+    )

@@ -18,7 +18,11 @@ from PIL import Image
 
 from tests import tiny
 from tests.pipelines.data.prompts.rows import said
-from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary, import_prompts
+from vlmdistill.pipelines.data.prompts.importing import (
+    Choices,
+    ImportSummary,
+    import_prompts,
+)
 from vlmdistill.pipelines.data.prompts.prompt_table import load, read
 from vlmdistill.stores.errors import DataError
 
@@ -31,7 +35,9 @@ def picture(path: Path, colour: int = 0) -> Path:
 
 def write(path: Path, rows: Any) -> str:
     path.write_text(
-        "\n".join(map(json.dumps, rows)) if path.suffix == ".jsonl" else json.dumps(rows, indent=1)
+        "\n".join(map(json.dumps, rows))
+        if path.suffix == ".jsonl"
+        else json.dumps(rows, indent=1)
     )
     return str(path)
 
@@ -67,11 +73,15 @@ def test_an_image_whose_name_is_spelled_otherwise_is_named(
     (entry,) = skipped(import_prompts([write(tmp_path / "rows.json", rows)], out))
     assert str(tmp_path / file) in entry["detail"]
     with pytest.raises(DataError) as caught:
-        import_prompts([write(tmp_path / "rows.json", rows[:1])], out.with_name("other.parquet"))
+        import_prompts(
+            [write(tmp_path / "rows.json", rows[:1])], out.with_name("other.parquet")
+        )
     assert "--images" not in str(caught.value)
 
 
-def test_llava_rows_keep_their_image_where_its_tag_stood(tmp_path: Path, out: Path) -> None:
+def test_llava_rows_keep_their_image_where_its_tag_stood(
+    tmp_path: Path, out: Path
+) -> None:
     picture(tmp_path / "coco" / "1.jpg", 1)
     rows = [
         said("<image>\nWhat is this?", "A wall.", image="coco/1.jpg"),
@@ -79,7 +89,9 @@ def test_llava_rows_keep_their_image_where_its_tag_stood(tmp_path: Path, out: Pa
         said("No tag at all", "Yes.", image="coco/1.jpg"),
     ]
     import_prompts([write(tmp_path / "mix.json", rows)], out)
-    parts = [[part["type"] for part in prompt.messages[0]["content"]] for prompt in read(out)]
+    parts = [
+        [part["type"] for part in prompt.messages[0]["content"]] for prompt in read(out)
+    ]
     assert parts == [["image", "text"], ["text", "image"], ["image", "text"]]
     first = read(out)[0]
     assert first.messages[0]["content"][1] == {"type": "text", "text": "What is this?"}
@@ -95,38 +107,66 @@ def test_what_is_no_question_and_a_still_under_video_are_skipped_with_the_reason
     rows = [
         said("<video>\nWhat happens?", "Nothing.", video="1.jpg"),
         {**request, "url": "/v1/embeddings"},
-        {**request, "url": "/v1/responses", "body": {"input": [{"role": "user", "content": "Hello?"}]}},
+        {
+            **request,
+            "url": "/v1/responses",
+            "body": {"input": [{"role": "user", "content": "Hello?"}]},
+        },
     ]
     summary = import_prompts([write(tmp_path / "mix.json", rows)], out)
-    assert (summary.added, summary.skipped) == (1, {"an image as a video": 1, "no conversation": 1})
-    assert "/v1/embeddings" in skipped(summary)[0]["detail"] + skipped(summary)[1]["detail"]
+    assert (summary.added, summary.skipped) == (
+        1,
+        {"an image as a video": 1, "no conversation": 1},
+    )
+    assert (
+        "/v1/embeddings"
+        in skipped(summary)[0]["detail"] + skipped(summary)[1]["detail"]
+    )
 
 
-def test_images_are_found_in_the_folder_that_is_given(tmp_path: Path, out: Path) -> None:
+def test_images_are_found_in_the_folder_that_is_given(
+    tmp_path: Path, out: Path
+) -> None:
     picture(tmp_path / "elsewhere" / "1.png")
-    source = write(tmp_path / "mix.json", [said("<image>\nWhat?", "That.", image="1.png")])
+    source = write(
+        tmp_path / "mix.json", [said("<image>\nWhat?", "That.", image="1.png")]
+    )
     import_prompts([source], out, choices=Choices(images=tmp_path / "elsewhere"))
     assert read(out)[0].files == [str(tmp_path / "elsewhere" / "1.png")]
 
 
 def test_sharegpt_takes_tags_in_text_for_text(tmp_path: Path, out: Path) -> None:
-    rows = [said("What does <image> mean in SVG?", "It embeds one."), said("Hello", "Hi", "And?", "Well")]
+    rows = [
+        said("What does <image> mean in SVG?", "It embeds one."),
+        said("Hello", "Hi", "And?", "Well"),
+    ]
     import_prompts([write(tmp_path / "share.json", rows)], out)
-    assert read(out)[0].messages[0]["content"] == [{"type": "text", "text": "What does <image> mean in SVG?"}]
+    assert read(out)[0].messages[0]["content"] == [
+        {"type": "text", "text": "What does <image> mean in SVG?"}
+    ]
 
 
-def test_every_turn_becomes_a_prompt_with_its_history(tmp_path: Path, out: Path) -> None:
+def test_every_turn_becomes_a_prompt_with_its_history(
+    tmp_path: Path, out: Path
+) -> None:
     source = write(tmp_path / "share.json", [said("a", "b", "c", "d")])
     import_prompts([source], out, choices=Choices(turns="all"))
     prompts = read(out)
-    assert [[m["content"][0]["text"] for m in prompt.messages] for prompt in prompts] == [
+    assert [
+        [m["content"][0]["text"] for m in prompt.messages] for prompt in prompts
+    ] == [
         ["a"],
         ["a", "b", "c"],
     ]
-    assert [(prompt.reference, prompt.turn) for prompt in prompts] == [("b", 1), ("d", 2)]
+    assert [(prompt.reference, prompt.turn) for prompt in prompts] == [
+        ("b", 1),
+        ("d", 2),
+    ]
 
 
-def test_what_an_assistant_says_first_is_left_out_and_counted(tmp_path: Path, out: Path) -> None:
+def test_what_an_assistant_says_first_is_left_out_and_counted(
+    tmp_path: Path, out: Path
+) -> None:
     row = said("a", "b")
     row["conversations"].insert(0, {"from": "gpt", "value": "Earlier I said"})
     summary = import_prompts([write(tmp_path / "share.json", [row])], out)
@@ -139,21 +179,37 @@ def test_chat_parts_of_every_spelling(tmp_path: Path, out: Path) -> None:
     tiny.film(tmp_path / "clip.mp4", tiny.clip(6, 32, 32))
     data = tiny.data_url(image.read_bytes())
     rows = [
-        [{"type": "text", "text": "1"}, {"type": "image_url", "image_url": {"url": f"file://{image}"}}],
-        [{"type": "text", "text": "2"}, {"type": "image_url", "image_url": {"url": data}}],
-        [{"type": "input_text", "text": "3"}, {"type": "input_image", "image_url": "1.png"}],
+        [
+            {"type": "text", "text": "1"},
+            {"type": "image_url", "image_url": {"url": f"file://{image}"}},
+        ],
+        [
+            {"type": "text", "text": "2"},
+            {"type": "image_url", "image_url": {"url": data}},
+        ],
+        [
+            {"type": "input_text", "text": "3"},
+            {"type": "input_image", "image_url": "1.png"},
+        ],
         [{"type": "text", "text": "4"}, {"type": "image", "image": "1.png"}],
         [{"type": "text", "text": "5"}, {"type": "video", "video": "clip.mp4"}],
         "6, plain",
     ]
     lines = [
-        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]}
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": content},
+            ]
+        }
         for content in rows
     ]
     summary = import_prompts([write(tmp_path / "chat.jsonl", lines)], out)
     assert summary.added == 6
     prompts = read(out)
-    kinds = [[part["type"] for part in prompt.messages[1]["content"]] for prompt in prompts]
+    kinds = [
+        [part["type"] for part in prompt.messages[1]["content"]] for prompt in prompts
+    ]
     assert kinds == [["text", "image"]] * 4 + [["text", "video"], ["text"]]
     assert Path(prompts[1].files[0]).read_bytes() == image.read_bytes()
     assert len({prompt.split for prompt in prompts[:4]}) == 1  # one image, one side
@@ -161,7 +217,11 @@ def test_chat_parts_of_every_spelling(tmp_path: Path, out: Path) -> None:
 
 def shows(**part: Any) -> dict[str, Any]:
     """A chat row that asks about one video."""
-    return {"messages": [{"role": "user", "content": [{"type": "video", **part}, "What moves?"]}]}
+    return {
+        "messages": [
+            {"role": "user", "content": [{"type": "video", **part}, "What moves?"]}
+        ]
+    }
 
 
 def test_videos_are_files_folders_and_bytes(tmp_path: Path, out: Path) -> None:
@@ -169,21 +229,40 @@ def test_videos_are_files_folders_and_bytes(tmp_path: Path, out: Path) -> None:
     for number in range(3):
         picture(tmp_path / "frames" / f"{number}.png", number)
     data = "data:video/mp4;base64," + base64.b64encode(film.read_bytes()).decode()
-    rows = [shows(video="clip.mp4"), shows(path="frames"), shows(video_url={"url": data}, fps=3)]
+    rows = [
+        shows(video="clip.mp4"),
+        shows(path="frames"),
+        shows(video_url={"url": data}, fps=3),
+    ]
     llava = said("<video>\nWhat moves?", "That.", video="clip.mp4")
-    import_prompts([write(tmp_path / "chat.jsonl", rows), write(tmp_path / "mix.json", [llava])], out)
+    import_prompts(
+        [write(tmp_path / "chat.jsonl", rows), write(tmp_path / "mix.json", [llava])],
+        out,
+    )
     file, folder, given = read(out)  # the LLaVA row asks what the first one asks
     assert [file.files, folder.files] == [[str(film)], [str(tmp_path / "frames")]]
     assert Path(given.files[0]).read_bytes() == film.read_bytes()
 
 
-def test_how_a_video_is_sampled_is_part_of_the_prompt(tmp_path: Path, out: Path) -> None:
+def test_how_a_video_is_sampled_is_part_of_the_prompt(
+    tmp_path: Path, out: Path
+) -> None:
     tiny.film(tmp_path / "clip.mp4", tiny.clip(6, 32, 32))
-    ways: list[dict[str, Any]] = [{}, {"fps": 1}, {"fps": 1.0}, {"frames": 4}, {"nframes": 2}]
-    source = write(tmp_path / "chat.jsonl", [shows(video="clip.mp4", **way) for way in ways])
+    ways: list[dict[str, Any]] = [
+        {},
+        {"fps": 1},
+        {"fps": 1.0},
+        {"frames": 4},
+        {"nframes": 2},
+    ]
+    source = write(
+        tmp_path / "chat.jsonl", [shows(video="clip.mp4", **way) for way in ways]
+    )
     summary = import_prompts([source], out)
     videos = [prompt.messages[0]["content"][0] for prompt in read(out)]
-    assert [{k: v for k, v in part.items() if k in ("fps", "frames")} for part in videos] == [
+    assert [
+        {k: v for k, v in part.items() if k in ("fps", "frames")} for part in videos
+    ] == [
         {},
         {"fps": 1.0},
         {"frames": 4},
@@ -191,8 +270,13 @@ def test_how_a_video_is_sampled_is_part_of_the_prompt(tmp_path: Path, out: Path)
     ]
     assert summary.skipped == {"duplicate": 1}
     assert len({prompt.split for prompt in read(out)}) == 1  # one video, one side
-    for choices, sampling in ((Choices(fps=0.5), {"fps": 0.5}), (Choices(frames=3), {"frames": 3})):
-        again = import_prompts([source], tmp_path / f"{sampling}.parquet", choices=choices)
+    for choices, sampling in (
+        (Choices(fps=0.5), {"fps": 0.5}),
+        (Choices(frames=3), {"frames": 3}),
+    ):
+        again = import_prompts(
+            [source], tmp_path / f"{sampling}.parquet", choices=choices
+        )
         part = read(again.out)[0].messages[0]["content"][0]
         assert part.pop("digest")
         assert part == {"type": "video", "path": str(tmp_path / "clip.mp4"), **sampling}
@@ -200,11 +284,22 @@ def test_how_a_video_is_sampled_is_part_of_the_prompt(tmp_path: Path, out: Path)
 
 @pytest.mark.parametrize(
     "way",
-    [{"fps": math.inf}, {"frames": math.inf}, {"fps": -1}, {"frames": "many"}, {"nframes": 5_000_000_000}],
+    [
+        {"fps": math.inf},
+        {"frames": math.inf},
+        {"fps": -1},
+        {"frames": "many"},
+        {"nframes": 5_000_000_000},
+    ],
 )
-def test_a_video_sampled_by_nonsense_is_skipped(tmp_path: Path, out: Path, way: dict[str, Any]) -> None:
+def test_a_video_sampled_by_nonsense_is_skipped(
+    tmp_path: Path, out: Path, way: dict[str, Any]
+) -> None:
     rows = [shows(video="clip.mp4", **way), said("fine", "yes")]
-    sources = [write(tmp_path / "chat.jsonl", rows[:1]), write(tmp_path / "mix.json", rows[1:])]
+    sources = [
+        write(tmp_path / "chat.jsonl", rows[:1]),
+        write(tmp_path / "mix.json", rows[1:]),
+    ]
     assert import_prompts(sources, out).skipped == {"video sampling": 1}
 
 
@@ -219,11 +314,21 @@ def test_a_missing_pyav_is_an_error_before_the_import(
 
 def test_datasets_from_a_folder(tmp_path: Path, out: Path) -> None:
     image = {"path": None, "bytes": picture(tmp_path / "1.png").read_bytes()}
-    rows = {"question": ["What?", "Which?"], "image": [image, None], "answer": ["That", "This"]}
+    rows = {
+        "question": ["What?", "Which?"],
+        "image": [image, None],
+        "answer": ["That", "This"],
+    }
     features = datasets.Features(
-        {"question": datasets.Value("string"), "image": datasets.Image(), "answer": datasets.Value("string")}
+        {
+            "question": datasets.Value("string"),
+            "image": datasets.Image(),
+            "answer": datasets.Value("string"),
+        }
     )
-    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(
+        str(tmp_path / "saved")
+    )
     summary = import_prompts([str(tmp_path / "saved")], out)
     first, second = read(out)
     assert summary.added == 2
@@ -235,7 +340,9 @@ def test_datasets_from_a_folder(tmp_path: Path, out: Path) -> None:
 def test_a_file_whose_name_is_not_utf8_is_skipped(tmp_path: Path, out: Path) -> None:
     os.rename(picture(tmp_path / "1.png"), os.fsencode(tmp_path) + b"/\xff.png")
     rows = [said("<image>\nWhat?", "x", image="\udcff.png"), said("fine", "yes")]
-    assert import_prompts([write(tmp_path / "mix.json", rows)], out, "llava").skipped == {"name not UTF-8": 1}
+    assert import_prompts(
+        [write(tmp_path / "mix.json", rows)], out, "llava"
+    ).skipped == {"name not UTF-8": 1}
     os.rename(tmp_path / "mix.json", os.fsencode(tmp_path) + b"/\xff.json")
     with pytest.raises(DataError, match="UTF-8"):
         import_prompts([str(tmp_path / "\udcff.json")], out)
@@ -258,20 +365,28 @@ BROKEN: dict[str, Any] = {
     "not an object": 7,
     "text is not a string": turns(("human", 5)),
     "text is not Unicode": said("half \ud83d of an emoji", "x"),
-    "unknown part": {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]},
+    "unknown part": {
+        "messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]
+    },
     "duplicate": said("fine", "yes"),
 }
 
 
 @pytest.mark.parametrize("lines", [False, True], ids=["array", "lines"])
-def test_broken_rows_are_listed_with_reason_and_line(tmp_path: Path, out: Path, lines: bool) -> None:
+def test_broken_rows_are_listed_with_reason_and_line(
+    tmp_path: Path, out: Path, lines: bool
+) -> None:
     picture(tmp_path / "1.png")
     whole = picture(tmp_path / "whole.png").read_bytes()
     (tmp_path / "broken.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "broken.mp4").write_bytes(b"\0" * 100)
     rows = [said("fine", "yes"), *BROKEN.values()]
     path = tmp_path / ("rows.jsonl" if lines else "rows.json")
-    text = "\n".join(map(json.dumps, rows)) if lines else "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
+    text = (
+        "\n".join(map(json.dumps, rows))
+        if lines
+        else "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
+    )
     path.write_text(text + ("\n{nonsense\n" if lines else "\n"))
     summary = import_prompts([str(path)], out, "llava")
     listed = {entry["reason"]: entry for entry in skipped(summary)}
@@ -304,7 +419,9 @@ def test_an_unusable_file_is_named_with_the_problem(
     assert not out.exists()
 
 
-def test_a_missing_source_stops_before_anything_is_written(tmp_path: Path, out: Path) -> None:
+def test_a_missing_source_stops_before_anything_is_written(
+    tmp_path: Path, out: Path
+) -> None:
     source = write(tmp_path / "share.json", [said("a", "b")])
     with pytest.raises(DataError, match=r"absent\.json"):
         import_prompts([source, str(tmp_path / "absent.json")], out)
@@ -326,13 +443,28 @@ def test_a_missing_source_stops_before_anything_is_written(tmp_path: Path, out: 
         (Choices(images=Path("/nowhere")), "--images /nowhere"),
     ],
 )
-def test_an_option_out_of_range_is_named(tmp_path: Path, out: Path, choices: Choices, option: str) -> None:
+def test_an_option_out_of_range_is_named(
+    tmp_path: Path, out: Path, choices: Choices, option: str
+) -> None:
     with pytest.raises(DataError, match=option):
-        import_prompts([write(tmp_path / "share.json", [said("a", "b")])], out, choices=choices)
+        import_prompts(
+            [write(tmp_path / "share.json", [said("a", "b")])], out, choices=choices
+        )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=6, unique_by=str.strip))
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(
+        st.text(min_size=1).filter(str.strip),
+        min_size=1,
+        max_size=6,
+        unique_by=str.strip,
+    )
+)
 def test_importing_twice_gives_the_same_keys(tmp_path: Path, texts: list[str]) -> None:
     out = tmp_path / "prompts.parquet"
     out.unlink(missing_ok=True)
@@ -347,7 +479,9 @@ def test_importing_twice_gives_the_same_keys(tmp_path: Path, texts: list[str]) -
 
 def test_keys_follow_content_wherever_the_images_lie(tmp_path: Path, out: Path) -> None:
     picture(tmp_path / "here" / "1.png")
-    here = write(tmp_path / "here" / "mix.json", [said("<image>\nWhat?", "That.", image="1.png")])
+    here = write(
+        tmp_path / "here" / "mix.json", [said("<image>\nWhat?", "That.", image="1.png")]
+    )
     import_prompts([here], out)
     first = read(out)
     shutil.copytree(tmp_path / "here", tmp_path / "there")
@@ -358,9 +492,13 @@ def test_keys_follow_content_wherever_the_images_lie(tmp_path: Path, out: Path) 
     assert read(out)[0].files == [str(tmp_path / "there" / "1.png")]
 
 
-def test_a_second_import_adds_and_never_moves_what_is_held_out(tmp_path: Path, out: Path) -> None:
+def test_a_second_import_adds_and_never_moves_what_is_held_out(
+    tmp_path: Path, out: Path
+) -> None:
     one = write(tmp_path / "one.json", [said(f"question {i}", "x") for i in range(200)])
-    two = write(tmp_path / "two.json", [said(f"question {i}", "x") for i in range(100, 300)])
+    two = write(
+        tmp_path / "two.json", [said(f"question {i}", "x") for i in range(100, 300)]
+    )
     import_prompts([one], out, choices=Choices(eval_share=0.3))
     held = {prompt.key for prompt in read(out) if prompt.split == "eval"}
     summary = import_prompts([two], out, choices=Choices(eval_share=0))
@@ -378,13 +516,20 @@ def sides_of_images(out: Path) -> dict[str, set[str]]:
     return sides
 
 
-def test_images_that_are_shown_together_are_on_one_side(tmp_path: Path, out: Path) -> None:
+def test_images_that_are_shown_together_are_on_one_side(
+    tmp_path: Path, out: Path
+) -> None:
     rows = []
     for i in range(40):
-        pair = [picture(tmp_path / f"{i}{which}.png", 2 * i + n).name for n, which in enumerate("ab")]
+        pair = [
+            picture(tmp_path / f"{i}{which}.png", 2 * i + n).name
+            for n, which in enumerate("ab")
+        ]
         for shown in (pair[:1], pair[1:], pair, pair[::-1]):
             rows.append(said("<image>\n" * len(shown) + "What?", "x", images=shown))
-    import_prompts([write(tmp_path / "mix.json", rows)], out, choices=Choices(eval_share=0.4))
+    import_prompts(
+        [write(tmp_path / "mix.json", rows)], out, choices=Choices(eval_share=0.4)
+    )
     sides = sides_of_images(out)
     assert (len(sides), {len(side) for side in sides.values()}) == (80, {1})
     assert {"train", "eval"} == set().union(*sides.values())
@@ -395,17 +540,25 @@ def test_a_later_import_keeps_the_side_of_each_image(tmp_path: Path, out: Path) 
 
     def ask(text: str, **choices: Any) -> ImportSummary:
         rows = [said(f"<image>\n{text}", "x", image=name) for name in names]
-        return import_prompts([write(tmp_path / "mix.json", rows)], out, choices=Choices(**choices))
+        return import_prompts(
+            [write(tmp_path / "mix.json", rows)], out, choices=Choices(**choices)
+        )
 
     ask("What?", eval_share=0.4)
     held = {path for path, side in sides_of_images(out).items() if side == {"eval"}}
     assert ask("Where?", eval_share=0).added == 30
     summary = ask("Who?", split="eval")
-    assert (summary.added, summary.skipped["images of the other split"]) == (len(held), 30 - len(held))
+    assert (summary.added, summary.skipped["images of the other split"]) == (
+        len(held),
+        30 - len(held),
+    )
     assert ask("What?", split="eval").present == 30
     left = next(name for name in names if str(tmp_path / name) not in held)
     right = Path(next(iter(held))).name
-    both = write(tmp_path / "both.json", [said("Compare.", "x", images=[left, right]), said("Fine", "yes")])
+    both = write(
+        tmp_path / "both.json",
+        [said("Compare.", "x", images=[left, right]), said("Fine", "yes")],
+    )
     assert import_prompts([both], out).skipped == {"images of the other split": 1}
     sides = sides_of_images(out)
     assert {path for path, side in sides.items() if side == {"eval"}} == held
@@ -413,7 +566,9 @@ def test_a_later_import_keeps_the_side_of_each_image(tmp_path: Path, out: Path) 
 
 
 def test_two_imports_at_once_are_refused(tmp_path: Path, out: Path) -> None:
-    one, two = (write(tmp_path / f"{name}.json", [said(name, "x")]) for name in ("one", "two"))
+    one, two = (
+        write(tmp_path / f"{name}.json", [said(name, "x")]) for name in ("one", "two")
+    )
 
     def meanwhile(done: int, total: int, remark: str = "") -> None:
         with pytest.raises(DataError, match="another run"):
@@ -421,7 +576,10 @@ def test_two_imports_at_once_are_refused(tmp_path: Path, out: Path) -> None:
 
     import_prompts([one], out, progress=meanwhile)
     import_prompts([two], out)
-    assert [prompt.messages[0]["content"][0]["text"] for prompt in read(out)] == ["one", "two"]
+    assert [prompt.messages[0]["content"][0]["text"] for prompt in read(out)] == [
+        "one",
+        "two",
+    ]
 
 
 def test_augmentations_are_added_and_recorded(tmp_path: Path, out: Path) -> None:
@@ -430,18 +588,24 @@ def test_augmentations_are_added_and_recorded(tmp_path: Path, out: Path) -> None
     choices = Choices(augment=["none", "long", "reason", "describe"])
     summary = import_prompts([write(tmp_path / "mix.json", rows)], out, choices=choices)
     made = {prompt.augmentation: prompt for prompt in read(out) if prompt.files}
-    texts = {name: prompt.messages[0]["content"][-1]["text"] for name, prompt in made.items()}
+    texts = {
+        name: prompt.messages[0]["content"][-1]["text"] for name, prompt in made.items()
+    }
     assert texts["none"] == "What?"
     assert texts["long"] == "What? Please answer with at least 1000 words."
     assert texts["reason"].startswith("What?\nFor the following question")
-    assert texts["describe"] == "Please provide a detailed description of the given image."
+    assert (
+        texts["describe"] == "Please provide a detailed description of the given image."
+    )
     assert made["long"].augmentation_text == "Please answer with at least 1000 words."
     assert [prompt.augmentation for prompt in read(out) if not prompt.files] == ["none"]
     assert summary.added == 5
 
 
 def test_the_limit_counts_prompts(tmp_path: Path, out: Path) -> None:
-    source = write(tmp_path / "share.json", [said(f"question {i}", "x") for i in range(50)])
+    source = write(
+        tmp_path / "share.json", [said(f"question {i}", "x") for i in range(50)]
+    )
     assert import_prompts([source], out, choices=Choices(limit=7)).added == 7
     assert [prompt.row for prompt in read(out)] == list(range(1, 8))
 
@@ -480,17 +644,30 @@ def test_a_full_disk_is_not_taken_for_a_broken_file(tmp_path: Path, out: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_the_prompts_of_a_changed_image_replace_the_old_ones(tmp_path: Path, out: Path) -> None:
+def test_the_prompts_of_a_changed_image_replace_the_old_ones(
+    tmp_path: Path, out: Path
+) -> None:
     first, moved = picture(tmp_path / "1.png", 1), picture(tmp_path / "2.png", 2)
-    rows = [said(f"<image>\nWhat is {name}?", "x", image=name) for name in ("1.png", "2.png")]
+    rows = [
+        said(f"<image>\nWhat is {name}?", "x", image=name)
+        for name in ("1.png", "2.png")
+    ]
     asked = write(tmp_path / "mix.json", [*rows, said("Hello", "x")])
     import_prompts([asked], out)
     _, same, text = read(out)
     moved.rename(tmp_path / "3.png")
     picture(first, 4)
-    only = write(tmp_path / "more.json", [rows[0], said("<image>\nWhat is 2.png?", "x", image="3.png")])
+    only = write(
+        tmp_path / "more.json",
+        [rows[0], said("<image>\nWhat is 2.png?", "x", image="3.png")],
+    )
     summary = import_prompts([only], out)
-    assert (summary.added, summary.outdated, summary.present, summary.total) == (1, 1, 1, 3)
+    assert (summary.added, summary.outdated, summary.present, summary.total) == (
+        1,
+        1,
+        1,
+        3,
+    )
     new = {prompt.key: prompt.files for prompt in read(out)}
     assert [new.pop(same.key), new.pop(text.key)] == [[str(tmp_path / "3.png")], []]
     assert [*new.values()] == [[str(first)]]

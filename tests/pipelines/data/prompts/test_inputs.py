@@ -13,7 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.pipelines.data.prompts.rows import ALPACA, TALK, imported, one, packed, refused, said, texts
+from tests.pipelines.data.prompts.rows import (
+    ALPACA,
+    TALK,
+    imported,
+    one,
+    packed,
+    refused,
+    said,
+    texts,
+)
 from tests.thorough import count
 from vlmdistill.cli.prompts import prompts as command
 from vlmdistill.pipelines.data.prompts.formats import conversation
@@ -31,7 +40,9 @@ PAGE = Path(__file__).parents[4] / "docs" / "inputs.md"
 
 def examples(text: str) -> list[Any]:
     """The JSON objects that begin a line of a page or a help text."""
-    starts = [match.start(1) for match in re.finditer(r"^ *(\{)(?=\")", text, re.MULTILINE)]
+    starts = [
+        match.start(1) for match in re.finditer(r"^ *(\{)(?=\")", text, re.MULTILINE)
+    ]
     rows, end = [], 0
     for start in starts:
         if start >= end:
@@ -62,7 +73,13 @@ def test_every_row_that_is_shown_is_imported(out: Path, row: Any) -> None:
 
 def test_an_image_tag_stands_for_the_video_of_a_row_without_images(out: Path) -> None:
     # LLaVA-Video-178K: its reader (LLaVA-NeXT, train.py) knows the tag <image> alone.
-    row = said("<image>\nWhat moves?", "A ball.", id="0", video="1.mp4", data_source="0_30_s_academic")
+    row = said(
+        "<image>\nWhat moves?",
+        "A ball.",
+        id="0",
+        video="1.mp4",
+        data_source="0_30_s_academic",
+    )
     assert imported(out, row).unread_columns == {"data_source": 1}
     (prompt,) = read(out)
     assert [part["type"] for part in prompt.messages[0]["content"]] == ["video", "text"]
@@ -83,13 +100,19 @@ def test_an_image_tag_stands_for_the_video_of_a_row_without_images(out: Path) ->
         ({}, {}),
     ],
 )
-@pytest.mark.parametrize("text", ["<video>\nWhat moves?", "<image>\nWhat moves?", "What moves?"])
+@pytest.mark.parametrize(
+    "text", ["<video>\nWhat moves?", "<image>\nWhat moves?", "What moves?"]
+)
 def test_a_row_says_how_its_videos_are_sampled(
     out: Path, keys: dict[str, Any], sampling: dict[str, Any], text: str
 ) -> None:
-    part = one(out, said(text, "A ball.", video="1.mp4", **keys)).messages[0]["content"][0]
+    part = one(out, said(text, "A ball.", video="1.mp4", **keys)).messages[0][
+        "content"
+    ][0]
     assert {name: part[name] for name in part if name in ("fps", "frames")} == sampling
-    part = one(out.with_name("chosen"), said(text, "A ball.", video="1.mp4", **keys), fps=0.5).messages[0]
+    part = one(
+        out.with_name("chosen"), said(text, "A ball.", video="1.mp4", **keys), fps=0.5
+    ).messages[0]
     assert part["content"][0]["fps"] == 0.5
     assert "frames" not in part["content"][0]
 
@@ -97,7 +120,10 @@ def test_a_row_says_how_its_videos_are_sampled(
 def shown(number: int | None, text: str) -> list[dict[str, Any]]:
     """An image by its index and a question, with all keys of parts, as rows of Parquet have them."""
     keys = {"index": None, "text": None, "type": None}
-    return [{**keys, "type": "image", "index": number}, {**keys, "type": "text", "text": text}]
+    return [
+        {**keys, "type": "image", "index": number},
+        {**keys, "type": "text", "text": text},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -112,89 +138,164 @@ def shown(number: int | None, text: str) -> list[dict[str, Any]]:
         ((math.nan, math.nan), ["1.jpg", "2.jpg"]),
     ],
 )
-def test_a_part_shows_the_image_of_its_index(out: Path, indices: Any, names: list[str]) -> None:
+def test_a_part_shows_the_image_of_its_index(
+    out: Path, indices: Any, names: list[str]
+) -> None:
     shutil.copy(out.parents[1] / "1.jpg", out.parents[1] / "2.jpg")
     content = [part for index in indices for part in shown(index, "Is this blue?")]
-    row = {"images": ["1.jpg", "2.jpg"], "messages": [{"role": "user", "content": content}]}
+    row = {
+        "images": ["1.jpg", "2.jpg"],
+        "messages": [{"role": "user", "content": content}],
+    }
     assert [Path(path).name for path in one(out, row).files] == names
 
 
 @pytest.mark.parametrize(
-    "indices", [(0, 2), (0, -1), (0, None), (None, 1), (0,), (0, 0), (0, "b"), (True, False), (0.5, 1)]
+    "indices",
+    [
+        (0, 2),
+        (0, -1),
+        (0, None),
+        (None, 1),
+        (0,),
+        (0, 0),
+        (0, "b"),
+        (True, False),
+        (0.5, 1),
+    ],
 )
 def test_images_that_no_index_or_two_say_are_refused(out: Path, indices: Any) -> None:
     content = [part for index in indices for part in shown(index, "Is this blue?")]
-    row = {"images": ["1.jpg", "1.jpg"], "messages": [{"role": "user", "content": content}]}
+    row = {
+        "images": ["1.jpg", "1.jpg"],
+        "messages": [{"role": "user", "content": content}],
+    }
     assert refused(out, row)[0] == "image count"
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
 @pytest.mark.parametrize("ask", [None, "Describe the image."])
-def test_a_conversation_may_be_json_text(tmp_path: Path, out: Path, name: str, ask: str | None) -> None:
+def test_a_conversation_may_be_json_text(
+    tmp_path: Path, out: Path, name: str, ask: str | None
+) -> None:
     talk = said("<image>\nWhat is this?", "A wall.")["conversations"]
     rows = [{"image": "1.jpg", "conversations": json.dumps(talk)}]
-    summary = import_prompts([str(packed(tmp_path, name, rows))], out, choices=Choices(ask=ask))
+    summary = import_prompts(
+        [str(packed(tmp_path, name, rows))], out, choices=Choices(ask=ask)
+    )
     assert (summary.added, summary.unread_columns) == (1, {})
-    assert [part.get("text") for part in read(out)[0].messages[0]["content"]] == [None, "What is this?"]
+    assert [part.get("text") for part in read(out)[0].messages[0]["content"]] == [
+        None,
+        "What is this?",
+    ]
 
 
-@pytest.mark.parametrize("text", ['[{"a": 1}]', "[{x} for x in y]: is it Python?", "[{'role': 1}"])
+@pytest.mark.parametrize(
+    "text", ['[{"a": 1}]', "[{x} for x in y]: is it Python?", "[{'role': 1}"]
+)
 def test_a_question_that_looks_like_turns_stays_one(out: Path, text: str) -> None:
     assert texts(one(out, {"prompt": text})) == [("user", text)]
 
 
 def test_parts_may_be_json_text(out: Path) -> None:
-    parts = [{"type": "image", "image": "1.jpg"}, {"type": "text", "text": "What is this?"}]
+    parts = [
+        {"type": "image", "image": "1.jpg"},
+        {"type": "text", "text": "What is this?"},
+    ]
     row = {"messages": [{"role": "user", "content": json.dumps(parts)}]}
-    assert [part.get("text") for part in one(out, row).messages[0]["content"]] == [None, "What is this?"]
-    for text in ('[{"type": "point", "x": 1}]: what is it?', '[{"type": ["point"]}]', "[1, 2]", '[{"a'):
-        prompt = one(out.with_name(str(len(text))), {"messages": [{"role": "user", "content": text}]})
+    assert [part.get("text") for part in one(out, row).messages[0]["content"]] == [
+        None,
+        "What is this?",
+    ]
+    for text in (
+        '[{"type": "point", "x": 1}]: what is it?',
+        '[{"type": ["point"]}]',
+        "[1, 2]",
+        '[{"a',
+    ):
+        prompt = one(
+            out.with_name(str(len(text))),
+            {"messages": [{"role": "user", "content": text}]},
+        )
         assert texts(prompt) == [("user", text)]
 
 
-def test_a_conversation_that_is_other_text_is_not_replaced_by_a_question(tmp_path: Path, out: Path) -> None:
+def test_a_conversation_that_is_other_text_is_not_replaced_by_a_question(
+    tmp_path: Path, out: Path
+) -> None:
     talk = said("<image>\nWhat is this?", "A wall.")["conversations"]
     rows = [{"image": "1.jpg", "conversations": str(talk)}]
     for ask in (None, "Describe the image."):
         with pytest.raises(DataError, match="conversations") as caught:
-            import_prompts([str(packed(tmp_path, "a.jsonl", rows))], out, choices=Choices(ask=ask))
+            import_prompts(
+                [str(packed(tmp_path, "a.jsonl", rows))], out, choices=Choices(ask=ask)
+            )
         assert "--ask" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["file_name", "image_path", "picture"])
-def test_a_question_does_not_lose_an_image_in_another_column(out: Path, name: str) -> None:
+def test_a_question_does_not_lose_an_image_in_another_column(
+    out: Path, name: str
+) -> None:
     reason, detail = refused(out, {**said("What is this?", "A wall."), name: "1.jpg"})
     assert (reason, name in detail) == ("image in another column", True)
     assert (
-        refused(out, {"question": "What moves?", name: {"path": "a/1.mp4"}})[0] == "video in another column"
+        refused(out, {"question": "What moves?", name: {"path": "a/1.mp4"}})[0]
+        == "video in another column"
     )
-    assert refused(out, {"question": "Which?", name: ["1.jpg", "1.jpg"]})[0] == "image in another column"
+    assert (
+        refused(out, {"question": "Which?", name: ["1.jpg", "1.jpg"]})[0]
+        == "image in another column"
+    )
     # A name beside the image is a fact about it.
     row = {**said("What is this?", "A wall."), "image": "1.jpg", name: "1.jpg"}
     assert imported(out.with_name("other"), row).unread_columns == {name: 1}
 
 
 def test_sampling_of_a_row_that_is_overruled_need_not_make_sense(out: Path) -> None:
-    row = said("<video>\nWhat moves?", "A ball.", video="1.mp4", fps=30, num_frames=300)  # facts of the file
+    row = said(
+        "<video>\nWhat moves?", "A ball.", video="1.mp4", fps=30, num_frames=300
+    )  # facts of the file
     assert refused(out, row)[0] == "video sampling"
-    assert one(out.with_name("chosen"), row, frames=4).messages[0]["content"][0]["frames"] == 4
+    assert (
+        one(out.with_name("chosen"), row, frames=4).messages[0]["content"][0]["frames"]
+        == 4
+    )
 
 
-@pytest.mark.parametrize("keys", [{"video_start": 1.5}, {"video_end": 3}, {"start": 1, "end": 3}])
+@pytest.mark.parametrize(
+    "keys", [{"video_start": 1.5}, {"video_end": 3}, {"start": 1, "end": 3}]
+)
 def test_a_part_of_a_video_is_refused(out: Path, keys: dict[str, Any]) -> None:
     # video_start and video_end are those of qwen-vl-utils.
-    reason, detail = refused(out, said("<video>\nWhat moves?", "A ball.", video="1.mp4", **keys))
+    reason, detail = refused(
+        out, said("<video>\nWhat moves?", "A ball.", video="1.mp4", **keys)
+    )
     assert reason == "part of a video"
     assert next(iter(keys)) in detail
-    content = [{"type": "video", "video": "1.mp4", **keys}, {"type": "text", "text": "What moves?"}]
-    assert refused(out, {"messages": [{"role": "user", "content": content}]})[0] == "part of a video"
+    content = [
+        {"type": "video", "video": "1.mp4", **keys},
+        {"type": "text", "text": "What moves?"},
+    ]
+    assert (
+        refused(out, {"messages": [{"role": "user", "content": content}]})[0]
+        == "part of a video"
+    )
 
 
 def test_a_list_of_frames_is_refused_and_a_size_is_counted(out: Path) -> None:
-    content = [{"type": "video", "video": ["1.jpg", "1.jpg"], "sample_fps": 1}, "What moves?"]
-    assert refused(out, {"messages": [{"role": "user", "content": content}]})[0] == "list of frames"
+    content = [
+        {"type": "video", "video": ["1.jpg", "1.jpg"], "sample_fps": 1},
+        "What moves?",
+    ]
+    assert (
+        refused(out, {"messages": [{"role": "user", "content": content}]})[0]
+        == "list of frames"
+    )
     image = {"type": "image", "image": "1.jpg", "max_pixels": 50176}
-    summary = imported(out, {"messages": [{"role": "user", "content": [image, "What?"]}]})
+    summary = imported(
+        out, {"messages": [{"role": "user", "content": [image, "What?"]}]}
+    )
     assert summary.unread_columns == {"image.max_pixels": 1}
 
 
@@ -215,20 +316,30 @@ def test_a_list_of_frames_is_refused_and_a_size_is_counted(out: Path) -> None:
         ({"question": "Who?", "query": "Answer shortly: Who?"}, "Answer shortly: Who?"),
     ],
 )  # fmt: skip
-def test_all_columns_of_a_question_are_asked(out: Path, row: dict[str, Any], asked: str) -> None:
+def test_all_columns_of_a_question_are_asked(
+    out: Path, row: dict[str, Any], asked: str
+) -> None:
     assert texts(one(out, row)) == [("user", asked)]
 
 
 def test_columns_before_the_question_are_asked(out: Path) -> None:
-    row = {**ALPACA, "system": "Be brief.", "history": [["Hello", "Hi"], ["Well?", "Yes"]]}
+    row = {
+        **ALPACA,
+        "system": "Be brief.",
+        "history": [["Hello", "Hi"], ["Well?", "Yes"]],
+    }
     assert imported(out, row, turns="all").added == 3
     roles = [role for role, _ in texts(read(out)[-1])]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
     assert texts(read(out)[-1])[-1][1] == "Summarise the text.\nOnce upon a time."
 
 
-@pytest.mark.parametrize("history", [[["Hello", "Hi"], ["Well?", None]], [{"user": "Hello"}], ["Hello"]])
-def test_earlier_turns_that_are_no_pairs_are_not_left_out(out: Path, history: Any) -> None:
+@pytest.mark.parametrize(
+    "history", [[["Hello", "Hi"], ["Well?", None]], [{"user": "Hello"}], ["Hello"]]
+)
+def test_earlier_turns_that_are_no_pairs_are_not_left_out(
+    out: Path, history: Any
+) -> None:
     assert refused(out, {**ALPACA, "history": history})[0] == "history"
 
 
@@ -236,27 +347,51 @@ def test_a_tag_in_a_response_is_text(out: Path) -> None:
     prompt = one(out, said("What is this?", "An <image> tag.", image="1.jpg"))
     assert [part["type"] for part in prompt.messages[0]["content"]] == ["image", "text"]
     assert prompt.reference == "An <image> tag."
-    later = one(out.with_name("later"), said("One?", "Yes.", "<image> Two?", image="1.jpg"), turns="last")
+    later = one(
+        out.with_name("later"),
+        said("One?", "Yes.", "<image> Two?", image="1.jpg"),
+        turns="last",
+    )
     assert [part["type"] for part in later.messages[-1]["content"]] == ["image", "text"]
 
 
-def test_a_response_before_the_first_question_does_not_take_an_image_along(out: Path) -> None:
-    shown = {"role": "assistant", "content": [{"type": "image", "image": "1.jpg"}, "Look!"]}
+def test_a_response_before_the_first_question_does_not_take_an_image_along(
+    out: Path,
+) -> None:
+    shown = {
+        "role": "assistant",
+        "content": [{"type": "image", "image": "1.jpg"}, "Look!"],
+    }
     asked = {"role": "user", "content": "What is this?"}
-    assert refused(out, {"messages": [shown, asked]})[0] == "image before the first question"
+    assert (
+        refused(out, {"messages": [shown, asked]})[0]
+        == "image before the first question"
+    )
 
 
 @pytest.mark.parametrize("lost", [{}, {"image": None}])
-def test_a_row_that_lost_its_image_is_no_text_row(out: Path, lost: dict[str, Any]) -> None:
+def test_a_row_that_lost_its_image_is_no_text_row(
+    out: Path, lost: dict[str, Any]
+) -> None:
     """Whichever row is the first of the file."""
-    text, picture = said("Hello?", "Hi."), said("<image>\nWhat is this?", "A wall.", image="1.jpg")
-    summary = imported(out, text, said("<image>\nWhat is that?", "A door.", **lost), picture)
+    text, picture = (
+        said("Hello?", "Hi."),
+        said("<image>\nWhat is this?", "A wall.", image="1.jpg"),
+    )
+    summary = imported(
+        out, text, said("<image>\nWhat is that?", "A door.", **lost), picture
+    )
     assert (summary.added, summary.skipped) == (2, {"image count": 1})
 
 
 @pytest.mark.parametrize("lines", [True, False])
-def test_a_key_with_two_values_is_refused(tmp_path: Path, out: Path, lines: bool) -> None:
-    rows = ['{"question": "Who?", "id": {"a": 1, "a": 2}}', '{"question": "Which?", "question": "Which?"}']
+def test_a_key_with_two_values_is_refused(
+    tmp_path: Path, out: Path, lines: bool
+) -> None:
+    rows = [
+        '{"question": "Who?", "id": {"a": 1, "a": 2}}',
+        '{"question": "Which?", "question": "Which?"}',
+    ]
     source = tmp_path / "rows.json"
     source.write_text("\n".join(rows) if lines else f"[{','.join(rows)}]")
     summary = import_prompts([str(source)], out)
@@ -274,12 +409,16 @@ def test_values_of_a_table_stay_as_they_are(
     source.parent.mkdir()
     source.write_bytes("\r\n".join(map(separator.join, rows)).encode("utf-8-sig"))
     assert import_prompts([str(source.parent if folder else source)], out).added == 2
-    asked = ["Which?\nN/A\nA. 1\nB. 007\nC. None", "Whose?\nA. 1.50\nB. null\nC. two\nlines"]
+    asked = [
+        "Which?\nN/A\nA. 1\nB. 007\nC. None",
+        "Whose?\nA. 1.50\nB. null\nC. two\nlines",
+    ]
     assert [text for prompt in read(out) for _, text in texts(prompt)] == asked
 
 
 @pytest.mark.parametrize(
-    "text", ["question,question\nWho?,Which?\n", 'question\n"Who?\n', 'question\n"a"b\n']
+    "text",
+    ["question,question\nWho?,Which?\n", 'question\n"Who?\n', 'question\n"a"b\n'],
 )
 def test_a_broken_table_is_refused(tmp_path: Path, out: Path, text: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
@@ -288,12 +427,19 @@ def test_a_broken_table_is_refused(tmp_path: Path, out: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("ask", [None, "Describe the image."])
-def test_a_conversation_may_be_lists_of_its_keys(tmp_path: Path, out: Path, ask: str | None) -> None:
+def test_a_conversation_may_be_lists_of_its_keys(
+    tmp_path: Path, out: Path, ask: str | None
+) -> None:
     talk = {"from": ["human", "gpt"], "value": ["<image>\nWhat is this?", "A wall."]}
     rows = [{"image": "1.jpg", "conversations": talk}]
-    summary = import_prompts([str(packed(tmp_path, "a.parquet", rows))], out, choices=Choices(ask=ask))
+    summary = import_prompts(
+        [str(packed(tmp_path, "a.parquet", rows))], out, choices=Choices(ask=ask)
+    )
     assert (summary.added, summary.unread_columns) == (1, {})
-    assert [part.get("text") for part in read(out)[0].messages[0]["content"]] == [None, "What is this?"]
+    assert [part.get("text") for part in read(out)[0].messages[0]["content"]] == [
+        None,
+        "What is this?",
+    ]
     talk["value"].pop()
     assert refused(out, rows[0])[0] == "conversation of lists"
 
@@ -306,11 +452,20 @@ def test_a_system_column_is_the_system_prompt_unless_there_is_one(out: Path) -> 
 
 
 def test_columns_that_are_filled_with_null_are_none_at_all(out: Path) -> None:
-    turn = {"role": None, "from": "human", "content": None, "value": "What is this?", "tool_calls": None}
-    assert texts(one(out, {"conversations": [turn], "system": None, "image": None})) == [
-        ("user", "What is this?")
-    ]
-    assert refused(out, said("What?", "x", system="half \ud83d"))[0] == "text is not Unicode"
+    turn = {
+        "role": None,
+        "from": "human",
+        "content": None,
+        "value": "What is this?",
+        "tool_calls": None,
+    }
+    assert texts(
+        one(out, {"conversations": [turn], "system": None, "image": None})
+    ) == [("user", "What is this?")]
+    assert (
+        refused(out, said("What?", "x", system="half \ud83d"))[0]
+        == "text is not Unicode"
+    )
 
 
 def test_two_different_questions_are_refused(out: Path) -> None:
@@ -320,57 +475,100 @@ def test_two_different_questions_are_refused(out: Path) -> None:
 
 
 def test_columns_that_no_prompt_holds_are_counted(out: Path) -> None:
-    rows = [said(f"{n}?", "Yes.", id=str(n), note="keep", width=640, empty="") for n in range(3)]
+    rows = [
+        said(f"{n}?", "Yes.", id=str(n), note="keep", width=640, empty="")
+        for n in range(3)
+    ]
     rows[0] |= {"images": [], "tools": "[search]"}
     assert imported(out, *rows).unread_columns == {"note": 3, "tools": 1}
 
 
 def test_pairs_of_user_and_assistant_are_turns(out: Path) -> None:
-    pairs = [{"user": "What?", "assistant": "A wall.", "source": "x"}, {"user": "Red?", "assistant": "No."}]
+    pairs = [
+        {"user": "What?", "assistant": "A wall.", "source": "x"},
+        {"user": "Red?", "assistant": "No."},
+    ]
     assert imported(out, {"images": ["1.jpg"], "texts": pairs}, turns="all").added == 2
     last = read(out)[-1]
     assert [part["type"] for part in last.messages[0]["content"]] == ["image", "text"]
-    assert [message["role"] for message in last.messages] == ["user", "assistant", "user"]
+    assert [message["role"] for message in last.messages] == [
+        "user",
+        "assistant",
+        "user",
+    ]
     human = [{"human": "What?", "assistant": "A wall."}]  # ms-swift
-    assert texts(one(out.with_name("swift"), {"conversation": human})) == [("user", "What?")]
+    assert texts(one(out.with_name("swift"), {"conversation": human})) == [
+        ("user", "What?")
+    ]
 
 
 def test_roles_are_known_in_any_case(out: Path) -> None:
-    turns = [{"from": "Human", "value": "What is this?"}, {"from": "GPT", "value": "A wall."}]
+    turns = [
+        {"from": "Human", "value": "What is this?"},
+        {"from": "GPT", "value": "A wall."},
+    ]
     assert one(out, {"conversations": turns}).reference == "A wall."
 
 
 @pytest.mark.parametrize(
     "turn",
     [
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "search"}}]},
-        {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "search"}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "search"}}],
+        },
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"function": {"name": "search"}}],
+        },
         {"role": "tool", "content": "42"},
         {"from": "function_call", "value": "{}"},
         {"from": "observation", "value": "42"},
     ],
 )
 def test_a_tool_call_is_refused_as_one(out: Path, turn: dict[str, Any]) -> None:
-    row = {"messages": [{"role": "user", "content": "What?"}, turn, {"role": "user", "content": "So?"}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "What?"},
+            turn,
+            {"role": "user", "content": "So?"},
+        ]
+    }
     assert refused(out, row)[0] == "tool call"
 
 
 def test_bytes_in_json_are_base64(out: Path) -> None:
     data = (out.parents[1] / "1.jpg").read_bytes()
     row = said(
-        "<image>\nWhat?", "A wall.", image={"bytes": base64.encodebytes(data).decode(), "path": "x.jpg"}
+        "<image>\nWhat?",
+        "A wall.",
+        image={"bytes": base64.encodebytes(data).decode(), "path": "x.jpg"},
     )
     assert Path(one(out, row).files[0]).read_bytes() == data
     part = {"type": "image", "bytes": base64.b64encode(data).decode()}
-    assert imported(out, {"messages": [{"role": "user", "content": [part, "What?"]}]}).present == 1
+    assert (
+        imported(
+            out, {"messages": [{"role": "user", "content": [part, "What?"]}]}
+        ).present
+        == 1
+    )
     bare = said("<image>\nWhat?", "A wall.", image=base64.b64encode(data * 9).decode())
     reason, detail = refused(out, bare)
     assert (reason, "data URL" in detail) == ("missing image", True)
-    assert refused(out, said("<image>\nWhat?", "x", image={"bytes": "no base64!"}))[0] == "no media file"
+    assert (
+        refused(out, said("<image>\nWhat?", "x", image={"bytes": "no base64!"}))[0]
+        == "no media file"
+    )
 
 
 def test_a_question_is_asked_only_where_there_is_none(out: Path) -> None:
-    rows = [{"image": "1.jpg", "caption": "A wall."}, {"image": "1.jpg", "question": "What?"}, TALK]
+    rows = [
+        {"image": "1.jpg", "caption": "A wall."},
+        {"image": "1.jpg", "question": "What?"},
+        TALK,
+    ]
     assert imported(out, *rows, ask="Describe it.").added == 3
     texts = [prompt.messages[0]["content"][-1]["text"] for prompt in read(out)]
     assert texts == ["Describe it.", "What?", "What is this?"]
@@ -391,14 +589,19 @@ def test_a_question_is_asked_only_where_there_is_none(out: Path) -> None:
 def test_an_image_is_found_in_every_usual_form(out: Path, row: dict[str, Any]) -> None:
     folder = out.parents[1]
     shutil.copy(folder / "1.jpg", folder / "a b.jpg")
-    asked = one(out, json.loads(json.dumps(row).replace("/DIR", str(folder)))).messages[0]["content"]
+    asked = one(out, json.loads(json.dumps(row).replace("/DIR", str(folder)))).messages[
+        0
+    ]["content"]
     assert [part["type"] for part in asked] == ["image", "text"]
 
 
 def test_content_that_is_in_no_prompt_is_counted(tmp_path: Path, out: Path) -> None:
     part = {"type": "text", "text": "What?", "image": "1.jpg"}
     turn = {"role": "user", "content": [part], "audio": "1.wav", "name": ""}
-    assert imported(out, {"messages": [turn]}).unread_columns == {"turn.audio": 1, "text.image": 1}
+    assert imported(out, {"messages": [turn]}).unread_columns == {
+        "turn.audio": 1,
+        "text.image": 1,
+    }
     rows = [{"question": "Who?", "jpg": b"\xff\xd8"}]
     summary = import_prompts([str(packed(tmp_path, "a.parquet", rows))], out)
     assert summary.unread_columns == {"jpg": 1}
@@ -422,10 +625,15 @@ def test_choices_and_hints_are_left_out_only_if_the_question_has_them(
 ) -> None:
     imported(out, row)
     assert texts(read(out)[0])[0][1] == row["question"] + asked
-    assert refused(out, {"question": "Who?", "choices": ["x"] * 27})[0] == "too many choices"
+    assert (
+        refused(out, {"question": "Who?", "choices": ["x"] * 27})[0]
+        == "too many choices"
+    )
 
 
-def test_a_value_that_cannot_be_read_costs_its_row_alone(tmp_path: Path, out: Path) -> None:
+def test_a_value_that_cannot_be_read_costs_its_row_alone(
+    tmp_path: Path, out: Path
+) -> None:
     texts = pa.array([b"Who?", b"\xff", b"Where?"]).cast(pa.binary())
     table = pa.table(
         {
@@ -472,7 +680,19 @@ KEYS = [
 ]
 
 
-WORDS = ["user", "human", "gpt", "text", "image", "video_url", "<image>", "a <video>", "1.jpg", "", "\ud83d"]
+WORDS = [
+    "user",
+    "human",
+    "gpt",
+    "text",
+    "image",
+    "video_url",
+    "<image>",
+    "a <video>",
+    "1.jpg",
+    "",
+    "\ud83d",
+]
 
 
 def anything(rng: random.Random, depth: int = 0) -> Any:
@@ -488,16 +708,29 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
 def test_any_row_is_a_conversation_or_has_a_reason() -> None:
     rng, reasons = random.Random(1), set()
     for _ in range(count(300, 3000)):
-        part = {"type": rng.choice(["text", "image", "video"]), rng.choice(KEYS): anything(rng, 2)}
-        said = {"role": rng.choice(WORDS[:3]), "content": rng.choice([anything(rng, 1), ["hi", part]])}
+        part = {
+            "type": rng.choice(["text", "image", "video"]),
+            rng.choice(KEYS): anything(rng, 2),
+        }
+        said = {
+            "role": rng.choice(WORDS[:3]),
+            "content": rng.choice([anything(rng, 1), ["hi", part]]),
+        }
         row = {
             rng.choice(KEYS): anything(rng, 1),
             rng.choice(KEYS[:4]): [said, anything(rng, 2)][: rng.randrange(3)],
         }
         try:
-            talk = conversation(Row("rows.json", "rows", 1, rng.choice([row, row, anything(rng)])), "llava")
+            talk = conversation(
+                Row("rows.json", "rows", 1, rng.choice([row, row, anything(rng)])),
+                "llava",
+            )
         except BadRowError as error:
             reasons.add(error.reason)
         else:
-            assert {message["role"] for message in talk.messages} <= {"system", "user", "assistant"}
+            assert {message["role"] for message in talk.messages} <= {
+                "system",
+                "user",
+                "assistant",
+            }
     assert len(reasons) > 10

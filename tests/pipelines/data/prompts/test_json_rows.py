@@ -28,11 +28,15 @@ def indented(rows: list[str]) -> str:
 
 
 def rows(count: int, size: int = 1) -> list[str]:
-    return [json.dumps({"number": number, "text": "ä" * size}) for number in range(count)]
+    return [
+        json.dumps({"number": number, "text": "ä" * size}) for number in range(count)
+    ]
 
 
 @pytest.mark.parametrize("form", [lines, array])
-def test_a_file_is_never_whole_in_memory(form: Callable[[list[str]], str], tmp_path: Path) -> None:
+def test_a_file_is_never_whole_in_memory(
+    form: Callable[[list[str]], str], tmp_path: Path
+) -> None:
     file = tmp_path / "rows.json.gz"
     file.write_bytes(gzip.compress(form(rows(ROWS, ROW // 6)).encode(), 1))
     tracemalloc.start()
@@ -46,7 +50,10 @@ def test_a_file_is_never_whole_in_memory(form: Callable[[list[str]], str], tmp_p
 @pytest.mark.parametrize("at_once", [1, 2, 7, 64])
 @pytest.mark.parametrize("form", [lines, array, indented])
 def test_where_a_file_is_cut_changes_no_row(
-    form: Callable[[list[str]], str], at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: Callable[[list[str]], str],
+    at_once: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = [*rows(3), "12", "-1.5e3", '"]"', "null", "[[1], {}]"]
     (tmp_path / "rows.json").write_text(form(given), encoding="utf-8")
@@ -60,10 +67,14 @@ def test_where_a_file_is_cut_changes_no_row(
         assert [row.value for row in whole if not row.problem] == expected
 
 
-def test_a_line_that_is_too_long_costs_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(json_rows, "MOST_ROW", 500)
     fits = json.dumps({"text": 488 * "x"})
-    (tmp_path / "a.jsonl").write_text(lines([*rows(2), *rows(1, 2000), fits, *rows(2), fits]))
+    (tmp_path / "a.jsonl").write_text(
+        lines([*rows(2), *rows(1, 2000), fits, *rows(2), fits])
+    )
     found = [*sources.read(str(tmp_path / "a.jsonl"))]
     assert len(fits) == 500
     assert [row.number for row in found] == [1, 2, 3, 4, 5, 6, 7]
@@ -84,7 +95,13 @@ def test_what_unpacks_to_one_endless_row_is_refused(
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("[1,\n2,\n\n}]", 4), ("[1,\n2\n3]", 3), ("[1]\n\n2", 3), ("[\n" + "[" * 100_000, 2), ("[1,\n2", 2)],
+    [
+        ("[1,\n2,\n\n}]", 4),
+        ("[1,\n2\n3]", 3),
+        ("[1]\n\n2", 3),
+        ("[\n" + "[" * 100_000, 2),
+        ("[1,\n2", 2),
+    ],
 )
 def test_an_array_that_is_invalid_is_refused_with_its_line(
     text: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

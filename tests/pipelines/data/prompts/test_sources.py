@@ -19,7 +19,16 @@ import datasets
 import pytest
 from PIL import Image
 
-from tests.pipelines.data.prompts.rows import ALPACA, TALK, imported, one, packed, refused, said, texts
+from tests.pipelines.data.prompts.rows import (
+    ALPACA,
+    TALK,
+    imported,
+    one,
+    packed,
+    refused,
+    said,
+    texts,
+)
 from vlmdistill.pipelines.data.prompts.formats import Format
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import read
@@ -28,22 +37,40 @@ from vlmdistill.stores.errors import DataError
 
 @pytest.mark.parametrize("kind", ["auto", "hf"])
 @pytest.mark.parametrize(
-    "name", ["a.parquet", "a.json", "a.json.gz", "a.jsonl.gz", "a.jsonl.bz2", "a.json.xz", "a.parquet.gz"]
+    "name",
+    [
+        "a.parquet",
+        "a.json",
+        "a.json.gz",
+        "a.jsonl.gz",
+        "a.jsonl.bz2",
+        "a.json.xz",
+        "a.parquet.gz",
+    ],
 )
 def test_one_file_is_read_by_what_it_holds(
     tmp_path: Path, out: Path, name: str, kind: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # neither the package nor the hub is needed
+    monkeypatch.setitem(
+        sys.modules, "datasets", None
+    )  # neither the package nor the hub is needed
     rows = [ALPACA, {**ALPACA, "input": "A second one."}]
     summary = import_prompts([str(packed(tmp_path, name, rows))], out, kind)
     assert (summary.added, summary.skipped, summary.datasets) == (2, {}, {"a": 2})
     assert texts(read(out)[1]) == [("user", "Summarise the text.\nA second one.")]
 
 
-def test_parquet_holds_images_as_bytes_and_tells_its_form(tmp_path: Path, out: Path) -> None:
+def test_parquet_holds_images_as_bytes_and_tells_its_form(
+    tmp_path: Path, out: Path
+) -> None:
     image = {"bytes": (tmp_path / "1.jpg").read_bytes(), "path": "1.jpg"}
-    rows = [{**said(f"<image>\nWhat {n}?", "A wall."), "image": image} for n in range(20)]
-    assert import_prompts([str(packed(tmp_path, "train-00000.parquet", rows))], out).added == 20
+    rows = [
+        {**said(f"<image>\nWhat {n}?", "A wall."), "image": image} for n in range(20)
+    ]
+    assert (
+        import_prompts([str(packed(tmp_path, "train-00000.parquet", rows))], out).added
+        == 20
+    )
     assert Path(read(out)[-1].files[0]).read_bytes() == image["bytes"]
     assert read(out)[-1].row == 20
 
@@ -52,18 +79,30 @@ def test_parquet_holds_images_as_bytes_and_tells_its_form(tmp_path: Path, out: P
 def test_a_folder_of_files_is_a_dataset(tmp_path: Path, out: Path, name: str) -> None:
     (tmp_path / "data").mkdir()
     shutil.copy(tmp_path / "1.jpg", tmp_path / "data" / "beside.jpg")
-    packed(tmp_path / "data", name, [said("<image>\nWhat is this?", "A wall.", image="beside.jpg")])
+    packed(
+        tmp_path / "data",
+        name,
+        [said("<image>\nWhat is this?", "A wall.", image="beside.jpg")],
+    )
     assert import_prompts([str(tmp_path / "data")], out).added == 1
     assert read(out)[0].files == [str(tmp_path / "data" / "beside.jpg")]
 
 
 MIXED = [
-    {"messages": [{"role": "user", "content": "5"}, {"role": "assistant", "content": "A number."}]},
+    {
+        "messages": [
+            {"role": "user", "content": "5"},
+            {"role": "assistant", "content": "A number."},
+        ]
+    },
     {
         "messages": [
             {
                 "role": "user",
-                "content": [{"type": "image", "image": "1.jpg"}, {"type": "text", "text": "What is this?"}],
+                "content": [
+                    {"type": "image", "image": "1.jpg"},
+                    {"type": "text", "text": "What is this?"},
+                ],
             },
             {"role": "assistant", "content": [{"type": "text", "text": "A wall."}]},
         ]
@@ -78,7 +117,10 @@ def contents(out: Path) -> list[Any]:
     """What the prompts of a file say and show, and their references."""
     return [
         (
-            [part.get("text") or Path(part["path"]).name for part in prompt.messages[0]["content"]],
+            [
+                part.get("text") or Path(part["path"]).name
+                for part in prompt.messages[0]["content"]
+            ],
             prompt.reference,
         )
         for prompt in read(out)
@@ -92,7 +134,9 @@ def test_values_of_several_types_in_a_column_are_what_they_are_in_json(
     folder = tmp_path / "data"
     folder.mkdir()
     shutil.copy(tmp_path / "1.jpg", folder)
-    rows = MIXED if form == "folder" else MIXED[1:]  # `datasets` makes a number of the first one's text
+    rows = (
+        MIXED if form == "folder" else MIXED[1:]
+    )  # `datasets` makes a number of the first one's text
     source = packed(folder, "rows.jsonl", rows)
     import_prompts([str(source)], out)
     expected = contents(out)
@@ -105,12 +149,16 @@ def test_values_of_several_types_in_a_column_are_what_they_are_in_json(
     elif form != "folder":
         data.to_parquet(str(folder / "rows.parquet"))
     again = out.with_name("again.parquet")
-    import_prompts([str(folder / "rows.parquet" if form == "parquet" else folder)], again)
+    import_prompts(
+        [str(folder / "rows.parquet" if form == "parquet" else folder)], again
+    )
     assert contents(again) == expected
 
 
 @pytest.mark.parametrize("name", ["llava.json", "rows.jsonl", "rows.parquet"])
-def test_questions_beside_their_images_are_read(tmp_path: Path, out: Path, media: Path, name: str) -> None:
+def test_questions_beside_their_images_are_read(
+    tmp_path: Path, out: Path, media: Path, name: str
+) -> None:
     folder = tmp_path / "data"
     (folder / "train").mkdir(parents=True)
     for picture_name in ("1.jpg", "2.jpg", "3.jpg"):
@@ -130,7 +178,9 @@ def test_a_table_beside_images_is_named(tmp_path: Path, out: Path, media: Path) 
     assert "--ask" not in str(caught.value)
 
 
-def test_a_path_is_never_asked_of_the_hub(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_never_asked_of_the_hub(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
     for source in ("absent.parquet", "./absent", "~/absent", "absent.jsonl.gz"):
@@ -157,32 +207,46 @@ def tar(path: Path, *members: tuple[str, Any], mode: str = "w") -> str:
                 entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
                 made.addfile(entry)
                 continue
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            data = (
+                content if isinstance(content, bytes) else json.dumps(content).encode()
+            )
             entry.size = len(data)
             made.addfile(entry, io.BytesIO(data))
     return str(path)
 
 
-def test_a_folder_of_images_and_videos_needs_only_a_question(out: Path, media: Path) -> None:
+def test_a_folder_of_images_and_videos_needs_only_a_question(
+    out: Path, media: Path
+) -> None:
     photos = out.parents[1] / "photos"
     (photos / "sub").mkdir(parents=True)
     shutil.copy(media / "1.jpg", photos / "sub" / "a.JPG")
     shutil.copy(media / "1.mp4", photos / "b.mp4")
     (photos / ".hidden.jpg").write_text("no image")
     (photos / "notes.txt").write_text("no image")
-    summary = import_prompts([str(photos)], out, choices=Choices(ask="Describe the image.", frames=4))
+    summary = import_prompts(
+        [str(photos)], out, choices=Choices(ask="Describe the image.", frames=4)
+    )
     assert (summary.added, summary.skipped) == (2, {"neither image nor video": 1})
     video, image = (prompt.messages[0]["content"] for prompt in read(out))
-    assert [{name: part[name] for name in part if name != "digest"} for part in image] == [
+    assert [
+        {name: part[name] for name in part if name != "digest"} for part in image
+    ] == [
         {"type": "image", "path": str(photos / "sub" / "a.JPG")},
         {"type": "text", "text": "Describe the image."},
     ]
-    assert (video[0]["type"], video[0]["path"], video[0]["frames"]) == ("video", str(photos / "b.mp4"), 4)
+    assert (video[0]["type"], video[0]["path"], video[0]["frames"]) == (
+        "video",
+        str(photos / "b.mp4"),
+        4,
+    )
     assert {prompt.dataset for prompt in read(out)} == {"photos"}
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tar.xz"])
-def test_samples_of_a_tar_archive_are_rows(tmp_path: Path, out: Path, media: Path, name: str) -> None:
+def test_samples_of_a_tar_archive_are_rows(
+    tmp_path: Path, out: Path, media: Path, name: str
+) -> None:
     image, video = (media / "1.jpg").read_bytes(), (media / "1.mp4").read_bytes()
     talk = said("<image>\nWhat is this?", "A wall.", image="of/another/disk.jpg")
     source = tar(
@@ -195,11 +259,22 @@ def test_samples_of_a_tar_archive_are_rows(tmp_path: Path, out: Path, media: Pat
         ("002.txt", b"A ball."),
         mode="w:" + name.partition("r.")[2].replace("tar", ""),
     )
-    assert import_prompts([source], out, choices=Choices(ask="Describe it.", frames=4)).skipped == {}
+    assert (
+        import_prompts(
+            [source], out, choices=Choices(ask="Describe it.", frames=4)
+        ).skipped
+        == {}
+    )
     prompts = read(out)
     assert [prompt.reference for prompt in prompts] == ["A wall.", "A wall.", "A ball."]
-    assert [prompt.messages[0]["content"][0]["type"] for prompt in prompts] == ["image", "image", "video"]
-    assert {Path(path).parent for prompt in prompts for path in prompt.files} == {out.parent / "images"}
+    assert [prompt.messages[0]["content"][0]["type"] for prompt in prompts] == [
+        "image",
+        "image",
+        "video",
+    ]
+    assert {Path(path).parent for prompt in prompts for path in prompt.files} == {
+        out.parent / "images"
+    }
 
 
 def picture(color: tuple[int, int, int]) -> bytes:
@@ -229,9 +304,13 @@ def asked(number: int) -> dict[str, Any]:
 def test_no_question_loses_the_image_that_is_packed_apart_from_it(
     tmp_path: Path, out: Path, names: Sequence[str]
 ) -> None:
-    members = [(name, RED if "png" in name else asked(int(Path(name).stem))) for name in names]
+    members = [
+        (name, RED if "png" in name else asked(int(Path(name).stem))) for name in names
+    ]
     with pytest.raises(DataError, match=r"a\.tar.* 0\..*0\.|a\.tar.* rows/0\.json"):
-        import_prompts([tar(tmp_path / "a.tar", *members)], out, choices=Choices(limit=1))
+        import_prompts(
+            [tar(tmp_path / "a.tar", *members)], out, choices=Choices(limit=1)
+        )
     assert not out.exists()
 
 
@@ -249,15 +328,23 @@ def test_hidden_files_of_an_archive_part_no_sample(tmp_path: Path, out: Path) ->
     assert len(read(out)[0].files) == 1
 
 
-def test_archives_that_begin_to_count_anew_may_follow_each_other(tmp_path: Path, out: Path) -> None:
-    first = Path(tar(tmp_path / "1.tar", ("0.png", RED), ("0.json", asked(1)))).read_bytes()
-    second = Path(tar(tmp_path / "2.tar", ("0.png", BLUE), ("0.json", asked(2)))).read_bytes()
+def test_archives_that_begin_to_count_anew_may_follow_each_other(
+    tmp_path: Path, out: Path
+) -> None:
+    first = Path(
+        tar(tmp_path / "1.tar", ("0.png", RED), ("0.json", asked(1)))
+    ).read_bytes()
+    second = Path(
+        tar(tmp_path / "2.tar", ("0.png", BLUE), ("0.json", asked(2)))
+    ).read_bytes()
     (tmp_path / "a.tar").write_bytes(first + second)
     import_prompts([str(tmp_path / "a.tar")], out)
     assert [len(prompt.files) for prompt in read(out)] == [1, 1]
 
 
-def test_two_files_of_a_sample_do_not_replace_each_other(tmp_path: Path, out: Path) -> None:
+def test_two_files_of_a_sample_do_not_replace_each_other(
+    tmp_path: Path, out: Path
+) -> None:
     source = tar(
         tmp_path / "a.tar",
         ("0.a.json", asked(1)),
@@ -289,9 +376,17 @@ def test_two_files_of_a_sample_do_not_replace_each_other(tmp_path: Path, out: Pa
     ],
 )
 def test_of_several_images_of_a_sample_those_are_shown_that_belong_to_it(
-    tmp_path: Path, out: Path, names: Sequence[str], named: list[str] | None, shown: list[bytes] | None
+    tmp_path: Path,
+    out: Path,
+    names: Sequence[str],
+    named: list[str] | None,
+    shown: list[bytes] | None,
 ) -> None:
-    pictures = [(name, its) for name, its in zip(names, (RED, BLUE), strict=True) if "png" in name]
+    pictures = [
+        (name, its)
+        for name, its in zip(names, (RED, BLUE), strict=True)
+        if "png" in name
+    ]
     row = {**asked(0), **({"images": named} if named else {})}
     source = tar(tmp_path / "a.tar", *pictures, ("0.json", row), ("1.json", asked(1)))
     summary = import_prompts([source], out)
@@ -303,7 +398,9 @@ def test_of_several_images_of_a_sample_those_are_shown_that_belong_to_it(
         assert sum(summary.unread_columns.values()) == len(pictures) - len(shown)
 
 
-def test_no_member_of_a_tar_archive_leads_out_of_it(tmp_path: Path, out: Path, media: Path) -> None:
+def test_no_member_of_a_tar_archive_leads_out_of_it(
+    tmp_path: Path, out: Path, media: Path
+) -> None:
     image = (media / "1.jpg").read_bytes()
     source = tar(
         tmp_path / "evil.tar",
@@ -316,7 +413,10 @@ def test_no_member_of_a_tar_archive_leads_out_of_it(tmp_path: Path, out: Path, m
     )
     before = set(tmp_path.rglob("*"))
     summary = import_prompts([source], out, choices=Choices(ask="Describe it."))
-    assert (summary.added, sum(summary.skipped.values())) == (1, 4)  # the same image twice
+    assert (summary.added, sum(summary.skipped.values())) == (
+        1,
+        4,
+    )  # the same image twice
     made = set(tmp_path.rglob("*")) - before
     assert not Path("/tmp/vlmdistill-escaped.jpg").exists()
     assert all(path.is_relative_to(out.parent) or path == out.parent for path in made)
@@ -324,7 +424,9 @@ def test_no_member_of_a_tar_archive_leads_out_of_it(tmp_path: Path, out: Path, m
 
 def bombs(tmp_path: Path) -> dict[str, bytes]:
     """Archives that are cut, or broken, or ask for more memory than they have bytes."""
-    whole = Path(tar(tmp_path / "whole.tar", ("0.json", TALK), ("1.json", TALK))).read_bytes()
+    whole = Path(
+        tar(tmp_path / "whole.tar", ("0.json", TALK), ("1.json", TALK))
+    ).read_bytes()
     large = tarfile.TarInfo("0.json")
     large.type, large.size = tarfile.XHDTYPE, 2**40
     chain = tarfile.TarInfo("x")
@@ -338,8 +440,12 @@ def bombs(tmp_path: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("kind", ["cut", "cut in a header", "broken", "large name", "chain"])
-def test_a_hostile_tar_archive_ends_in_one_line(tmp_path: Path, out: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["cut", "cut in a header", "broken", "large name", "chain"]
+)
+def test_a_hostile_tar_archive_ends_in_one_line(
+    tmp_path: Path, out: Path, kind: str
+) -> None:
     (tmp_path / "a.tar").write_bytes(bombs(tmp_path)[kind])
     with pytest.raises(DataError, match=r"a\.tar .*tar archive") as caught:
         import_prompts([str(tmp_path / "a.tar")], out)
@@ -351,7 +457,9 @@ def test_a_member_that_is_too_large_is_skipped(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vlmdistill.pipelines.data.prompts.sources.MOST_BYTES", 200)
-    source = tar(tmp_path / "a.tar", ("0.json", {**TALK, "id": "0" * 200}), ("1.json", TALK))
+    source = tar(
+        tmp_path / "a.tar", ("0.json", {**TALK, "id": "0" * 200}), ("1.json", TALK)
+    )
     assert import_prompts([source], out).skipped == {"not a file of a sample": 1}
 
 
@@ -371,7 +479,9 @@ def test_a_member_that_is_too_large_is_skipped(
         (b"PAR1 but not really", "odd.json .*Parquet"),
     ],
 )  # fmt: skip
-def test_an_error_says_what_the_file_holds(tmp_path: Path, out: Path, content: bytes, found: str) -> None:
+def test_an_error_says_what_the_file_holds(
+    tmp_path: Path, out: Path, content: bytes, found: str
+) -> None:
     (tmp_path / "odd.json").write_bytes(content)
     with pytest.raises(DataError, match=found) as caught:
         import_prompts([str(tmp_path / "odd.json")], out)
@@ -383,22 +493,37 @@ def test_one_object_over_several_lines_is_one_row(tmp_path: Path, out: Path) -> 
     assert import_prompts([str(tmp_path / "one.json")], out).added == 1
 
 
-def test_a_large_image_is_taken_without_a_word(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 20 - 1)  # above which Pillow warns
+def test_a_large_image_is_taken_without_a_word(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", 30 * 20 - 1
+    )  # above which Pillow warns
     one(out, said("<image>\nWhat?", "A wall.", image="1.jpg"))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30 * 20 // 2 - 1)  # above twice which it refuses
-    assert refused(out, said("<image>\nWho?", "A wall.", image="1.jpg"))[0] == "unreadable image"
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", 30 * 20 // 2 - 1
+    )  # above twice which it refuses
+    assert (
+        refused(out, said("<image>\nWho?", "A wall.", image="1.jpg"))[0]
+        == "unreadable image"
+    )
 
 
-def test_all_of_what_one_file_holds_is_read_or_refused(tmp_path: Path, out: Path, media: Path) -> None:
+def test_all_of_what_one_file_holds_is_read_or_refused(
+    tmp_path: Path, out: Path, media: Path
+) -> None:
     image = (media / "1.jpg").read_bytes()
     two = tmp_path / "two.json"
     two.write_text(json.dumps([TALK]) + "\n" + json.dumps([ALPACA]))
     with pytest.raises(DataError, match=r"two\.json .* line 2"):
         import_prompts([str(two)], out)
     first = tar(tmp_path / "1.tar", ("0.json", TALK))
-    second = tar(tmp_path / "2.tar", ("1.jpg", image), ("1.json", said("<image>\nWhat?", "x")))
-    (tmp_path / "two.tar").write_bytes(Path(first).read_bytes() + Path(second).read_bytes())
+    second = tar(
+        tmp_path / "2.tar", ("1.jpg", image), ("1.json", said("<image>\nWhat?", "x"))
+    )
+    (tmp_path / "two.tar").write_bytes(
+        Path(first).read_bytes() + Path(second).read_bytes()
+    )
     assert import_prompts([str(tmp_path / "two.tar")], out).added == 2
 
 
@@ -416,10 +541,19 @@ def test_damage_ends_in_one_line(tmp_path: Path, out: Path, media: Path) -> None
         image.save(tmp_path / "whole.avif")
     whole = (tmp_path / "whole.avif").read_bytes()
     (tmp_path / "1.avif").write_bytes(whole[:-40])
-    assert refused(out, said("<image>\nWhat?", "x", image="1.avif"))[0] == "unreadable image"
+    assert (
+        refused(out, said("<image>\nWhat?", "x", image="1.avif"))[0]
+        == "unreadable image"
+    )
     os.symlink(os.fsencode(tmp_path) + b"/\xff.jpg", tmp_path / "clean.jpg")
-    os.rename(shutil.copy(media / "1.jpg", tmp_path / "2.jpg"), os.fsencode(tmp_path) + b"/\xff.jpg")
-    assert refused(out, said("<image>\nWhat?", "x", image="clean.jpg"))[0] == "name not UTF-8"
+    os.rename(
+        shutil.copy(media / "1.jpg", tmp_path / "2.jpg"),
+        os.fsencode(tmp_path) + b"/\xff.jpg",
+    )
+    assert (
+        refused(out, said("<image>\nWhat?", "x", image="clean.jpg"))[0]
+        == "name not UTF-8"
+    )
 
 
 def test_linked_folders_of_images_are_read_once(out: Path, media: Path) -> None:
@@ -428,13 +562,18 @@ def test_linked_folders_of_images_are_read_once(out: Path, media: Path) -> None:
     (photos / "linked").symlink_to(media)
     (photos / "loop").symlink_to(photos)
     (photos / "gone.jpg").symlink_to(photos / "nowhere.jpg")
-    summary = import_prompts([str(photos)], out, choices=Choices(ask="Describe it.", frames=4))
+    summary = import_prompts(
+        [str(photos)], out, choices=Choices(ask="Describe it.", frames=4)
+    )
     assert (summary.added, summary.skipped) == (2, {"missing image": 1})
 
 
-def test_a_split_of_a_saved_dataset_is_chosen_by_its_name(tmp_path: Path, out: Path) -> None:
+def test_a_split_of_a_saved_dataset_is_chosen_by_its_name(
+    tmp_path: Path, out: Path
+) -> None:
     splits = {
-        name: datasets.Dataset.from_list([{"question": f"{name}?"}]) for name in ("train", "validation")
+        name: datasets.Dataset.from_list([{"question": f"{name}?"}])
+        for name in ("train", "validation")
     }
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "coco@2017"))
     import_prompts([f"{tmp_path}/coco@2017@validation"], out)
@@ -452,7 +591,11 @@ def test_what_is_an_image_does_not_depend_on_the_machine(
         image.save(tmp_path / "1.webp")
     webp = (tmp_path / "1.webp").read_bytes()
     source = tar(
-        tmp_path / "a.tar", ("0.webp", webp), ("0.json", TALK), ("1.json", TALK), ("1.query", b"Who?")
+        tmp_path / "a.tar",
+        ("0.webp", webp),
+        ("0.json", TALK),
+        ("1.json", TALK),
+        ("1.query", b"Who?"),
     )
     summary = import_prompts([source], out)
     assert [len(prompt.files) for prompt in read(out)] == [1, 0]

@@ -16,8 +16,16 @@ from vlmdistill.pipelines.targets.loading import load
 
 def of_words() -> PreTrainedTokenizerFast:
     """As Llama's: the first word loses its space, and what is no word is bytes."""
-    words = ["</s>", "\u2581a", "b", "\u2581", *(f"<0x{byte:02X}>" for byte in "\u20ac".encode())]
-    made = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="</s>"))
+    words = [
+        "</s>",
+        "\u2581a",
+        "b",
+        "\u2581",
+        *(f"<0x{byte:02X}>" for byte in "\u20ac".encode()),
+    ]
+    made = Tokenizer(
+        models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="</s>")
+    )
     fused = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     made.decoder = decoders.Sequence([*fused, decoders.Strip(" ", 1, 0)])
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
@@ -28,7 +36,11 @@ def test_pieces_are_the_text_and_each_is_decoded_from_the_last(kind: str) -> Non
     tokenizer: Any = of_words() if kind == "words" else load("demo").tokenizer
     rng, lengths = random.Random(0), list[int]()
     words = kind == "words"
-    units = [[0], [1], [2], [3], [4, 5, 6]] if words else [[id] for id in range(len(tokenizer))]
+    units = (
+        [[0], [1], [2], [3], [4, 5, 6]]
+        if words
+        else [[id] for id in range(len(tokenizer))]
+    )
     last = 2 if words else tokenizer.encode("b", add_special_tokens=False)[0]
 
     class Counted:

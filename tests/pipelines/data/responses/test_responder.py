@@ -52,7 +52,9 @@ def prompts(prompts_file: Path) -> list[Prompt]:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, model: str, prompts: list[Prompt]) -> Path:
+def begun(
+    tmp_path_factory: pytest.TempPathFactory, model: str, prompts: list[Prompt]
+) -> Path:
     """A folder with the responses to the first five prompts; copy it before changing it."""
     out = tmp_path_factory.mktemp("begun") / "responses"
     summary = respond(prompts[:5], out, model, BRIEF, ANY, batch=2, task_size=4)
@@ -83,7 +85,12 @@ def keys(out: Path) -> Counter[str]:
 )
 def test_filters_say_why(text: str, ids: Any, reason: str) -> None:
     limit = 130 if reason != "over length" else 99
-    assert Filters().reason(len(words_of(text)), repetition(list(ids)), 5 + len(ids), limit) == reason
+    assert (
+        Filters().reason(
+            len(words_of(text)), repetition(list(ids)), 5 + len(ids), limit
+        )
+        == reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,18 +106,26 @@ def test_filters_say_why(text: str, ids: Any, reason: str) -> None:
         (Filters(max_length=0), "--max-length 0"),
     ],
 )
-def test_a_setting_out_of_range_is_named(settings: SamplingSettings | Filters, option: str) -> None:
+def test_a_setting_out_of_range_is_named(
+    settings: SamplingSettings | Filters, option: str
+) -> None:
     with pytest.raises(DataError, match=option):
         settings.check()
 
 
-def test_a_plan_holds_every_prompt_once_and_is_the_same_in_any_order(prompts: list[Prompt]) -> None:
+def test_a_plan_holds_every_prompt_once_and_is_the_same_in_any_order(
+    prompts: list[Prompt],
+) -> None:
     tasks = list(plan(prompts, 5, seed=3))
-    assert sorted(prompt.key for task in tasks for prompt in task.prompts) == sorted(p.key for p in prompts)
+    assert sorted(prompt.key for task in tasks for prompt in task.prompts) == sorted(
+        p.key for p in prompts
+    )
     shuffled = random.Random(0).sample(prompts, len(prompts))
     assert list(plan(shuffled, 5, seed=3)) == tasks
     assert len({task.seed for task in tasks}) == len(tasks)
-    assert [task.seed for task in plan(prompts, 5, seed=4)] != [task.seed for task in tasks]
+    assert [task.seed for task in plan(prompts, 5, seed=4)] != [
+        task.seed for task in tasks
+    ]
 
 
 def test_a_run_does_what_is_missing_and_only_that(
@@ -144,22 +159,36 @@ def test_other_settings_or_another_target_are_refused_by_name(
     monkeypatch.setattr(dataset, "PACKED", 1)  # and nothing is packed
     before = sorted(begun.iterdir())
     with pytest.raises(DataError, match=r"temperature 1\.0, not 0\.5"):
-        respond(prompts, begun, model, SamplingSettings(max_new_tokens=12, temperature=0.5), ANY)
+        respond(
+            prompts,
+            begun,
+            model,
+            SamplingSettings(max_new_tokens=12, temperature=0.5),
+            ANY,
+        )
     with pytest.raises(DataError, match="min_words 0, not 6"):
         respond(prompts, begun, model, BRIEF, Filters())
     with pytest.raises(DataError, match="checkpoint"):
-        respond(prompts, begun, str(checkpoint("qwen2_5_vl", layers=1, seed=1)), BRIEF, ANY)
+        respond(
+            prompts, begun, str(checkpoint("qwen2_5_vl", layers=1, seed=1)), BRIEF, ANY
+        )
     assert sorted(begun.iterdir()) == before
 
 
-def test_two_runs_in_one_folder_are_refused(begun: Path, model: str, prompts: list[Prompt]) -> None:
+def test_two_runs_in_one_folder_are_refused(
+    begun: Path, model: str, prompts: list[Prompt]
+) -> None:
     with only_writer(begun), pytest.raises(DataError, match=str(begun)):
         respond(prompts, begun, model, BRIEF, ANY)
 
 
-def test_the_same_seed_gives_the_same_responses(model: str, prompts: list[Prompt]) -> None:
+def test_the_same_seed_gives_the_same_responses(
+    model: str, prompts: list[Prompt]
+) -> None:
     def generated(seed: int) -> dict[str, list[int]]:
-        worker = Responder(model, SamplingSettings(max_new_tokens=8, seed=seed), ANY, batch=2)
+        worker = Responder(
+            model, SamplingSettings(max_new_tokens=8, seed=seed), ANY, batch=2
+        )
         (task,) = plan(prompts[:4], 4, seed)
         return {row.key: list(row.ids) for row in worker.work(task).rows}
 
@@ -169,13 +198,19 @@ def test_the_same_seed_gives_the_same_responses(model: str, prompts: list[Prompt
 def test_dropped_responses_are_kept_with_their_reason(
     model: str, prompts: list[Prompt], tmp_path: Path
 ) -> None:
-    worker = Responder(model, SamplingSettings(max_new_tokens=4), Filters(min_words=50), batch=2)
+    worker = Responder(
+        model, SamplingSettings(max_new_tokens=4), Filters(min_words=50), batch=2
+    )
     (task,) = plan(prompts[:3], 4, 0)
     dataset.write_part(tmp_path, task.name, worker.work(task).rows)
     assert list(dataset.read(tmp_path)) == []
     dropped = list(dataset.read(tmp_path, kept=False))
     assert {row.reason for row in dropped} <= {"short", "empty"}
-    assert {row.key for row in dropped} == dataset.keys(tmp_path) == {p.key for p in prompts[:3]}
+    assert (
+        {row.key for row in dropped}
+        == dataset.keys(tmp_path)
+        == {p.key for p in prompts[:3]}
+    )
 
 
 def test_a_prompt_too_long_for_the_target_is_dropped_with_its_reason(
@@ -183,7 +218,9 @@ def test_a_prompt_too_long_for_the_target_is_dropped_with_its_reason(
 ) -> None:
     text = [{"role": "user", "content": [{"type": "text", "text": "word " * 1000}]}]
     endless = dataclasses.replace(prompts[0], key="endless", messages=text)
-    (row,) = Responder(model, BRIEF, ANY, batch=2).work(ResponseTask.of([endless], 0)).rows
+    (row,) = (
+        Responder(model, BRIEF, ANY, batch=2).work(ResponseTask.of([endless], 0)).rows
+    )
     assert (row.keep, row.reason) == (False, "refused")
     assert "1024" in row.detail
 
@@ -191,8 +228,14 @@ def test_a_prompt_too_long_for_the_target_is_dropped_with_its_reason(
 def test_a_prompt_over_the_length_is_not_generated_and_one_too_large_fails_alone(
     model: str, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = [{"role": "user", "content": [{"type": "text", "text": "word " * number}]} for number in (90, 60)]
-    long, large = (dataclasses.replace(prompts[0], key=str(at), messages=[one]) for at, one in enumerate(say))
+    say = [
+        {"role": "user", "content": [{"type": "text", "text": "word " * number}]}
+        for number in (90, 60)
+    ]
+    long, large = (
+        dataclasses.replace(prompts[0], key=str(at), messages=[one])
+        for at, one in enumerate(say)
+    )
     worker = Responder(model, BRIEF, ANY, batch=8)
     size = worker.target.encode(large.messages).length
     worker.limit = size + 1
@@ -209,13 +252,21 @@ def test_a_prompt_over_the_length_is_not_generated_and_one_too_large_fails_alone
     assert list(result.failed) == [large.key]
     rows = {row.key: row for row in result.rows}
     assert rows.keys() == {prompts[0].key, prompts[1].key, long.key}
-    assert (rows[long.key].reason, rows[long.key].prompt_tokens > size) == ("over length", True)
+    assert (rows[long.key].reason, rows[long.key].prompt_tokens > size) == (
+        "over length",
+        True,
+    )
     assert max(asked) == size
 
 
-def test_a_prompt_without_its_image_is_listed_and_retried(tmp_path: Path, model: str) -> None:
+def test_a_prompt_without_its_image_is_listed_and_retried(
+    tmp_path: Path, model: str
+) -> None:
     tiny.picture(28, 28).save(tmp_path / "1.png")
-    row = {"image": "1.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}]}
+    row = {
+        "image": "1.png",
+        "conversations": [{"from": "human", "value": "<image>\nWhat?"}],
+    }
     other = {"conversations": [{"from": "human", "value": "Hello"}]}
     (tmp_path / "mix.json").write_text(json.dumps([row, other]))
     import_prompts([str(tmp_path / "mix.json")], tmp_path / "prompts.parquet")
@@ -235,16 +286,27 @@ def test_a_prompt_without_its_image_is_listed_and_retried(tmp_path: Path, model:
     assert not (out / dataset.FAILED).exists()
 
 
-def test_a_passing_problem_is_no_refusal(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passing_problem_is_no_refusal(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A half-copied image and a machine without PyAV can be fixed, so no response is recorded."""
     tiny.film(tmp_path / "clip.mp4", tiny.clip(4, 28, 28))
     tiny.picture(56, 56).save(tmp_path / "1.png")
     (tmp_path / "frames").mkdir()
     tiny.picture(28, 28).save(tmp_path / "frames" / "0.png")
     shown: list[dict[str, Any]] = [
-        {"image": "1.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}]},
-        {"video": "clip.mp4", "conversations": [{"from": "human", "value": "<video>\nWhat moves?"}]},
-        {"video": "frames", "conversations": [{"from": "human", "value": "<video>\nWhat moves?"}]},
+        {
+            "image": "1.png",
+            "conversations": [{"from": "human", "value": "<image>\nWhat?"}],
+        },
+        {
+            "video": "clip.mp4",
+            "conversations": [{"from": "human", "value": "<video>\nWhat moves?"}],
+        },
+        {
+            "video": "frames",
+            "conversations": [{"from": "human", "value": "<video>\nWhat moves?"}],
+        },
         {"conversations": [{"from": "human", "value": "Hello"}]},
     ]
     (tmp_path / "mix.json").write_text(json.dumps(shown))
@@ -258,7 +320,9 @@ def test_a_passing_problem_is_no_refusal(model: str, tmp_path: Path, monkeypatch
         result = worker.work(ResponseTask.of(asked, 0))
     assert [row.key for row in result.rows] == [asked[3].key]
     failed = [result.failed[prompt.key] for prompt in asked[:3]]
-    assert ["1.png" in failed[0], "PyAV" in failed[1], "frames" in failed[2]] == [True] * 3
+    assert ["1.png" in failed[0], "PyAV" in failed[1], "frames" in failed[2]] == [
+        True
+    ] * 3
     (tmp_path / "1.png").write_bytes(whole)
     tiny.picture(28, 28).save(tmp_path / "frames" / "0.png")
     assert worker.work(ResponseTask.of(asked, 0)).failed == {}
@@ -266,7 +330,9 @@ def test_a_passing_problem_is_no_refusal(model: str, tmp_path: Path, monkeypatch
 
 def test_weights_are_counted_in_the_dtype_in_which_they_are_loaded(model: str) -> None:
     stored = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
-    half, full = (weight_bytes(model, Options(dtype=dtype)) for dtype in ("bfloat16", "float32"))
+    half, full = (
+        weight_bytes(model, Options(dtype=dtype)) for dtype in ("bfloat16", "float32")
+    )
     assert weight_bytes(model, Options()) == stored
     assert 0 < 2 * half == full == pytest.approx(stored, rel=0.1)
 
@@ -297,8 +363,12 @@ def test_killed_at_any_moment_every_prompt_gets_one_response(
     out = tmp_path / "responses"
     command = [sys.executable, "-c", RUN, str(prompts_file), str(out), model]
     dice = random.Random(1)
-    for goal in (1, 5) if THOROUGH else (3,):  # killed after so many parts, at some moment of the next
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    for goal in (
+        (1, 5) if THOROUGH else (3,)
+    ):  # killed after so many parts, at some moment of the next
+        run = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         while len(list(out.glob("part-*"))) < goal and run.poll() is None:
             time.sleep(0.01)
         time.sleep(dice.uniform(0, 0.05))

@@ -58,7 +58,17 @@ def test_a_family_without_a_description_passes_the_check(
     assert main(["target", "check", str(folder), "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [one["name"] for one in checks if not one["failed"]] == [
-        *("template", "ids", "spans", "states", "logits", "batch", "response", "drafts", "window")
+        *(
+            "template",
+            "ids",
+            "spans",
+            "states",
+            "logits",
+            "batch",
+            "response",
+            "drafts",
+            "window",
+        )
     ]
     facts = describe(str(folder), 100, 100)
     target = load(str(folder))
@@ -70,8 +80,12 @@ def test_every_family_that_is_shown_is_made_here() -> None:
     assert set(families.SHOWN) <= set(tiny_families.FAMILIES)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES if THOROUGH else ("qwen3_vl", "llava_next"))
-def test_a_family_with_a_description_passes_too(checkpoint: Checkpoint, family: str) -> None:
+@pytest.mark.parametrize(
+    "family", tiny.FAMILIES if THOROUGH else ("qwen3_vl", "llava_next")
+)
+def test_a_family_with_a_description_passes_too(
+    checkpoint: Checkpoint, family: str
+) -> None:
     assert not first_failure(load(str(checkpoint(family))))
 
 
@@ -86,9 +100,14 @@ class SpansOffByOne(StockTarget):
 
 
 class NextLayerTapped(StockTarget):
-    def _states(self, prompts: Any, sequences: Any, sources: Any, cache: Any = None) -> dict[str, Tensor]:
+    def _states(
+        self, prompts: Any, sequences: Any, sources: Any, cache: Any = None
+    ) -> dict[str, Tensor]:
         last = f"layer{self.info.num_layers - 1}"
-        later = {s: f"layer{int(s[5:]) + 1}" if s.startswith("layer") and s != last else s for s in sources}
+        later = {
+            s: f"layer{int(s[5:]) + 1}" if s.startswith("layer") and s != last else s
+            for s in sources
+        }
         states = super()._states(prompts, sequences, later.values(), cache)
         return {s: states[later[s]] for s in sources} | {"hidden": states["hidden"]}
 
@@ -96,12 +115,18 @@ class NextLayerTapped(StockTarget):
 class OtherTemplate(StockTarget):
     def __init__(self, **loaded: Any):
         super().__init__(**loaded)
-        self.processor.chat_template = self.processor.chat_template.replace("assistant", "model")
+        self.processor.chat_template = self.processor.chat_template.replace(
+            "assistant", "model"
+        )
 
 
 class TreesAsChains(StockTarget):
     def extend(
-        self, ids_N: Tensor, depth_N: Tensor, visible_NN: Any = None, sources: Any = ("hidden",)
+        self,
+        ids_N: Tensor,
+        depth_N: Tensor,
+        visible_NN: Any = None,
+        sources: Any = ("hidden",),
     ) -> Any:
         return super().extend(ids_N, depth_N, None, sources)
 
@@ -130,7 +155,9 @@ def test_a_wrong_description_is_refused(
 
 
 def test_a_family_that_was_never_shown_is_checked_as_it_loads(
-    found: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    found: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = found("internvl")
     monkeypatch.setattr("vlmdistill.pipelines.targets.loading.SHOWN", ())
@@ -146,7 +173,9 @@ def test_a_family_that_was_never_shown_is_checked_as_it_loads(
 
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is here")
 @pytest.mark.parametrize("family", ["gemma4", "minicpmv4_6"])
-def test_a_processor_that_needs_torchvision_says_so(found: Callable[[str], Path], family: str) -> None:
+def test_a_processor_that_needs_torchvision_says_so(
+    found: Callable[[str], Path], family: str
+) -> None:
     assert "which needs torchvision: install it" in refusal(found(family))
 
 
@@ -187,10 +216,14 @@ def test_a_state_that_cannot_be_rolled_back_is_not_changed_by_a_rejected_draft(
             target.commit([0])
         return target.extend(one * 9, one)["hidden"]
 
-    torch.testing.assert_close(after([20, 21, 22], [30, 31]), after([20], [30]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        after([20, 21, 22], [30, 31]), after([20], [30]), rtol=1e-4, atol=1e-5
+    )
 
 
-def test_a_placeholder_in_a_response_is_an_ordinary_token(found: Callable[[str], Path]) -> None:
+def test_a_placeholder_in_a_response_is_an_ordinary_token(
+    found: Callable[[str], Path],
+) -> None:
     """The stock model would look for an image there."""
     target = load(str(found("internvl")))
     prompt = target.encode(tiny.message("hi", tiny.picture(60, 40)))
@@ -202,13 +235,17 @@ def test_a_placeholder_in_a_response_is_an_ordinary_token(found: Callable[[str],
     torch.testing.assert_close(captured[-3:], states, rtol=1e-3, atol=1e-4)
 
 
-def test_a_prompt_that_the_stock_model_cannot_read_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_prompt_that_the_stock_model_cannot_read_is_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
     parts = replace(tiny._llava_onevision(), text={"model_type": "olmo2"})  # not fused
     tiny.write(parts, tmp_path / "olmo", vocabulary=320, layers=2, seed=0, std=0.15)
     target = load(str(tmp_path / "olmo"))
     assert isinstance(target, StockTarget)
     alike, odd = (
-        target.encode(tiny.message("what", tiny.clip(4, 56, 56), tiny.clip(length, 56, 56)))
+        target.encode(
+            tiny.message("what", tiny.clip(4, 56, 56), tiny.clip(length, 56, 56))
+        )
         for length in (4, 6)
     )
     target.prefill(alike, ())
@@ -321,7 +358,9 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_size_is_described_without_weights(name: str, tmp_path: Path) -> None:
+def test_a_published_size_is_described_without_weights(
+    name: str, tmp_path: Path
+) -> None:
     parameters, config = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = describe(str(tmp_path), 1000, 1000)
@@ -329,5 +368,8 @@ def test_a_published_size_is_described_without_weights(name: str, tmp_path: Path
     text = config["text_config"]
     told = facts["target"]
     assert told["hidden_size"] == text["hidden_size"]
-    assert told["head_dim"] * told["num_heads"] == text["head_dim"] * text["num_attention_heads"]
+    assert (
+        told["head_dim"] * told["num_heads"]
+        == text["head_dim"] * text["num_attention_heads"]
+    )
     assert facts["rope_axes"] == (3 if name.startswith("qwen3") else 1)

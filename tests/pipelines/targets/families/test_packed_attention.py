@@ -23,7 +23,9 @@ class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if "attention" in str(func):
             self.names[str(func)] += 1
         return func(*args, **(kwargs or {}))
@@ -31,14 +33,18 @@ class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 @torch.inference_mode()
-def test_visual_tokens_are_the_stock_models(family: str, checkpoint: Checkpoint) -> None:
+def test_visual_tokens_are_the_stock_models(
+    family: str, checkpoint: Checkpoint
+) -> None:
     target = load(str(checkpoint(family)))
     prompt = target.encode(tiny.message("compare", *PICTURES))
     embed_UD = target.family.encode_images(target.model, prompt.inputs).embed_UD
     stock = target.model.model.get_image_features(
         prompt.inputs["pixel_values"], prompt.inputs["image_grid_thw"]
     )
-    torch.testing.assert_close(embed_UD, torch.cat(stock.pooler_output), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        embed_UD, torch.cat(stock.pooler_output), atol=1e-6, rtol=1e-6
+    )
 
 
 @torch.inference_mode()

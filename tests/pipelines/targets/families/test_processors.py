@@ -20,7 +20,10 @@ def test_processor_of_another_model(copy: Callable[[str], Path], family: str) ->
     folder = copy(family)
     changes: dict[str, tuple[str, dict[str, Any]]] = {
         "llava": ("processor_config.json", {"patch_size": 14}),
-        "llava_next": ("preprocessor_config.json", {"image_grid_pinpoints": [[28, 56]]}),
+        "llava_next": (
+            "preprocessor_config.json",
+            {"image_grid_pinpoints": [[28, 56]]},
+        ),
         "llava_onevision": ("processor_config.json", {"num_image_tokens": 729}),
     }
     name, values = changes.get(family, ("preprocessor_config.json", {"merge_size": 1}))
@@ -28,16 +31,27 @@ def test_processor_of_another_model(copy: Callable[[str], Path], family: str) ->
     assert "the processor does not match the model" in refusal(folder)
 
 
-PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 ALIKE = {"qwen2_vl", "qwen2_5_vl"}  # their processors are the same
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["settings", "settings and tokenizer"])
 @pytest.mark.parametrize(
-    ("family", "other"), [pair for pair in permutations(tiny.FAMILIES, 2) if set(pair) != ALIKE]
+    "whole", [False, True], ids=["settings", "settings and tokenizer"]
+)
+@pytest.mark.parametrize(
+    ("family", "other"),
+    [pair for pair in permutations(tiny.FAMILIES, 2) if set(pair) != ALIKE],
 )
 def test_processor_of_another_family(
-    copy: Callable[[str], Path], checkpoint: Checkpoint, family: str, other: str, whole: bool
+    copy: Callable[[str], Path],
+    checkpoint: Checkpoint,
+    family: str,
+    other: str,
+    whole: bool,
 ) -> None:
     folder, theirs = copy(family), checkpoint(other)
     kept = {"config.json", "generation_config.json", "model.safetensors"}
@@ -49,7 +63,9 @@ def test_processor_of_another_family(
     message = refusal(folder)
     assert "the processor does not match the model" in message
     found, wanted = (
-        json.loads((checkpoint(name) / "preprocessor_config.json").read_text())["image_processor_type"]
+        json.loads((checkpoint(name) / "preprocessor_config.json").read_text())[
+            "image_processor_type"
+        ]
         for name in (other, family)
     )
     assert (found in message and wanted in message) or found == wanted
@@ -59,9 +75,16 @@ def test_processor_of_another_family(
 def test_image_size_of_another_model(copy: Callable[[str], Path], family: str) -> None:
     folder = copy(family)
     sizes = {"height": 28, "width": 56}
-    edit(folder / "preprocessor_config.json", **{"crop_size" if family == "llava" else "size": sizes})
+    edit(
+        folder / "preprocessor_config.json",
+        **{"crop_size" if family == "llava" else "size": sizes},
+    )
     assert "width is 56 in the processor and 28 in the model" in refusal(folder)
-    edit(folder / "preprocessor_config.json", do_center_crop=False, size={"shortest_edge": 28})
+    edit(
+        folder / "preprocessor_config.json",
+        do_center_crop=False,
+        size={"shortest_edge": 28},
+    )
     assert "the image height is None in the processor" in refusal(folder)
 
 
@@ -74,14 +97,24 @@ def test_image_size_of_another_model(copy: Callable[[str], Path], family: str) -
             {"num_additional_image_tokens": 0},
             "num_additional_image_tokens is 0",
         ),
-        ("llava_next", "processor_config.json", {"num_additional_image_tokens": 0}, "image_tokens is 0 in"),
+        (
+            "llava_next",
+            "processor_config.json",
+            {"num_additional_image_tokens": 0},
+            "image_tokens is 0 in",
+        ),
         (
             "llava_next",
             "preprocessor_config.json",
             {"crop_size": 56, "size": 56},
             "the image height is 56 in",
         ),
-        ("llava_next", "preprocessor_config.json", {"image_grid_pinpoints": []}, "pinpoints is empty in"),
+        (
+            "llava_next",
+            "preprocessor_config.json",
+            {"image_grid_pinpoints": []},
+            "pinpoints is empty in",
+        ),
         (
             "llava_onevision",
             "preprocessor_config.json",
@@ -103,14 +136,20 @@ def test_image_size_of_another_model(copy: Callable[[str], Path], family: str) -
     ],
 )
 def test_settings_that_would_fail_at_the_first_image(
-    copy: Callable[[str], Path], family: str, file: str, values: dict[str, Any], said: str
+    copy: Callable[[str], Path],
+    family: str,
+    file: str,
+    values: dict[str, Any],
+    said: str,
 ) -> None:
     folder = copy(family)
     edit(folder / file, **values)
     assert said in refusal(folder)
 
 
-def test_tiles_that_the_stock_model_cannot_put_together(copy: Callable[[str], Path]) -> None:
+def test_tiles_that_the_stock_model_cannot_put_together(
+    copy: Callable[[str], Path],
+) -> None:
     folder = copy("llava_next")
     for name in ("config.json", "processor_config.json"):
         edit(folder / name, vision_feature_select_strategy="full")
@@ -118,15 +157,28 @@ def test_tiles_that_the_stock_model_cannot_put_together(copy: Callable[[str], Pa
 
 
 @pytest.mark.parametrize("family", tiny.VIDEO)
-def test_video_processor_of_another_model(copy: Callable[[str], Path], family: str) -> None:
+def test_video_processor_of_another_model(
+    copy: Callable[[str], Path], family: str
+) -> None:
     folder = copy(family)
     file = folder / "video_preprocessor_config.json"
-    whole = json.loads((file if file.exists() else folder / "preprocessor_config.json").read_text())
+    whole = json.loads(
+        (file if file.exists() else folder / "preprocessor_config.json").read_text()
+    )
     square = family == "llava_onevision"
     for values, said in (
-        ({"size": {"height": 56, "width": 28}} if square else {"patch_size": 8}, "does not match the model"),
-        ({"size": {"height": 28, "width": 56}} if square else {"merge_size": 1}, "does not match the model"),
-        ({"size": {"shortest_edge": 28}} if square else {"temporal_patch_size": 1}, "not"),
+        (
+            {"size": {"height": 56, "width": 28}} if square else {"patch_size": 8},
+            "does not match the model",
+        ),
+        (
+            {"size": {"height": 28, "width": 56}} if square else {"merge_size": 1},
+            "does not match the model",
+        ),
+        (
+            {"size": {"shortest_edge": 28}} if square else {"temporal_patch_size": 1},
+            "not",
+        ),
     ):
         file.write_text(json.dumps({**whole, **values}))
         assert said in refusal(folder)
@@ -134,11 +186,15 @@ def test_video_processor_of_another_model(copy: Callable[[str], Path], family: s
     assert "does not load" in refusal(folder)
 
 
-def test_tokenizer_of_another_model(copy: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_tokenizer_of_another_model(
+    copy: Callable[[str], Path], checkpoint: Checkpoint
+) -> None:
     folder = copy("qwen2_5_vl")
     config = json.loads((folder / "config.json").read_text())
     edit(folder / "config.json", image_token_id=config["image_token_id"] + 3)
-    assert "the image placeholder is 5 in the processor and 8 in the model" in refusal(folder)
+    assert "the image placeholder is 5 in the processor and 8 in the model" in refusal(
+        folder
+    )
     folder = copy("llava")
     shutil.copytree(checkpoint("llava", vocabulary=24), folder, dirs_exist_ok=True)
     shutil.copy(checkpoint("llava") / "tokenizer.json", folder)

@@ -24,7 +24,11 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, int, float, bool]] = {
     "qwen3-vl-4b": (36, 2560, 9728, 32, 8, 151936, 262144, 5e6, True),
     "qwen3-vl-8b": (36, 4096, 12288, 32, 8, 151936, 262144, 5e6, False),
 }
-SECTIONS = {"qwen2_vl": [16, 24, 24], "qwen2_5_vl": [16, 24, 24], "qwen3_vl": [24, 20, 20]}  # of M-RoPE
+SECTIONS = {
+    "qwen2_vl": [16, 24, 24],
+    "qwen2_5_vl": [16, 24, 24],
+    "qwen3_vl": [24, 20, 20],
+}  # of M-RoPE
 
 
 def config(name: str) -> Path:
@@ -51,7 +55,10 @@ def test_a_published_model_is_built_without_weights(name: str) -> None:
 
     family = FAMILIES[published.model_type].load()
     info = target_info(name, family, model, None)
-    embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embed, head = (
+        model.get_input_embeddings().weight,
+        model.get_output_embeddings().weight,
+    )
     assert (
         info.num_layers,
         info.hidden_size,
@@ -68,11 +75,17 @@ def test_a_published_model_is_built_without_weights(name: str) -> None:
     attention = model.model.language_model.layers[0].self_attn
     assert attention.q_proj.weight.shape == (info.num_heads * 128, info.hidden_size)
     assert attention.k_proj.weight.shape == (info.num_kv_heads * 128, info.hidden_size)
-    assert info.attention_bias == (family.model_type in ("llava_onevision", "qwen2_vl", "qwen2_5_vl"))
-    assert info.rms_norm_eps == (1e-5 if "llava-1.5" in name or "next" in name else 1e-6)
+    assert info.attention_bias == (
+        family.model_type in ("llava_onevision", "qwen2_vl", "qwen2_5_vl")
+    )
+    assert info.rms_norm_eps == (
+        1e-5 if "llava-1.5" in name or "next" in name else 1e-6
+    )
     assert info.eos_ids == ((2,) if info.vocab_size == 32064 else (151645,))
     assert all(0 <= visual < info.vocab_size for visual in info.visual_ids)
-    assert set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= {"full_attention"}
+    assert set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= {
+        "full_attention"
+    }
     rope = model.config.get_text_config().rope_parameters
     assert rope["rope_type"] == "default"
     assert rope.get("mrope_section") == SECTIONS.get(family.model_type)
@@ -82,11 +95,16 @@ def test_a_published_model_is_built_without_weights(name: str) -> None:
 @pytest.mark.parametrize("name", HUB)
 def test_the_vision_tower_fits_the_text_model(name: str) -> None:
     model: Any = skeleton(config(name))
-    vision, width = model.config.vision_config, model.config.get_text_config().hidden_size
+    vision, width = (
+        model.config.vision_config,
+        model.config.get_text_config().hidden_size,
+    )
     tower = getattr(model.model, "visual", None)
     if tower is None:
         assert model.model.multi_modal_projector.linear_2.weight.shape[0] == width
-        assert (vision.image_size // vision.patch_size) ** 2 == (729 if "onevision" in name else 576)
+        assert (vision.image_size // vision.patch_size) ** 2 == (
+            729 if "onevision" in name else 576
+        )
         assert model.config.image_token_id == (151646 if "onevision" in name else 32000)
         return
     parts = dict(tower.named_parameters())

@@ -40,7 +40,11 @@ def compare() -> None:
     """Compare each family over sizes, lengths and ways to sample; AssertionError where they differ."""
     import transformers
 
-    from vlmdistill.pipelines.targets.families.video import GridFrames, SquareFrames, TimedGridFrames
+    from vlmdistill.pipelines.targets.families.video import (
+        GridFrames,
+        SquareFrames,
+        TimedGridFrames,
+    )
 
     small = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 20}}
     cap = {"cap_pixels_per_frame": True, "max_video_tokens": 60}
@@ -48,8 +52,16 @@ def compare() -> None:
     square = {"size": {"height": 28, "width": 28}}
     for stock, mine, settings in (
         (transformers.Qwen2VLVideoProcessor, GridFrames, (small, {**small, **cap})),
-        (transformers.Qwen3VLVideoProcessor, TimedGridFrames, (timed, {**timed, **cap})),
-        (transformers.LlavaOnevisionVideoProcessor, SquareFrames, (square, {**square, "resample": 2})),
+        (
+            transformers.Qwen3VLVideoProcessor,
+            TimedGridFrames,
+            (timed, {**timed, **cap}),
+        ),
+        (
+            transformers.LlavaOnevisionVideoProcessor,
+            SquareFrames,
+            (square, {**square, "resample": 2}),
+        ),
     ):
         for given in settings:
             _same_pixels(stock(**given), mine(given))
@@ -84,11 +96,21 @@ def _same_frames(stock: Any, mine: Any) -> int:
 
     rng, same = random.Random(0), 0
     for _ in range(2000):
-        total, rate = rng.randint(1, rng.choice([8, 100, 3000])), rng.choice([8.0, 23.976, 25.0, 29.97, 60.0])
-        fps, frames = rng.choice([(rng.choice([0.1, 0.5, 2.0, 3.7]), None), (None, rng.randint(1, 64))])
-        metadata = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+        total, rate = (
+            rng.randint(1, rng.choice([8, 100, 3000])),
+            rng.choice([8.0, 23.976, 25.0, 29.97, 60.0]),
+        )
+        fps, frames = rng.choice(
+            [(rng.choice([0.1, 0.5, 2.0, 3.7]), None), (None, rng.randint(1, 64))]
+        )
+        metadata = VideoMetadata(
+            total_num_frames=total, fps=rate, duration=total / rate
+        )
         try:
-            expected = [int(index) for index in stock.sample_frames(metadata, num_frames=frames, fps=fps)]
+            expected = [
+                int(index)
+                for index in stock.sample_frames(metadata, num_frames=frames, fps=fps)
+            ]
         except (ValueError, ZeroDivisionError):  # too few frames
             continue
         chosen = mine.choose(Footage(total, rate), fps, frames)

@@ -24,12 +24,20 @@ from vlmdistill.stores.errors import DataError, TargetError
 @pytest.mark.parametrize(
     ("processor", "wanted", "indices"),
     [
-        (GridFrames({}), {}, [0, 7, 15, 22, 30, 37, 45, 52]),  # 2 a second of 60 frames in 4 seconds
+        (
+            GridFrames({}),
+            {},
+            [0, 7, 15, 22, 30, 37, 45, 52],
+        ),  # 2 a second of 60 frames in 4 seconds
         (GridFrames({}), {"fps": 0.1}, [0, 15, 30, 45]),  # at least 4
         (GridFrames({"max_frames": 6}), {"fps": 15}, [0, 10, 20, 30, 40, 50]),
         (GridFrames({}), {"frames": 5}, [0, 15, 30, 45]),  # pairs
         (GridFrames({"fps": 1}), {}, [0, 15, 30, 45]),
-        (TimedGridFrames({}), {}, [0, 8, 17, 25, 34, 42, 51, 59]),  # the first and the last
+        (
+            TimedGridFrames({}),
+            {},
+            [0, 8, 17, 25, 34, 42, 51, 59],
+        ),  # the first and the last
         (TimedGridFrames({}), {"frames": 3}, [0, 30, 59]),
         (SquareFrames({}), {"frames": 7}, [0, 8, 17, 25, 34, 42, 51]),
         (SquareFrames({}), {"fps": 1}, [0, 15, 30, 45]),
@@ -44,17 +52,26 @@ def test_frames_are_chosen_by_the_rule_of_the_family(
 
 def test_defaults_are_two_a_second_or_thirty_two() -> None:
     minute = Footage(1800, 30.0)
-    assert [len(p({}).choose(minute)) for p in (GridFrames, TimedGridFrames, SquareFrames)] == [120, 120, 32]
+    assert [
+        len(p({}).choose(minute)) for p in (GridFrames, TimedGridFrames, SquareFrames)
+    ] == [120, 120, 32]
     hour = Footage(108000, 30.0)
-    assert [len(p({}).choose(hour)) for p in (GridFrames, TimedGridFrames, SquareFrames)] == [768, 768, 32]
+    assert [
+        len(p({}).choose(hour)) for p in (GridFrames, TimedGridFrames, SquareFrames)
+    ] == [768, 768, 32]
 
 
-@pytest.mark.parametrize("processor", [GridFrames({}), TimedGridFrames({}), SquareFrames({})])
+@pytest.mark.parametrize(
+    "processor", [GridFrames({}), TimedGridFrames({}), SquareFrames({})]
+)
 def test_all_frames_of_short_videos_and_of_images_without_timestamps_are_taken(
     processor: FrameProcessor,
 ) -> None:
     for total in (1, 2, 3):
-        for footage, wanted in ((Footage(total, 30.0), {}), (Footage(total, 30.0), {"frames": 50})):
+        for footage, wanted in (
+            (Footage(total, 30.0), {}),
+            (Footage(total, 30.0), {"frames": 50}),
+        ):
             chosen = processor.choose(footage, **wanted)
             assert 1 <= len(chosen) <= total
             assert chosen == sorted(set(chosen))
@@ -63,8 +80,12 @@ def test_all_frames_of_short_videos_and_of_images_without_timestamps_are_taken(
     assert processor.sample(tiny.clip(3, 28, 28), fps=4)[1].seconds == (0, 0.25, 0.5)
 
 
-@pytest.mark.parametrize("processor", [GridFrames({}), TimedGridFrames({}), SquareFrames({})])
-def test_a_higher_rate_than_the_videos_takes_all_frames(processor: FrameProcessor) -> None:
+@pytest.mark.parametrize(
+    "processor", [GridFrames({}), TimedGridFrames({}), SquareFrames({})]
+)
+def test_a_higher_rate_than_the_videos_takes_all_frames(
+    processor: FrameProcessor,
+) -> None:
     for fps in (1000, 1e308):
         assert processor.choose(Footage(60, 15.0), fps) == list(range(60))
 
@@ -72,7 +93,14 @@ def test_a_higher_rate_than_the_videos_takes_all_frames(processor: FrameProcesso
 def test_invalid_sampling_is_refused() -> None:
     with pytest.raises(DataError, match="fps 1 or frames 2"):
         GridFrames({}).sample(tiny.clip(3, 28, 28), fps=1, frames=2)
-    for wrong in ({"fps": 0}, {"fps": -1}, {"fps": math.inf}, {"fps": "2"}, {"frames": 0}, {"frames": 2.5}):
+    for wrong in (
+        {"fps": 0},
+        {"fps": -1},
+        {"fps": math.inf},
+        {"fps": "2"},
+        {"frames": 0},
+        {"frames": 2.5},
+    ):
         ((name, value),) = wrong.items()
         with pytest.raises(DataError, match=f"{name} {value}"):
             GridFrames({}).sample(tiny.clip(3, 28, 28), **wrong)
@@ -87,7 +115,12 @@ def test_settings_that_would_change_pixels_are_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "file", "settings", "said"),
     [
-        ("qwen3_vl", "video_preprocessor_config.json", {"merge_size": 1}, "merge_size of videos is 1"),
+        (
+            "qwen3_vl",
+            "video_preprocessor_config.json",
+            {"merge_size": 1},
+            "merge_size of videos is 1",
+        ),
         (
             "qwen2_5_vl",
             "processor_config.json",
@@ -100,7 +133,12 @@ def test_settings_that_would_change_pixels_are_refused() -> None:
             {"size": {"height": 56, "width": 28}},
             "height of",
         ),
-        ("llava_onevision", "video_preprocessor_config.json", {"do_resize": False}, "do_resize false"),
+        (
+            "llava_onevision",
+            "video_preprocessor_config.json",
+            {"do_resize": False},
+            "do_resize false",
+        ),
     ],
 )
 def test_videos_processed_for_another_model_are_refused(
