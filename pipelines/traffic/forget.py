@@ -205,14 +205,11 @@ class _Shown:
         return found
 
     def remove(self) -> None:
-        """Take the texts out of evaluations, unfinished ones and the page; the numbers stay."""
-        evaluations = self.evaluations()
-        if self.old or evaluations:
-            for page in self.reports.glob(
-                PAGES
-            ):  # first: the records say that they must go
-                page.unlink()
-        for file, evaluation in evaluations.items():
+        """Take the texts out of evaluations and unfinished ones; the numbers stay, pages are made again."""
+        # First, and always: a page may be of a run that another machine has ended since.
+        for page in self.reports.glob(PAGES):
+            page.unlink()
+        for file, evaluation in self.evaluations().items():
             records.write(evaluation, file)
         unfinished.strip(self.reports, self._stays)
 

@@ -385,13 +385,12 @@ def _body(
     """The body under the first of these names, the status of HTTP around it, and what has headers."""
     given = [value[name] for name in names if value.get(name) is not None]
     objects = [value, *(one for one in map(_object, given) if one)]
-    headers, status = (
-        [one.get(name) for one in objects for name in HEADERS],
-        value.get("status_code"),
-    )
+    status = value.get("status_code")
     found = _object(given[0]) if given else None
     if found and "body" in found:
         status, found = found.get("status_code", status), _object(found["body"])
+        objects += [found] if found else []
+    headers = [holder.get(name) for holder in objects for name in HEADERS]
     return found, status, [*headers, value.get("request_headers")]
 
 

@@ -42,7 +42,7 @@ def rows_of(file: IO[bytes], path: Path) -> Iterator[Numbered]:
     yield from _lines(file, path, is_json=first == b"{")
 
 
-class Decoder(json.JSONDecoder):
+class KeyCheckingDecoder(json.JSONDecoder):
     """Reads JSON, and notes the keys that an object has twice with different values."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Decoder(json.JSONDecoder):
 
 def parse(text: str) -> tuple[Any, BadRowError | None]:
     """The value of JSON text, or what is wrong with it."""
-    decoder = Decoder()
+    decoder = KeyCheckingDecoder()
     try:
         return decoder.decode(text), decoder.problem()
     except json.JSONDecodeError as error:
@@ -172,7 +172,7 @@ class _Array:
     _decode: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8-sig")()
     )
-    _json: Decoder = field(default_factory=Decoder)
+    _json: KeyCheckingDecoder = field(default_factory=KeyCheckingDecoder)
 
     def items(self) -> Iterator[Numbered]:
         """The items, with the line on which each begins."""

@@ -11,14 +11,13 @@ from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 def separator_of(name: str) -> str:
     """What separates the values of a table by the name of its file; empty for other files."""
-    endings = Path(name.lower()).suffixes
-    return next(
-        (separator for end, separator in SEPARATORS.items() if end in endings), ""
-    )
+    endings = [end for end in Path(name.lower()).suffixes if end not in COMPRESSED]
+    return SEPARATORS.get(endings[-1], "") if endings else ""
 
 
 def table_rows(file: IO[bytes], separator: str, path: Path) -> Iterator[Numbered]:
@@ -39,9 +38,14 @@ def table_rows(file: IO[bytes], separator: str, path: Path) -> Iterator[Numbered
             elif values:
                 number += 1
                 problem = None
-                if len(values) > len(names):
+                if len(values) != len(names):
+                    which = (
+                        "too many values"
+                        if len(values) > len(names)
+                        else "too few values"
+                    )
                     problem = BadRowError(
-                        "too many values", f"{len(values)}, for {len(names)} columns"
+                        which, f"{len(values)}, for {len(names)} columns"
                     )
                 yield (
                     number,

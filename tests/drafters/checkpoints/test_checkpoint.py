@@ -68,7 +68,7 @@ def test_written_settings_are_read_and_written_back_alike() -> None:
         1.0,
         5,
     )
-    expected = {**json.loads(WRITTEN), **LATER}
+    expected = {**json.loads(WRITTEN), **LATER, "middle_norm": True}
     later = {one.name: 0 for one in fields(Stage) if one.name in run.LATER}
     expected["stages"] = [{**stage, **later} for stage in expected["stages"]]
     assert json.loads(json.dumps(to_dict(config))) == expected

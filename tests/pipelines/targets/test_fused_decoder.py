@@ -181,6 +181,7 @@ def test_compiled_steps_are_one_program_whatever_is_committed(
 def test_a_compiled_step_does_not_copy_what_is_committed(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch._dynamo.reset()  # other capacities in this process would make it a variable
     target = load(str(checkpoint("llava", layers=1)), compiled=True)
     target.prefill(target.encode(PROMPTS["none"]))
     one = torch.ones(1, dtype=torch.long)

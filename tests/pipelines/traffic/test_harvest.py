@@ -348,6 +348,14 @@ def test_a_header_of_the_gateway_hides_none_of_the_request(
         exchange(2, request={**plain, "extra_headers": {"x-list": "no"}}, headers={}),
         exchange(3, request=plain, headers={}, request_headers={"x-list": "no"}),
         exchange(4, request=plain, headers={"user": "ann"}),
+        exchange(
+            5,
+            request={
+                "headers": {},
+                "body": {**plain, "extra_headers": {"x-list": "no"}},
+            },
+            headers={},
+        ),
     ]
     made = taken(workspace, lines, deny={" X-List": "no", "user": "ann"})
     assert made.dropped == {"denied": len(lines)}

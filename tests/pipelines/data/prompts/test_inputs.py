@@ -416,6 +416,20 @@ def test_values_of_a_table_stay_as_they_are(
     assert [text for prompt in read(out) for _, text in texts(prompt)] == asked
 
 
+def test_a_row_of_a_table_that_was_cut_is_skipped(tmp_path: Path, out: Path) -> None:
+    text = "question,hint\nWho?,a\nWhat col"
+    (tmp_path / "rows.csv").write_text(text)
+    summary = import_prompts([str(tmp_path / "rows.csv")], out)
+    assert (summary.added, sum(summary.skipped.values())) == (1, 1)
+
+
+def test_the_last_ending_of_a_name_says_what_a_file_is(
+    tmp_path: Path, out: Path
+) -> None:
+    (tmp_path / "rows.csv.jsonl").write_text('{"question": "Who?"}\n')
+    assert import_prompts([str(tmp_path / "rows.csv.jsonl")], out).added == 1
+
+
 @pytest.mark.parametrize(
     "text",
     ["question,question\nWho?,Which?\n", 'question\n"Who?\n', 'question\n"a"b\n'],
