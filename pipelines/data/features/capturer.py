@@ -31,7 +31,11 @@ from vlmdistill.pipelines.data.features.shard_plan import (
     tasks,
 )
 from vlmdistill.pipelines.data.features.store_part import StorePart, check_captured
-from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
+from vlmdistill.pipelines.data.prompts.prompt_table import (
+    Prompt,
+    facts_of,
+    require_listed,
+)
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import LENIENT
@@ -410,6 +414,7 @@ def capture(
             f"`vlmdistill responses -m {model}{other}"
         )
     with part.writing():
+        require_listed(prompts)
         keys_in(part, settings, options.engine)
         sampling = dataset.read_settings(responses)[0]
         options = dataclasses.replace(

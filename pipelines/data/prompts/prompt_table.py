@@ -1,6 +1,7 @@
 """The prompts of a workspace: the Parquet file, read whole or so that a million of them fit into memory."""
 
 import dataclasses
+import os
 import posixpath
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from vlmdistill.pipelines.data.prompts.augment import Message
 from vlmdistill.pipelines.data.prompts.sources import reading_parquet
 from vlmdistill.pipelines.data.spool import Spool
 from vlmdistill.pipelines.media.urls import address, is_url
+from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Array
@@ -113,6 +115,22 @@ def keys(path: Path) -> set[str]:
         return set(_file(path).read(["key"])["key"].to_pylist())
 
 
+def require_listed(prompts: Sequence[Prompt]) -> None:
+    """DataError if prompts are no longer in the file that they were read from: `forget` deletes some.
+
+    Call it under the lock of what is written about them: `forget` takes that lock, too, after the prompts'.
+    """
+    if not isinstance(prompts, Prompts) or not os.access(prompts.file.parent, os.W_OK):
+        return
+    with only_writer(prompts.file, wait=True):
+        deleted = {*prompts.facts["key"]} - keys(prompts.file)
+    if deleted:
+        raise DataError(
+            f"{len(deleted)} prompts were deleted from {prompts.file} after this run had read them: run the "
+            "same command again"
+        )
+
+
 def _require_there(path: Path, model: str) -> None:
     if not path.is_file():
         raise DataError(
@@ -160,8 +178,9 @@ def _prompt(row: dict[str, Any], base: str) -> Prompt:
 class Prompts(Sequence[Prompt]):
     """Prompts of a file. In memory are their `facts` (`key`, `chars`) alone: a million take 50 MB."""
 
-    def __init__(self, spool: Spool, base: str, facts: "pl.DataFrame") -> None:
-        self._spool, self._base = spool, base
+    def __init__(self, spool: Spool, file: Path, facts: "pl.DataFrame") -> None:
+        self._spool, self.file = spool, file
+        self._base = address(file.parent)
         self.facts = facts  # `row` in the spool
 
     def __len__(self) -> int:
@@ -173,7 +192,7 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, at: slice) -> "Prompts": ...
     def __getitem__(self, at: int | slice) -> "Prompt | Prompts":
         if isinstance(at, slice):
-            return Prompts(self._spool, self._base, self.facts[at])
+            return Prompts(self._spool, self.file, self.facts[at])
         return _prompt(self._spool.row(self.facts["row"][at]), self._base)
 
     def without(self, keys: "pl.Series") -> "Prompts":
@@ -182,7 +201,7 @@ class Prompts(Sequence[Prompt]):
 
         return Prompts(
             self._spool,
-            self._base,
+            self.file,
             self.facts.filter(~pl.col("key").is_in(keys.implode())),
         )
 
@@ -282,7 +301,7 @@ def load(
         raise DataError(
             f"the split '{split}' has none of the {total} prompts: import some with --split {split}"
         )
-    return Prompts(spool, address(path.parent), found.with_row_index("row"))
+    return Prompts(spool, path, found.with_row_index("row"))
 
 
 def write(out: Path, prompts: Iterable[Prompt]) -> None:

@@ -17,7 +17,11 @@ from vlmdistill.pipelines.cluster.environment import EngineName, check_environme
 from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
 from vlmdistill.pipelines.cluster.queue import scattered
 from vlmdistill.pipelines.cluster.shared import Shared, some_media
-from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
+from vlmdistill.pipelines.data.prompts.prompt_table import (
+    Prompt,
+    facts_of,
+    require_listed,
+)
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow, SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters, repetition
@@ -279,6 +283,7 @@ def respond(
     if batch is not None and batch < 1:
         raise DataError(f"--batch-size {batch}: give a number above 0")
     with only_writer(out) as part:
+        require_listed(prompts)
         for left in left_over(out):
             left.unlink()
         fingerprint = checkpoint(model)  # before Ray starts

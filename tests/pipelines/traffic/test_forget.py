@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Any
 
 import fsspec
+import polars as pl
 import pytest
 
 from tests.pipelines.bench.made_up import evaluation, measured, shown
@@ -22,9 +23,11 @@ from tests.stores.samples import make, sample
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.data.responses.responder import respond
 from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.traffic.forget import forget
 from vlmdistill.pipelines.traffic.harvest import MEDIA, harvest
@@ -349,6 +352,21 @@ def test_a_page_that_is_written_meanwhile_is_removed(
     page.make(held_out)
     deletion.join()
     assert not raw(held_out, "Zebedee")
+
+
+def test_prompts_that_were_read_before_a_deletion_are_not_answered_after_it(
+    workspace: Workspace,
+) -> None:
+    file = workspace.prompts
+    listed = prompt_table.load(file, split="all")
+    mine = listed.without(
+        pl.Series([row.key for row in prompt_table.read(file) if row.time])
+    )
+    forget(workspace, 30 * DAY)
+    with pytest.raises(DataError, match="3 prompts were deleted"):
+        respond(listed, workspace.responses, "demo", options=WorkerOptions(workers=0))
+    assert not raw(workspace, "Zebedee")
+    prompt_table.require_listed(mine)
 
 
 def test_what_a_running_command_still_reads_is_no_success(held_out: Workspace) -> None:
