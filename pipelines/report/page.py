@@ -257,12 +257,27 @@ def read(
 def make(
     workspace: Workspace, out: Path | None = None, where: Sequence[str] = ()
 ) -> ReportPage:
-    """Read as `read` does, and write the page; in the workspace, what it shows is not deleted meanwhile."""
+    """Read as `read` does, and write the page; in the workspace, what it shows is not deleted meanwhile.
+
+    DataError if `out` is in the workspace where `forget` does not look for pages.
+    """
     own = out is None or out.resolve().is_relative_to(workspace.root.resolve())
+    if out is not None and own and not _is_page_of(workspace, out):
+        raise DataError(
+            f"--out {out}: in a workspace, pages are {workspace.reports}/NAME.html: `forget` removes those "
+            "that show what is deleted"
+        )
     with only_writer(workspace.reports, wait=True) if own else nullcontext():
         made = read(workspace, out, where)
         write(made.html, made.page)
     return made
+
+
+def _is_page_of(workspace: Workspace, file: Path) -> bool:
+    """Whether a file is where the pages of a workspace are."""
+    return (
+        file.resolve().parent == workspace.reports.resolve() and file.suffix == ".html"
+    )
 
 
 def of(
