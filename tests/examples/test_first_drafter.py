@@ -37,7 +37,7 @@ def test_its_cells_train_a_drafter_and_show_what_it_gains(
         "LIMIT, STEPS = 1000, 600": "LIMIT, STEPS = 4, 2",
         'vlmdistill.prompts("demo",': photos,
         "max_new_tokens=128": "max_new_tokens=16",
-        "limit=LIMIT, progress=progress)": "limit=LIMIT, workers=0)",
+        "limit=LIMIT, progress=progress\n": "limit=LIMIT, workers=0\n",
         '/ "demo-data" / "eval" / "images"': '/ ".." / ".." / "photos" / "images"',
     }
     code = "\n".join(
