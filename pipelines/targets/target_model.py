@@ -318,10 +318,12 @@ class TargetModel:
         batch_size: int | None,
     ) -> list[list[int]]:
         """The tokens of the response to each prompt, with the EOS that ends it, by the stock `generate`."""
-        at_once = batch_size or CPU_BATCH
-        inputs = self._stock_inputs(prompts) if len(prompts) <= at_once else None
-        if inputs is None:
-            self._check_readable(prompts)
+        inputs = None
+        if len(prompts) <= (batch_size or CPU_BATCH):
+            inputs = self._stock_inputs(prompts)
+            if inputs is None:
+                self._check_readable(prompts)
+        if inputs is None:  # too many, or not in one batch
             half = len(prompts) // 2
             return [
                 ids
