@@ -77,37 +77,42 @@ def _describe_item(item: object) -> str:
 
 
 def packed(
-    items: Sequence[Item],
-    tokens: Callable[[Item], int],
-    budget: int,
-    most: int | None = None,
+    items: Sequence[Item], tokens: Callable[[Item], int], budget: int
 ) -> Iterator[list[Item]]:
-    """Batches of similar length, the longest first: at most `most` items and `budget` padded tokens each.
+    """Batches of similar length, the longest first: at most `budget` padded tokens each.
 
     An item longer than the budget is a batch of its own.
     """
-    batch: list[Item] = []
-    for item in sorted(items, key=tokens, reverse=True):
-        if batch and (
-            tokens(batch[0]) * (len(batch) + 1) > budget or len(batch) == most
-        ):
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
+
+    def fits(batch: Sequence[Item], item: Item) -> bool:
+        return tokens(batch[0]) * (len(batch) + 1) <= budget
+
+    return _longest_first(items, tokens, fits)
 
 
 def alike(items: Sequence[Item], tokens: Callable[[Item], int]) -> Iterator[list[Item]]:
     """All items, the longest first, in runs of which none is less than half as long as the first."""
-    run: list[Item] = []
+
+    def fits(run: Sequence[Item], item: Item) -> bool:
+        return 2 * tokens(item) >= tokens(run[0])
+
+    return _longest_first(items, tokens, fits)
+
+
+def _longest_first(
+    items: Sequence[Item],
+    tokens: Callable[[Item], int],
+    fits: Callable[[Sequence[Item], Item], bool],
+) -> Iterator[list[Item]]:
+    """Groups of items by falling length; a new one begins where an item does not fit into the last."""
+    group: list[Item] = []
     for item in sorted(items, key=tokens, reverse=True):
-        if run and 2 * tokens(item) < tokens(run[0]):
-            yield run
-            run = []
-        run.append(item)
-    if run:
-        yield run
+        if group and not fits(group, item):
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
 
 
 def one_ahead(
