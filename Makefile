@@ -36,11 +36,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 engine: $(ENGINE)/.ready  ## create .venv-engine: vLLM, with the package and its plugin
-$(ENGINE)/.ready: pyproject.toml pipelines/vllm/repair.py
+$(ENGINE)/.ready: pyproject.toml tools/engine_environment.py
 	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "$(VLLM)" "$(AV)"
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	$(ENGINE)/bin/python -m vlmdistill.pipelines.vllm.repair > $(ENGINE)/versions.txt
+	$(ENGINE)/bin/python tools/engine_environment.py > $(ENGINE)/versions.txt
 	@cat $(ENGINE)/versions.txt
 	@touch $@
 
@@ -63,7 +63,7 @@ types: setup  ## mypy --strict
 
 build/torchvision: | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ "$(VISION)" num2words==0.5.14
-	PYTHONPATH=$@ $(BIN)/python -c "from vlmdistill.pipelines.vllm import repair; repair.declare_operators()"
+	PYTHONPATH=$@:. $(BIN)/python -c "from tools import engine_environment; engine_environment.declare_operators()"
 
 pytest: setup build/torchvision  ## the tests alone, in JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)

@@ -36,13 +36,13 @@ from PIL import Image
 
 from vlmdistill.drafters.decoding.clock import wait
 from vlmdistill.pipelines.data.features import capturer
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     Capturer,
     CaptureSettings,
     stored_head,
 )
 from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.demo.prompts import DemoSize, import_demo
@@ -176,7 +176,7 @@ def measure(
         model = widened(folder / "wide", width) if width else model
         worker = Capturer(
             model,
-            StorePart(folder / "store-0"),
+            CaptureStore(folder / "store-0"),
             "",
             CaptureSettings(batch_tokens=batch_tokens),
         )

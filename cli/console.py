@@ -22,7 +22,7 @@ from vlmdistill.stores.errors import size as size
 from vlmdistill.stores.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.cluster.environment import EngineName
+    from vlmdistill.pipelines.cluster.engine_environment import EngineName
     from vlmdistill.pipelines.cluster.pool import WorkerOptions
     from vlmdistill.pipelines.targets.checkpoints.registry import Options
     from vlmdistill.pipelines.workspace.workspace import Workspace

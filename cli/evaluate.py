@@ -190,7 +190,7 @@ def evaluate(
         concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
     )
     if kind == HERE and (dry_run or not anyway):
-        from vlmdistill.pipelines import forecast
+        from vlmdistill.pipelines.planning import forecast
 
         planned = forecast.evaluation(
             workspace, drafters or [], settings, prompts, timed=dry_run

@@ -85,7 +85,7 @@ def commands(model: str, written: "Exported") -> list[str]:
 
     import torch
 
-    from vlmdistill.pipelines.cluster.environment import engine_python
+    from vlmdistill.pipelines.cluster.engine_environment import engine_python
     from vlmdistill.pipelines.targets.checkpoints.registry import HUB
     from vlmdistill.pipelines.targets.embedded import EMBEDDED
     from vlmdistill.pipelines.vllm.launch import serve_command, vllm

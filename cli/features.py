@@ -74,7 +74,7 @@ def features(
     --engine vllm in the same pass, and only missing samples are captured. Features that a store lacks are
     added to the samples that it has. The exit status is 1 if any prompt fails on all machines.
     """
-    from vlmdistill.pipelines.data.features import store_part
+    from vlmdistill.pipelines.data.features import capture_store
     from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
     from vlmdistill.pipelines.data.prompts import prompt_table
     from vlmdistill.pipelines.data.responses import dataset
@@ -91,9 +91,9 @@ def features(
     workspace = console.workspace(model, runs)
     checkpoint(model)  # what is cheap to check comes before Ray and torch
     settings = CaptureSettings(
-        drafters=store_part.drafters(drafters),
+        drafters=capture_store.drafters(drafters),
         dtype=dtype,
-        encoding=store_part.encodings(encoding or ()),
+        encoding=capture_store.encodings(encoding or ()),
         batch_tokens=batch_tokens,
     )
     file, there = prompts or workspace.prompts, responses or workspace.responses
@@ -106,7 +106,7 @@ def features(
         workspace=workspace,
         prompts=prompt_table.load(file, model, split, limit),
         responses=there,
-        part=store_part.StorePart(store or workspace.features),
+        part=capture_store.CaptureStore(store or workspace.features),
         settings=settings,
         workers=console.worker_options(workers, wait, attention, target_dtype, engine),
         sampling=None if responses else dataset.sampling(there, max_new_tokens),

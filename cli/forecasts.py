@@ -9,7 +9,7 @@ from vlmdistill.cli import console
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.data.features.capturer import CaptureJob
-    from vlmdistill.pipelines.forecast import (
+    from vlmdistill.pipelines.planning.forecast import (
         CaptureForecast,
         EvalForecast,
         RunForecast,
@@ -21,7 +21,7 @@ def show_capture(
     job: "CaptureJob", rates: Sequence[str] | None, as_json: bool, *, features: bool
 ) -> None:
     """Print what `responses`, or also `features`, would do; `rates` are those of --rate."""
-    from vlmdistill.pipelines import forecast
+    from vlmdistill.pipelines.planning import forecast
 
     found = forecast.capture(job, forecast.Speeds.of(job.workspace.root, rates or ()))
     console.result(_facts(found) if as_json else _capture(found, features), as_json)
@@ -33,7 +33,7 @@ def show_capture(
 
 def show_training(found: "TrainForecast", as_json: bool) -> None:
     """Print what `train` would do."""
-    from vlmdistill.pipelines.resources import shown
+    from vlmdistill.pipelines.planning.resources import shown
 
     lines = {
         "memory": shown(found.memory),
@@ -45,7 +45,7 @@ def show_training(found: "TrainForecast", as_json: bool) -> None:
 
 def show_evaluation(found: "EvalForecast", as_json: bool) -> None:
     """Print what `eval` would do."""
-    from vlmdistill.pipelines.resources import shown
+    from vlmdistill.pipelines.planning.resources import shown
 
     lines: dict[str, Any] = {"memory": shown(found.memory)}
     if found.seconds is None:
@@ -55,7 +55,7 @@ def show_evaluation(found: "EvalForecast", as_json: bool) -> None:
 
 def show_run(found: "RunForecast", as_json: bool) -> None:
     """Print what each stage of `run` would do, and the time of all."""
-    from vlmdistill.pipelines.resources import shown
+    from vlmdistill.pipelines.planning.resources import shown
 
     if as_json:
         console.result(_facts(found), as_json)
@@ -91,7 +91,7 @@ def show_run(found: "RunForecast", as_json: bool) -> None:
 
 
 def _capture(found: "CaptureForecast", features: bool = True) -> dict[str, Any]:
-    from vlmdistill.pipelines.resources import shown
+    from vlmdistill.pipelines.planning.resources import shown
 
     about = "some " if found.to_generate else ""
 
@@ -145,7 +145,7 @@ def _unmeasured(stage: str) -> str:
 
 def _facts(found: Any) -> Any:
     """A forecast, or a part of it, as JSON."""
-    from vlmdistill.pipelines.resources import Memory, facts
+    from vlmdistill.pipelines.planning.resources import Memory, facts
 
     if isinstance(found, Memory):
         return facts(found)

@@ -68,7 +68,7 @@ def generate(
         if value is not None
     }
     with console.waiting(f"loading {model}"):
-        from vlmdistill.pipelines.data.responses import generate as streaming
+        from vlmdistill.pipelines.streaming import response as streaming
 
         stream = streaming.generate(
             workspace,

@@ -67,8 +67,8 @@ def responses(
     reason, but not used. A prompt that fails, such as one with an unreadable image, is retried on another
     machine; the exit status is 1 if any prompt fails in the end.
     """
+    from vlmdistill.pipelines.data.features.capture_store import CaptureStore
     from vlmdistill.pipelines.data.features.capturer import CaptureJob
-    from vlmdistill.pipelines.data.features.store_part import StorePart
     from vlmdistill.pipelines.data.prompts import prompt_table
     from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
     from vlmdistill.pipelines.data.responses.quality import Filters
@@ -80,7 +80,7 @@ def responses(
         workspace=workspace,
         prompts=prompt_table.load(prompts or workspace.prompts, model, split, limit),
         responses=out or workspace.responses,
-        part=StorePart(workspace.features),
+        part=CaptureStore(workspace.features),
         workers=console.worker_options(workers, wait, attention, target_dtype, engine),
         sampling=SamplingSettings(
             temperature=temperature,

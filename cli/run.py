@@ -66,7 +66,7 @@ def run(
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines import flow
-    from vlmdistill.pipelines.forecast import Speeds
+    from vlmdistill.pipelines.planning.forecast import Speeds
 
     plan = flow.Plan(
         drafters=names,

@@ -122,7 +122,7 @@ def serve(
     from vlmdistill.pipelines.endpoint.app import build_app
     from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
     from vlmdistill.pipelines.endpoint.switch import Switch
-    from vlmdistill.pipelines.media.recording import Recorder
+    from vlmdistill.pipelines.request_log import Recorder
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:

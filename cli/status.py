@@ -11,7 +11,7 @@ def status(
     as_json: console.Json = False,
 ) -> None:
     """Show what the workspace holds, what is missing or stale, and the next command."""
-    from vlmdistill.pipelines.status import status as read
+    from vlmdistill.pipelines.planning.status import status as read
 
     workspace = console.workspace(model, runs)
     found = read(workspace)

@@ -75,7 +75,7 @@ def show(
     facts = describe(name, text_tokens, visual_tokens, image_count)
     needs = {}
     if gpus is not None:
-        from vlmdistill.pipelines import forecast, resources
+        from vlmdistill.pipelines.planning import forecast, resources
 
         needs = forecast.fits(name, gpus, gpu_memory << 30)
         facts["fits"] = {

@@ -135,7 +135,7 @@ def train(
         checkpoints=copies or plan.checkpoints,
     )
     if dry_run:
-        from vlmdistill.pipelines import forecast
+        from vlmdistill.pipelines.planning import forecast
 
         found = forecast.training(
             plan, forecast.Speeds.of(workspace.root, rate or ()), ranks
@@ -143,7 +143,7 @@ def train(
         forecasts.show_training(found, as_json)
         return
     if not anyway:
-        from vlmdistill.pipelines import forecast
+        from vlmdistill.pipelines.planning import forecast
 
         forecast.check_training(plan, ranks)
     with console.progress(f"training {plan.out.name}", "steps") as report:

@@ -13,23 +13,24 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.run import Run
-from vlmdistill.pipelines import forecast, train
+from vlmdistill.pipelines import train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
 from vlmdistill.pipelines.cluster.shared import Shared
 from vlmdistill.pipelines.data.features import capturer, synthesizer
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     CaptureJob,
     CaptureSettings,
     CaptureSummary,
 )
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import Responder, ResponseSummary
+from vlmdistill.pipelines.planning import forecast
 from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -117,7 +118,7 @@ class Plan:
             workspace=workspace,
             prompts=prompt_table.load(workspace.prompts, workspace.model, "train"),
             responses=workspace.responses,
-            part=StorePart(workspace.features),
+            part=CaptureStore(workspace.features),
             settings=CaptureSettings(drafters=self.trained),
             workers=self.workers,
             sampling=dataset.sampling(

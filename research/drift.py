@@ -32,8 +32,8 @@ from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.demo import chats, scenes, wording
 from vlmdistill.pipelines.targets.loading import load
@@ -192,7 +192,7 @@ def prepare(
         ("train", "features", None),
         ("eval", "held-out", "float32"),
     ):
-        part = StorePart(workspace.root / folder)
+        part = CaptureStore(workspace.root / folder)
         job = CaptureJob(
             workspace=workspace,
             prompts=prompt_table.load(workspace.prompts, workspace.model, split),

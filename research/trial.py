@@ -43,8 +43,8 @@ from vlmdistill.pipelines.bench.records import (
 )
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.cluster.reporting import check_failed
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.demo import files
@@ -329,7 +329,7 @@ class Trial:
             workspace=workspace,
             prompts=prompts,
             responses=root / "responses",
-            part=StorePart(root / "features"),
+            part=CaptureStore(root / "features"),
             settings=CaptureSettings(drafters=TRAINED, dtype="float32"),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
         )

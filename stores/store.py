@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from vlmdistill.stores.annexes import SAME, annex_folder, no_annex
 from vlmdistill.stores.backends.backend import STAGING, Backend, writing
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.commits import commit, is_complete, require_all
 from vlmdistill.stores.errors import StoreError, one_line
 from vlmdistill.stores.heads import read_head, write_head
-from vlmdistill.stores.index.annexes import SAME, annex_folder, no_annex
 from vlmdistill.stores.index.merged import Lines, Shards
-from vlmdistill.stores.index.reading import Line, SampleReader, ShardRows
 from vlmdistill.stores.index.tables import reserved, view_keys
 from vlmdistill.stores.layout import Layout
 from vlmdistill.stores.manifest import (
@@ -46,6 +45,7 @@ from vlmdistill.stores.manifest import (
     units,
 )
 from vlmdistill.stores.progress import Progress, silent
+from vlmdistill.stores.reading import Line, SampleReader, ShardRows
 from vlmdistill.stores.schema import (
     SCHEMA_VERSION,
     Array,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from vlmdistill.stores.annexes import SAME
 from vlmdistill.stores.arrays import ArraySpec
 from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.annexes import SAME
 from vlmdistill.stores.index.tables import ROW, reserved, view_keys
 from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import (

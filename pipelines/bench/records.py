@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from vlmdistill.drafters.decoding.hardware import Hardware
-from vlmdistill.pipelines.data.responses.pieces import Amount, Piece
+from vlmdistill.pipelines.streaming.pieces import Amount, Piece
 from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.stores import records
 from vlmdistill.stores.backends.local import atomic_write

@@ -35,7 +35,7 @@ from vlmdistill.pipelines.bench.server_client import (
     ServerError,
     between,
 )
-from vlmdistill.pipelines.cluster.environment import check_environment
+from vlmdistill.pipelines.cluster.engine_environment import check_environment
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.media.frames import check_unchanged, media_file
 from vlmdistill.pipelines.media.images import data_url

@@ -27,7 +27,7 @@ from vlmdistill.pipelines.bench.records import (
     PromptResult,
 )
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, alpha, figures
-from vlmdistill.pipelines.data.responses.pieces import Amount
+from vlmdistill.pipelines.streaming.pieces import Amount
 from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.stores import records
 

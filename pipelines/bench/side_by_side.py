@@ -28,7 +28,7 @@ from vlmdistill.pipelines.bench.records import (
 from vlmdistill.pipelines.bench.sampled import RANKS, ranks, surprise
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
-from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
+from vlmdistill.pipelines.streaming.pieces import Piece, pieces
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 PLAIN, STOCK = "", "/generate"  # instead of a drafter's name

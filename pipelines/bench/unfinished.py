@@ -19,7 +19,7 @@ from vlmdistill.pipelines.bench.records import (
     PromptResult,
     ShownResponse,
 )
-from vlmdistill.pipelines.data.responses.pieces import Amount
+from vlmdistill.pipelines.streaming.pieces import Amount
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import naming
 from vlmdistill.stores.records import read_bytes

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from vlmdistill.pipelines.cluster.environment import EngineName
+from vlmdistill.pipelines.cluster.engine_environment import EngineName
 from vlmdistill.pipelines.cluster.queue import (
     ATTEMPTS,
     FAILURES,

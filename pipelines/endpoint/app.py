@@ -16,7 +16,6 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.decoder_queue import (
     DecoderQueue,
@@ -40,8 +39,9 @@ from vlmdistill.pipelines.endpoint.recorder import exchange
 from vlmdistill.pipelines.endpoint.refusals import refusal
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, ServedResponse
 from vlmdistill.pipelines.endpoint.switch import Switch
-from vlmdistill.pipelines.media.recording import Recorder
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
+from vlmdistill.pipelines.request_log import Recorder
+from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.stores.errors import DataError, PromptError
 
 CLIENT_GONE = 499  # nginx's status for it

@@ -14,7 +14,7 @@ from prometheus_client import (
 from vlmdistill.pipelines.endpoint.decoder_queue import DecoderQueue
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
 from vlmdistill.pipelines.endpoint.switch import Switch
-from vlmdistill.pipelines.media.recording import Recorder
+from vlmdistill.pipelines.request_log import Recorder
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # seconds
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from vlmdistill.pipelines.endpoint.chat import image_source
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
-from vlmdistill.pipelines.media.recording import Headers, Keep
+from vlmdistill.pipelines.request_log import Headers, Keep
 from vlmdistill.stores.records import read_bytes
 
 

@@ -15,9 +15,9 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.records import Decoding, chain_counts
-from vlmdistill.pipelines.data.responses.generate import open_pair, recorded
-from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
+from vlmdistill.pipelines.streaming.pieces import Piece, pieces
+from vlmdistill.pipelines.streaming.response import open_pair, recorded
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace, checkpoint_folder

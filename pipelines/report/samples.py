@@ -10,9 +10,9 @@ from pathlib import Path
 
 from vlmdistill.pipelines.bench.records import Decoding, ShownResponse
 from vlmdistill.pipelines.data.prompts import prompt_table
-from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.pipelines.report.comparison import Group
+from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 

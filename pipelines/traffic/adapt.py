@@ -37,8 +37,8 @@ from vlmdistill.pipelines.bench.statistics import (
     figures,
 )
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.flow import ProgressBar
@@ -228,7 +228,7 @@ class _Round:
         file = self.workspace.prompts
         if not file.is_file() or not (keys := _traffic(file, "train")):
             return
-        part = StorePart(self.workspace.features)
+        part = CaptureStore(self.workspace.features)
         prompts = prompt_table.load(file, self.workspace.model, "train")
         others = pl.Series(
             [key for key in prompts.facts["key"] if key not in keys], dtype=pl.String

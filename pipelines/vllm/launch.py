@@ -15,7 +15,7 @@ from typing import IO
 import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported
-from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.cluster.engine_environment import engine_python
 from vlmdistill.pipelines.cluster.session import terminable
 from vlmdistill.stores.errors import VlmdistillError
 

@@ -11,7 +11,7 @@ from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.data.responses.pieces import pieces
+from vlmdistill.pipelines.streaming.pieces import pieces
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace

@@ -15,28 +15,29 @@ from vlmdistill.drafters.checkpoints import export as exports
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.drafters.training.recipes import as_texts
-from vlmdistill.pipelines import flow, forecast
-from vlmdistill.pipelines import status as overview
+from vlmdistill.pipelines import flow
 from vlmdistill.pipelines import train as training
 from vlmdistill.pipelines.bench import evaluate as bench
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     CaptureJob,
     CaptureSettings,
     CaptureSummary,
 )
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.responder import ResponseSummary
+from vlmdistill.pipelines.planning import forecast
+from vlmdistill.pipelines.planning import status as overview
+from vlmdistill.pipelines.planning.status import WorkspaceStatus
 from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.report.results import DrafterResult
-from vlmdistill.pipelines.status import WorkspaceStatus
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, VlmdistillError
@@ -254,7 +255,7 @@ def _job(
         workspace=workspace,
         prompts=prompt_table.load(workspace.prompts, workspace.model, "train", limit),
         responses=workspace.responses,
-        part=StorePart(workspace.features),
+        part=CaptureStore(workspace.features),
         settings=settings,
         workers=WorkerOptions(workers=workers),
         sampling=sampling,

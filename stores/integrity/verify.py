@@ -13,11 +13,11 @@ from typing import TypeVar
 import polars as pl
 import pyarrow as pa
 
+from vlmdistill.stores.annexes import no_annex
 from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_flight
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.commits import KEPT, LEDGER, find_copy
 from vlmdistill.stores.errors import NewerError, StoreError
-from vlmdistill.stores.index.annexes import no_annex
 from vlmdistill.stores.index.arrow import frame_of
 from vlmdistill.stores.index.tables import XXH3, table_of
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed

@@ -13,10 +13,10 @@ from pathlib import Path
 import polars as pl
 from msgspec import structs
 
+from vlmdistill.stores.annexes import SAME
 from vlmdistill.stores.backends.backend import STREAMS
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import RacedError, StoreError
-from vlmdistill.stores.index.annexes import SAME
 from vlmdistill.stores.index.tables import XXH3, unlike
 from vlmdistill.stores.manifest import STORE
 from vlmdistill.stores.progress import Progress, silent

@@ -10,7 +10,7 @@ import pytest
 
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.cluster.environment import VARIABLE
+from vlmdistill.pipelines.cluster.engine_environment import VARIABLE
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
 

@@ -14,7 +14,7 @@ from tests.cli.conftest import dialogues
 from tests.cli.test_overview import printed, responded
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines import resources
+from vlmdistill.pipelines.planning import resources
 from vlmdistill.pipelines.workspace import rates
 from vlmdistill.stores.errors import DataError
 

@@ -131,7 +131,7 @@ def test_a_signal_ends_the_server(
 
 LATE = """
 import sys, time
-from vlmdistill.pipelines.media import recording
+from vlmdistill.pipelines import request_log as recording
 append = recording._append
 def late(file, line):  # as on a disk that hangs
     while not (file.parent / "go on").exists():

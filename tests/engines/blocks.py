@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace as changed
 
 from tests.engines.serving import Served, noise, v2_runner
-from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.cluster.engine_environment import engine_python
 
 __all__ = ["v2_runner"]
 

@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 from PIL import Image
 
-from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.cluster.engine_environment import engine_python
 from vlmdistill.pipelines.media.frames import read
 from vlmdistill.pipelines.media.images import upright
 

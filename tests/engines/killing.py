@@ -19,8 +19,8 @@ import pytest
 
 from vlmdistill.pipelines import flow
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.prompts import import_sources
@@ -55,7 +55,7 @@ def capture(folder: Path) -> None:
         workspace=workspace,
         prompts=prompts,
         responses=workspace.responses,
-        part=StorePart(workspace.features),
+        part=CaptureStore(workspace.features),
         settings=CaptureSettings(
             drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES
         ),

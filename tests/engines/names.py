@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.wheel import OURS, Module, Wheel, members, method
-from vlmdistill.pipelines.cluster.environment import SUPPORTED, supported
+from vlmdistill.pipelines.cluster.engine_environment import SUPPORTED, supported
 
 WHEELS = Path(os.environ.get("VLMDISTILL_WHEELS", "build/vllm-wheels"))
 PLUGIN = f"{OURS}pipelines.vllm.plugin"

@@ -24,7 +24,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.drafters.dflash import MASK
 from vlmdistill.pipelines.bench.evaluate import held_out
-from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.cluster.engine_environment import engine_python
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.loading import load

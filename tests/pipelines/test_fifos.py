@@ -16,7 +16,7 @@ from vlmdistill.drafters.decoding.tree_search import FILE, kept
 from vlmdistill.pipelines.bench.unfinished import interim
 from vlmdistill.pipelines.media import frames
 from vlmdistill.pipelines.media.images import data_url, read_image
-from vlmdistill.pipelines.media.recording import POLICY, Recorder
+from vlmdistill.pipelines.request_log import POLICY, Recorder
 from vlmdistill.pipelines.traffic.harvest import harvest
 from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.workspace import Workspace

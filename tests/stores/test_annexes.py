@@ -26,8 +26,8 @@ from tests.stores.samples import (
     write,
 )
 from vlmdistill.cli.store import app
+from vlmdistill.stores.annexes import annex_folder
 from vlmdistill.stores.errors import StoreError
-from vlmdistill.stores.index.annexes import annex_folder
 from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.loader.epoch import Epoch

@@ -22,7 +22,7 @@ from tests.traffic.conftest import fresh
 from tests.traffic.loop import command, embedded, text
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.pipelines.bench.server_client import Counters, between, parse
-from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.cluster.engine_environment import engine_python
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget

@@ -19,10 +19,17 @@ from typing import Any, Literal
 import msgspec
 import polars as pl
 
-from vlmdistill.pipelines.cluster.environment import EngineName, check_environment
+from vlmdistill.pipelines.cluster.engine_environment import (
+    EngineName,
+    check_environment,
+)
 from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
 from vlmdistill.pipelines.cluster.session import MIB
 from vlmdistill.pipelines.cluster.shared import LOOKED_AT, Shared, some_media
+from vlmdistill.pipelines.data.features.capture_store import (
+    CaptureStore,
+    check_captured,
+)
 from vlmdistill.pipelines.data.features.shard_plan import (
     CaptureFacts,
     CaptureItem,
@@ -30,7 +37,6 @@ from vlmdistill.pipelines.data.features.shard_plan import (
     missing_of,
     tasks,
 )
-from vlmdistill.pipelines.data.features.store_part import StorePart, check_captured
 from vlmdistill.pipelines.data.prompts.prompt_table import (
     Prompt,
     facts_of,
@@ -80,7 +86,7 @@ class CaptureJob:
     workspace: Workspace  # of the target
     prompts: Sequence[Prompt]
     responses: Path
-    part: StorePart
+    part: CaptureStore
     settings: CaptureSettings = field(default_factory=CaptureSettings)
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     sampling: SamplingSettings | None = (
@@ -101,7 +107,9 @@ class CaptureJob:
         keys = facts_of(self.prompts)["key"]
         return dataset.facts(self.responses).filter(pl.col("key").is_in(keys.implode()))
 
-    def waiting(self, generated: pl.DataFrame) -> list[tuple[StorePart, pl.DataFrame]]:
+    def waiting(
+        self, generated: pl.DataFrame
+    ) -> list[tuple[CaptureStore, pl.DataFrame]]:
         """The store and its annexes, each with the kept ones of some responses that it lacks."""
         kept = generated.filter("keep")
         parts = (self.part, *self.part.annexes(self.settings.drafters))
@@ -150,7 +158,7 @@ class Capturer:
     def __init__(
         self,
         model: str,
-        part: StorePart,
+        part: CaptureStore,
         sampling: str,
         settings: CaptureSettings,
         load_options: Options | None = None,
@@ -372,7 +380,7 @@ class _Pass:
 def capture(
     prompts: Sequence[Prompt],
     responses: Path,
-    part: StorePart,
+    part: CaptureStore,
     model: str,
     settings: CaptureSettings | None = None,
     options: WorkerOptions | None = None,
@@ -474,7 +482,7 @@ def _capture(
     settings: CaptureSettings,
     options: WorkerOptions,
     report: Progress,
-    part: StorePart,
+    part: CaptureStore,
     items: pl.DataFrame,
 ) -> _Pass:
     """Capture what a store, or an annex of it, lacks of `items`."""
@@ -532,7 +540,9 @@ def _capture(
     )
 
 
-def keys_in(part: StorePart, settings: CaptureSettings, engine: EngineName) -> set[str]:
+def keys_in(
+    part: CaptureStore, settings: CaptureSettings, engine: EngineName
+) -> set[str]:
     """The keys of the samples in a store, if any; StoreError if the run cannot add to it."""
     if (there := part.store) is None:
         return set()

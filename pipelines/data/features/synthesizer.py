@@ -11,14 +11,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vlmdistill.pipelines.cluster.environment import EngineName
+from vlmdistill.pipelines.cluster.engine_environment import EngineName
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     Capturer,
     CaptureSettings,
     media_columns,
 )
 from vlmdistill.pipelines.data.features.shard_plan import SHARD_SAMPLES, CaptureItem
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.responder import (
@@ -42,7 +42,7 @@ class Synthesizer(Responder):
 
     def __init__(
         self,
-        part: StorePart,
+        part: CaptureStore,
         settings: CaptureSettings,
         model: str,
         sampling: SamplingSettings,
@@ -126,7 +126,7 @@ class Synthesizer(Responder):
 
 
 def one_pass(
-    part: StorePart, settings: CaptureSettings
+    part: CaptureStore, settings: CaptureSettings
 ) -> tuple[Callable[..., Synthesizer], Callable[[ResponseResult], None]]:
     """The `worker` of `respond` that captures what it generates, and what to do `on_result`.
 

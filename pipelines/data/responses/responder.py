@@ -13,7 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmdistill.pipelines.cluster.environment import EngineName, check_environment
+from vlmdistill.pipelines.cluster.engine_environment import (
+    EngineName,
+    check_environment,
+)
 from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
 from vlmdistill.pipelines.cluster.queue import scattered
 from vlmdistill.pipelines.cluster.shared import Shared, some_media

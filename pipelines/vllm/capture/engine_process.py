@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from vlmdistill.pipelines.cluster.environment import engine_python
+from vlmdistill.pipelines.cluster.engine_environment import engine_python
 from vlmdistill.pipelines.vllm import launch
 from vlmdistill.pipelines.vllm.capture.wire import (
     PROTOCOL,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmdistill.pipelines.cluster.environment import EngineName
+from vlmdistill.pipelines.cluster.engine_environment import EngineName
 from vlmdistill.pipelines.targets.capture import DTYPES, Transcript
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse

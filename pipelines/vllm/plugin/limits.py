@@ -12,7 +12,7 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 from vlmdistill.drafters.core.serving import KEY, Feeding
-from vlmdistill.pipelines.cluster.environment import VERSIONS, supported
+from vlmdistill.pipelines.cluster.engine_environment import VERSIONS, supported
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmdistill.pipelines.media.recording import Headers, Keep, Recorder
+from vlmdistill.pipelines.request_log import Headers, Keep, Recorder
 from vlmdistill.stores.schema import seconds
 
 FOLDER, FOR = "VLMDISTILL_RECORD", "VLMDISTILL_RECORD_FOR"

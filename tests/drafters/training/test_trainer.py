@@ -27,7 +27,7 @@ from vlmdistill.drafters.training.run import LATER, RunData
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.trainer import train
-from vlmdistill.pipelines import forecast
+from vlmdistill.pipelines.planning import forecast
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import DataError, StoppedError, StoreError, TrainingError
 from vlmdistill.stores.manifest import digest, seal

@@ -24,8 +24,8 @@ from vlmdistill.pipelines.bench.records import (
     TrainedStage,
     Training,
 )
-from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.report import selection
+from vlmdistill.pipelines.streaming.pieces import Piece
 
 RESPONSE = (
     Piece("The", False),

@@ -31,9 +31,9 @@ from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
 from vlmdistill.pipelines.bench.records import Evaluation, new_file, write
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.bench.unfinished import Decoded
-from vlmdistill.pipelines.data.responses.generate import open_pair
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.page import read
+from vlmdistill.pipelines.streaming.response import open_pair
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace

@@ -174,13 +174,13 @@ import sys
 from pathlib import Path
 from vlmdistill.cli.console import log_to_stderr
 from vlmdistill.pipelines.data.features import capturer
-from vlmdistill.pipelines.data.features.store_part import StorePart
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.prompts import prompt_table
 log_to_stderr(debug=False)
 world = Path(sys.argv[1])
 prompts = prompt_table.read(world / "prompts.parquet")
 summary = capturer.capture(
-    prompts, world / "responses", StorePart(sys.argv[2]), str(world / "model"),
+    prompts, world / "responses", CaptureStore(sys.argv[2]), str(world / "model"),
     capturer.CaptureSettings(drafters=["sparrow"], shard_bytes=1),
     report=lambda done, total, remark="": print(done, flush=True),
 )

@@ -29,8 +29,6 @@ from tests.drafters import synthetic
 from tests.served_app import Served, serving
 from tests.tiny import data_url
 from vlmdistill.drafters.decoding.clock import Cycle
-from vlmdistill.pipelines.data.responses.generate import generate
-from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.demo import scenes
 from vlmdistill.pipelines.endpoint import chat, connections, gate, hosting
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
@@ -42,6 +40,8 @@ from vlmdistill.pipelines.endpoint.served_decoder import (
     open_decoder,
     until_stop,
 )
+from vlmdistill.pipelines.streaming.pieces import Piece
+from vlmdistill.pipelines.streaming.response import generate
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace

@@ -14,7 +14,6 @@ from tests import thorough, tiny
 from tests.drafters import synthetic
 from tests.served_app import serving
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
-from vlmdistill.pipelines.data.responses.generate import generate
 from vlmdistill.pipelines.endpoint import switch as switches
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.served_decoder import (
@@ -24,7 +23,8 @@ from vlmdistill.pipelines.endpoint.served_decoder import (
 )
 from vlmdistill.pipelines.endpoint.switch import Switch
 from vlmdistill.pipelines.endpoint.trial import FEWEST
-from vlmdistill.pipelines.media.recording import Recorder
+from vlmdistill.pipelines.request_log import Recorder
+from vlmdistill.pipelines.streaming.response import generate
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer

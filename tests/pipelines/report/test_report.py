@@ -42,10 +42,10 @@ from vlmdistill.pipelines.bench.served_records import (
 from vlmdistill.pipelines.bench.statistics import FEWEST
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
-from vlmdistill.pipelines.data.responses.pieces import Piece
 from vlmdistill.pipelines.report.documents import csv, markdown
 from vlmdistill.pipelines.report.latex import latex
 from vlmdistill.pipelines.report.page import read
+from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 

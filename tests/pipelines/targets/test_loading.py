@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.pipelines.targets.spoil import edit, refusal
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import Capturer, CaptureSettings
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import Responder
@@ -365,7 +365,7 @@ def test_workers_use_the_load_options(checkpoint: Checkpoint, tmp_path: Path) ->
     responder = Responder(model, SamplingSettings(), Filters(), 2, how)
     capturer = Capturer(
         model,
-        StorePart(tmp_path / "store"),
+        CaptureStore(tmp_path / "store"),
         "",
         CaptureSettings(drafters=["hivis"]),
         how,

@@ -15,8 +15,8 @@ import pytest
 
 from tests.pipelines.traffic.conftest import ANSWER, asked, data_url, exchange, said
 from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.media.recording import DAY, Recorder
 from vlmdistill.pipelines.media.urls import cache
+from vlmdistill.pipelines.request_log import DAY, Recorder
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.traffic.harvest import harvest
 from vlmdistill.pipelines.traffic.policy import Policy

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmdistill.pipelines.cluster import environment
+from vlmdistill.pipelines.cluster import engine_environment as environment
 from vlmdistill.stores.errors import TargetError
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO
 from vlmdistill.drafters.core.serving import KEY, Built, Feeding
-from vlmdistill.pipelines.cluster.environment import SUPPORTED
+from vlmdistill.pipelines.cluster.engine_environment import SUPPORTED
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.template import template_of
 from vlmdistill.pipelines.targets.embedded import EMBEDDED

@@ -21,9 +21,10 @@ import torch
 from tests import tiny
 from tests.pipelines.targets.test_thinking import with_switch
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.cluster.environment import VARIABLE
+from vlmdistill.pipelines.cluster.engine_environment import VARIABLE
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.data.features import store_part
+from vlmdistill.pipelines.data.features import capture_store as capture_store
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     CaptureJob,
     Capturer,
@@ -32,7 +33,6 @@ from vlmdistill.pipelines.data.features.capturer import (
     capture,
 )
 from vlmdistill.pipelines.data.features.shard_plan import CaptureItem, CaptureTask
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
@@ -79,7 +79,7 @@ class Given:
             workspace=Workspace(self.model, store.parent),
             prompts=self.prompts,
             responses=self.responses,
-            part=StorePart(store),
+            part=CaptureStore(store),
             settings=settings,
             workers=HERE,
             sampling=SamplingSettings(max_new_tokens=tokens),
@@ -134,7 +134,7 @@ def run(
     return capture(
         prompts or given.prompts,
         responses or given.responses,
-        StorePart(store),
+        CaptureStore(store),
         given.model,
         CaptureSettings(drafters=drafters, **settings),
         options,
@@ -225,14 +225,14 @@ def test_responses_or_a_store_of_another_target_are_refused_by_name(
     before = Store.open(stored).keys()
     other = str(checkpoint("qwen2_5_vl", layers=2, seed=1))
     with pytest.raises(DataError, match="checkpoint"):
-        capture(given.prompts, given.responses, StorePart(stored), other)
+        capture(given.prompts, given.responses, CaptureStore(stored), other)
     theirs = shutil.copytree(given.responses, tmp_path / "theirs")
     settings = json.loads((theirs / dataset.SETTINGS).read_text())
     (theirs / dataset.SETTINGS).write_text(
         json.dumps({**settings, "checkpoint": str(checkpoint_of(other))})
     )
     with pytest.raises(StoreError, match="weights_hash"):
-        capture(given.prompts, theirs, StorePart(stored), other)
+        capture(given.prompts, theirs, CaptureStore(stored), other)
     assert Store.open(stored).keys() == before
 
 
@@ -302,7 +302,7 @@ def test_features_are_kept_in_the_encodings_of_the_command_line(
 )
 def test_a_malformed_encoding_is_refused(texts: list[str], values: str) -> None:
     with pytest.raises(DataError, match=values):
-        store_part.encodings(texts)
+        capture_store.encodings(texts)
 
 
 def test_features_of_a_target_in_another_dtype_are_not_mixed(
@@ -452,7 +452,7 @@ def test_a_response_whose_prompt_has_changed_fails_and_is_not_stored(
         dataclasses.replace(first.prompt, messages=words), first.response
     )
     settings = CaptureSettings(drafters=["sparrow"], batch_tokens=1024)
-    result = Capturer(given.model, StorePart(tmp_path / "store"), "", settings).work(
+    result = Capturer(given.model, CaptureStore(tmp_path / "store"), "", settings).work(
         CaptureTask((changed, CaptureItem(stale, shown.response), second), "task")
     )
     assert result.failed.keys() == {first.prompt.key, shown.prompt.key}
@@ -469,7 +469,7 @@ def test_a_sample_too_large_for_the_device_fails_alone(
     largest = max(items, key=lambda item: item.tokens)
     worker = Capturer(
         given.model,
-        StorePart(tmp_path / "store"),
+        CaptureStore(tmp_path / "store"),
         "",
         CaptureSettings(drafters=["sparrow"]),
     )
@@ -503,7 +503,7 @@ def test_without_responses_the_error_names_the_folder(
         capture(
             given.prompts,
             tmp_path / "nothing",
-            StorePart(tmp_path / "store"),
+            CaptureStore(tmp_path / "store"),
             given.model,
         )
     assert not (tmp_path / "store").exists()
@@ -522,7 +522,7 @@ def test_without_kept_responses_the_error_says_why_they_were_dropped(
         out, "0", [dataclasses.replace(row, keep=False, reason=reason) for row in rows]
     )
     with pytest.raises(DataError, match=rf"{reason} {len(rows)}\b") as error:
-        capture(given.prompts, out, StorePart(tmp_path / "store"), given.model)
+        capture(given.prompts, out, CaptureStore(tmp_path / "store"), given.model)
     assert [
         other in str(error.value) for other in ("--min-words 0", "--max-repetition 1")
     ] == [option == other for other in ("--min-words 0", "--max-repetition 1")]
@@ -543,19 +543,19 @@ def test_settings_that_are_stated_are_checked_though_nothing_is_missing(
 )
 def test_unknown_drafters_are_named(names: str, value: str) -> None:
     with pytest.raises(DataError, match=value):
-        store_part.drafters(names)
+        capture_store.drafters(names)
 
 
 RUN = """
 import sys
 from pathlib import Path
-from vlmdistill.pipelines.cluster.environment import VARIABLE
+from vlmdistill.pipelines.cluster.engine_environment import VARIABLE
 from vlmdistill.pipelines.data.features import capturer
-from vlmdistill.pipelines.data.features.store_part import StorePart
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 capturer.capture(
-    prompt_table.read(Path(sys.argv[1])), Path(sys.argv[2]), StorePart(sys.argv[3]), sys.argv[4],
+    prompt_table.read(Path(sys.argv[1])), Path(sys.argv[2]), CaptureStore(sys.argv[3]), sys.argv[4],
     capturer.CaptureSettings(shard_bytes=1), WorkerOptions(workers=1),
 )
 """

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
-from vlmdistill.pipelines.data.responses.pieces import pieces
+from vlmdistill.pipelines.streaming.pieces import pieces
 from vlmdistill.pipelines.targets.loading import load
 
 

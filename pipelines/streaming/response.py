@@ -16,7 +16,7 @@ from vlmdistill.drafters.decoding import tree_search
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.data.responses.pieces import Piece, pieces
+from vlmdistill.pipelines.streaming.pieces import Piece, pieces
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget

