@@ -3,6 +3,8 @@
 The question includes all text that belongs to it: Alpaca's `input`, a `context`, choices, and earlier turns.
 """
 
+import ast
+import json
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -110,7 +112,8 @@ def lettered(choices: Sequence[str]) -> dict[str, str]:
 
 def _choices(row: Mapping[str, Any]) -> dict[str, str]:
     """The choices of a row by their letters: a list of texts, or a column for each letter."""
-    given: list[Any] = next((row[name] for name in CHOICES if _list(row.get(name))), [])
+    lists = (_list(_parsed_list(row.get(name))) for name in CHOICES)
+    given = next(filter(None, lists), [])
     listed = [_written(choice) for choice in given]
     if listed and all(isinstance(choice, str) for choice in listed):
         named = lettered(listed)
@@ -122,6 +125,18 @@ def _choices(row: Mapping[str, Any]) -> dict[str, str]:
     return (
         found if "A" in found else {}
     )  # else a column that happens to have such a name
+
+
+def _parsed_list(value: Any) -> Any:
+    """The list that text is in JSON or Python, as the options of MMMU; any other value as it is."""
+    if not (isinstance(value, str) and re.fullmatch(r"\s*\[.*\]\s*", value, re.DOTALL)):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return value
 
 
 def _list(value: Any) -> list[Any]:
