@@ -21,6 +21,7 @@ MORE = (
     "passage",
 )  # each on its own lines below the question
 CHOICES = ("choices", "options")
+CHOICE_COLUMN = re.compile(r"(option|choice)[ _]?([a-z]|\d)", re.IGNORECASE)
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
@@ -122,9 +123,26 @@ def _choices(row: Mapping[str, Any]) -> dict[str, str]:
             for letter, choice in named.items()
         }
     found = _values(row, tuple(LETTERS))
-    return (
-        found if "A" in found else {}
-    )  # else a column that happens to have such a name
+    if "A" in found:  # else a column that happens to have such a name
+        return found
+    _require_no_choices(row)
+    return {}
+
+
+def _require_no_choices(row: Mapping[str, Any]) -> None:
+    """BadRowError if choices are of a form that is not read, and the question does not have them."""
+    named = [
+        name for name in row if name in CHOICES or CHOICE_COLUMN.fullmatch(str(name))
+    ]
+    asked = "\n".join(_texts(row, QUESTIONS).values())
+    for name in named:
+        choices = row[name]
+        if isinstance(choices, str) and choices.strip() in asked:
+            continue
+        if choices not in (None, "", [], {}):
+            raise BadRowError(
+                "choices", f"'{name}': give a list of texts, or columns A, B and so on"
+            )
 
 
 def _parsed_list(value: Any) -> Any:

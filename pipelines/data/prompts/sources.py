@@ -340,9 +340,10 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
     except (ValueError, OverflowError, BadRowError) as error:
         # Text that is not UTF-8, a date in a list, JSON text with a key twice.
         if batch.num_rows == 1:
-            is_named = isinstance(error, BadRowError)
-            problem = BadRowError("unreadable value", one_line(error))
-            yield None, error if is_named else problem
+            if isinstance(error, BadRowError):
+                yield None, error
+            else:
+                yield None, BadRowError("unreadable value", one_line(error))
         else:  # which row it is
             for at in range(batch.num_rows):
                 yield from _values(batch.slice(at, 1))

@@ -24,6 +24,7 @@ from tests.pipelines.data.prompts.rows import (
     texts,
 )
 from tests.pipelines.data.prompts.test_sources import tar
+from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import sources
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
@@ -167,6 +168,26 @@ def test_numbers_that_are_not_those_of_the_images_are_refused(
     two_pictures(out)
     row = said(text, "The first.", images=["1.jpg", "2.jpg"])
     assert refused(out, row)[0] == "image count"
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"choices": ["red", None]},
+        {"choices": {"text": ["red", "blue"], "label": ["A", "B"]}},
+        {"options": {"A": "red", "B": "blue"}},
+        {"options": "A. red\nB. blue"},
+        {"option_a": "red", "option_b": "blue"},
+        {"Choice 1": "red", "Choice 2": "blue"},
+    ],
+    ids=str,
+)
+def test_no_question_loses_choices_of_another_form(
+    out: Path, choices: dict[str, Any]
+) -> None:
+    assert refused(out, {"question": "Which colour?", **choices})[0] == "choices"
+    asked = {"question": "Which?\nA. red\nB. blue", "options": "A. red\nB. blue"}
+    assert imported(out.with_name("asked.parquet"), asked).added == 1
 
 
 def test_a_numbered_placeholder_without_images_is_no_text(out: Path) -> None:
@@ -389,9 +410,12 @@ def test_large_values_of_parquet_are_read_a_few_at_once(
     monkeypatch.setattr(sources, "MOST_BYTES", 2**20)
     taken: list[int] = []
     values = sources._values
-    monkeypatch.setattr(
-        sources, "_values", lambda batch: taken.append(len(batch)) or values(batch)
-    )
+
+    def counted(batch: Any) -> Any:
+        taken.append(len(batch))
+        return values(batch)
+
+    monkeypatch.setattr(sources, "_values", counted)
     path = tmp_path / "a.parquet"
     rows = [{"question": f"{n}?", "note": chr(65 + n % 26) * 40_000} for n in range(50)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=10)
@@ -411,3 +435,12 @@ def test_a_sample_of_an_archive_fits_into_memory(
 def test_a_sample_of_an_archive_has_no_key_twice(tmp_path: Path, out: Path) -> None:
     source = tar(tmp_path / "a.tar", ("0.json", TWICE.encode()), ("1.json", TALK))
     assert import_prompts([source], out).skipped == {"a key twice": 1}
+
+
+def test_the_command_warns_of_images_that_no_prompt_shows(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"image": "1.jpg", "image_b": "1.jpg", "question": "Which is larger?"}
+    source = packed(tmp_path, "rows.jsonl", [row])
+    assert main(["prompts", str(source), "--runs", str(tmp_path / "runs")]) == 0
+    assert "image_b" in capsys.readouterr().err
