@@ -76,7 +76,6 @@ def test_settings_that_came_later_leave_runs_of_earlier_versions_their_signature
             "anchors",
             "attention_window",
             "cell",
-            "mixed",
             "pace",
             "patience",
             "validate_every",
