@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, VersionError, one_line
-from vlmdistill.stores.records import decode
+from vlmdistill.stores.input_files import decode
 from vlmdistill.stores.schema import (
     CHUNK_FILE,
     SCHEMA_VERSION,

@@ -31,8 +31,8 @@ from vlmdistill.drafters.training.deepspeed_engine import MOMENTS, STEP, PartEnt
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import LostError, StoreError, TrainingError, one_line
+from vlmdistill.stores.input_files import read_bytes, regular
 from vlmdistill.stores.manifest import Record, seal, unseal
-from vlmdistill.stores.records import read_bytes, regular
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import SCHEMA_VERSION
 from vlmdistill.stores.sharing.mirror import Mirror

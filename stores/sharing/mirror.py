@@ -33,8 +33,8 @@ from msgspec import Meta
 from vlmdistill.stores.backends.backend import STREAMS, Backend
 from vlmdistill.stores.backends.local import atomic_write, locked
 from vlmdistill.stores.errors import DataError, LostError, StoreError, one_line
+from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.manifest import Count, Record, Short, seal, unseal
-from vlmdistill.stores.records import regular
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
 VERSIONS, FILES = "versions", "files"
@@ -172,7 +172,9 @@ class VersionedFolder:
                 self.backend.remove(_name(number))
 
     def _numbers(self) -> list[int]:
-        names = (name.removesuffix(".json") for name in self.backend.list_names(VERSIONS))
+        names = (
+            name.removesuffix(".json") for name in self.backend.list_names(VERSIONS)
+        )
         return [int(name) for name in names if name.isdecimal() and len(name) == DIGITS]
 
 
