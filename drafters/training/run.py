@@ -123,7 +123,7 @@ class RunData:
             settings["init"] = initial.hash
         begins = [initial.hash] if initial else []
         signature = content_hash([run.drafter, config, run.seed, keys, *begins])
-        settings["content"] = content_of(store, list(chain.from_iterable(keys)))
+        settings["content"] = content_of(store, list(chain.from_iterable(keys)), needs)
         return cls(store, needs, samples, signature, settings, initial)
 
     @cached_property
@@ -150,12 +150,19 @@ def check_features(
     return needs
 
 
-def content_of(store: Store, keys: Collection[str]) -> str:
-    """A hash of the target and of the tokens of some samples."""
+def content_of(
+    store: Store, keys: Collection[str], features: Collection[Feature]
+) -> str:
+    """A hash of the target, and of the tokens and some features of some samples.
+
+    The same samples may have been captured again, in another encoding or by another engine.
+    """
     target = [store.provenance.config_hash, store.provenance.weights_hash]
-    return content_hash(
-        [target, select(store, None, keys).sort("key")["xxh3.tokens"].to_list()]
-    )
+    rows = select(store, None, keys).sort("key")
+    arrays = tuple(sorted(f"xxh3.{feature.name}" for feature in features))
+    columns = [name for name in sorted(rows.columns) if name.startswith(arrays)]
+    checksums = {name: rows[name].to_list() for name in ("xxh3.tokens", *columns)}
+    return content_hash([target, checksums])
 
 
 def splits(run: Run, store: Store) -> list[DataSplit]:
@@ -178,8 +185,8 @@ def finished(run: Run, data: RunData) -> bool:
             ):
                 return True
             raise TrainingError(
-                f"{run.out} holds a drafter trained on another target or on other responses to the same "
-                "prompts: give this one a --name of its own, or --force to replace it"
+                f"{run.out} holds a drafter trained on another target, or on other responses to the same "
+                "prompts or other features: give this one a --name of its own, or --force to replace it"
             )
         theirs = {
             "drafter": description["drafter"],

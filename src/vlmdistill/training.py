@@ -58,7 +58,9 @@ class NewDrafter:
         ]
         facts = {
             "signature": content_hash([self.method, steps, self.seed, sums]),
-            "content": content_of(self.store, self.keys),
+            "content": content_of(
+                self.store, self.keys, self.config.model.needs(self.store.info)
+            ),
             "steps": steps,
             "saved_step": steps,
             "samples": len(self.keys),

@@ -17,6 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import vlmdistill
+from tests.pipelines.bench.made_up import evaluation, measured
+from vlmdistill.pipelines.report.results import of_drafters
 
 HEAVY = {"torch", "ray", "transformers"}
 CONVERSIONS = ("as_numpy", "as_torch")
@@ -263,6 +265,12 @@ def test_a_notebook_shows_what_a_thing_is(demo_folder: Path) -> None:
         demo_folder / "runs/demo/drafters/sparrow", target
     )
     assert re.match(r"Sparrow\(\s+for demo, [\d,]+ parameters, tree ", repr(drafter))
+    (result,) = of_drafters([evaluation("wren", measured())])
+    assert "wren on 24 prompts at temperature 0: tau 3.25, speedup 1.50" in repr(result)
+    assert repr(result.evaluation).startswith("wren: evaluated on 24 prompts")
+    assert repr(result.measurement) == "24 prompts at temperature 0"
+    (broken,) = of_drafters([evaluation("wren", measured(missed=1))])
+    assert "in doubt: 24 drafted tokens" in repr(broken)
 
 
 def test_a_damaged_store_can_be_shown(demo_folder: Path, tmp_path: Path) -> None:

@@ -153,6 +153,16 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
     (drafter_replaced,) = printed(capsys, "status")["drafters"]
     assert drafter_replaced["remarks"] == ["measured with other weights"]
     file.unlink()
+    file = records.new_file(reports, "mine")
+    slow = made_up.measured(missed=4)
+    doubted = dataclasses.replace(
+        measured, temperatures=(slow,), measured="2027-01-01 00:00:00"
+    )
+    records.write(doubted, file)
+    (in_doubt,) = printed(capsys, "status")["drafters"]
+    assert in_doubt["speedup"] is None
+    assert "were not accepted" in in_doubt["remarks"][0]
+    file.unlink()
     earlier = made_up.evaluation(
         "mine", measured="2001-01-01 00:00:00", training=Training(signature="t")
     )

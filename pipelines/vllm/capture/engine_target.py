@@ -3,7 +3,7 @@
 Shapes: B samples, L positions, D hidden width, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -194,6 +194,7 @@ class EngineTarget:
         self._engine.run()
         chosen = self._engine.chosen()
         self._check_logprobs(prompts[checked], chosen[str(checked)])
+        self._check_repeated(prompts, transcripts, chosen)
         return [
             self._target.response(chosen[str(at)].ids) for at in range(len(prompts))
         ]
@@ -321,6 +322,26 @@ class EngineTarget:
                 f"{int(logits_V.argmax())}: {ADVICE}"
             )
 
+    def _check_repeated(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        transcripts: Sequence[Transcript],
+        chosen: Mapping[str, Chosen],
+    ) -> None:
+        """The argmax of logits that are not finite is token 0, for ever: such responses are checked.
+
+        PromptError for the first prompt whose states are not finite, TargetError as from `generate`.
+        """
+        repeated = [at for at in range(len(prompts)) if not any(chosen[str(at)].ids)]
+        for at in repeated:
+            draw = Draw(max_tokens=1, stop_ids=self._target.info.eos_ids, logprobs=True)
+            self._submit(str(at), transcripts[at], prompts[at], draw)
+        if repeated:
+            self._engine.run()
+            first = self._engine.chosen()
+            for at in repeated:
+                self._check_logprobs(prompts[at], first[str(at)])
+
     def _check_logprobs(self, prompt: EncodedPrompt, chosen: Chosen) -> None:
         """The target gives the chosen tokens the log-probabilities that the engine gives them."""
         (sample,) = self._target.capture(
@@ -329,6 +350,7 @@ class EngineTarget:
         hidden_ND = as_torch(sample.features[HIDDEN_TEXT], "float32").to(
             self._target.dtype
         )
+        self._target.check_finite(hidden_ND[-1:])
         logits_RV = self._target.logits(hidden_ND[-len(chosen.ids) - 1 : -1])
         own_R = logits_RV.log_softmax(-1).gather(1, torch.tensor(chosen.ids)[:, None])[
             :, 0

@@ -198,6 +198,17 @@ def test_a_run_on_other_responses_to_the_same_prompts_is_another_run(
         train(plan(again, tmp_path / "out"))
 
 
+def test_a_run_on_features_that_were_captured_again_is_another_run(
+    store: Path, tmp_path: Path
+) -> None:
+    """Of the same tokens, as in another encoding."""
+    again = tmp_path / "again"
+    synthetic.store(again, 24, factor=1.01)
+    stopped(plan(store, tmp_path / "out"), 4)
+    with pytest.raises(TrainingError, match="content"):
+        train(plan(again, tmp_path / "out"))
+
+
 def test_a_run_that_starts_over_removes_the_old_one_only_when_it_can_begin(
     store: Path, tmp_path: Path
 ) -> None:
