@@ -136,7 +136,6 @@ class Batch:
         length_M: int64 [M], its number of visual tokens.
         segment_M: int64 [M], the number of its sample.
         features: Each feature as [T, U or M, hidden size].
-        failed_T: bool [T], where a replay has failed; None: there was none.
         host: The same tokens on the CPU without features, if they have come from there; see
             `readable`.
     """
@@ -150,7 +149,6 @@ class Batch:
     length_M: Tensor
     segment_M: Tensor
     features: Mapping[Feature, Tensor] = field(default_factory=dict)
-    failed_T: Tensor | None = None
     host: "Batch | None" = field(default=None, repr=False, compare=False)
 
     @property
@@ -193,9 +191,8 @@ class Batch:
         device = torch.device(device)
         tokens = {}
         for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Tensor):
-                tokens[item.name] = value
+            if item.name not in ("features", "host"):
+                tokens[item.name] = getattr(self, item.name)
         moved = zip(tokens, place_all([*tokens.values()], device), strict=True)
         states = {}
         for feature, value in self.features.items():

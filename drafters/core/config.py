@@ -97,12 +97,9 @@ class Stage:
     """Weigh the hops of a row by the chance that they are reached (D-PACE, arXiv 2605.18810),
     smoothed by this share (the paper: 0.5); 0: do not."""
     learning_rate: float = 3e-5
-    anchors: int | Literal["failed"] = 0
+    anchors: int = 0
     """The most response positions of a sample that are trained in a step, in random runs of
-    16; 0: all. failed: those at which the target rejected the drafter in a replay
-    (`vlmdistill replay`), and all of a sample without a replay."""
-    mixed: float = 0.0
-    """With `anchors=failed`, how many other positions are drawn for each failed one."""
+    16; 0: all."""
     keep_top: int = 0
     """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is
     not among the drafter's `keep_top` best; 0: rows always count."""
@@ -111,16 +108,9 @@ class Stage:
     losses: Mapping[str, float] = field(default_factory=lambda: {**EAGLE_LOSSES})
     """Weight of each term, by its name in `losses.py`."""
 
-    @property
-    def probed(self) -> int:
-        """`anchors` when the stage is measured: failed positions are not singled out."""
-        return 0 if self.anchors == "failed" else self.anchors
-
     def __post_init__(self) -> None:
-        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "mixed")
+        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "anchors")
         at_least(self, 0, "pace", most=1)
-        if self.anchors != "failed":
-            at_least(self, 0, "anchors")
         at_least(self, 1, "hops")
         key = f"stages.{self.name}"
         if not all(0 <= share <= 1 for share in self.visual):

@@ -12,9 +12,6 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.suggestions import did_you_mean
 
-REMOVED = {"keep_failing": False}
-"""Settings of a stage that are gone, with the value that was the default: checkpoints have it."""
-
 
 def to_dict(config: DrafterConfig) -> dict[str, Any]:
     """All settings on one level, as JSON can hold them; `from_dict` reads them back.
@@ -60,8 +57,6 @@ def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
     DataError names a setting that the drafter does not have, or a value that does not fit.
     """
     values = {**to_dict(paper), **values}
-    if isinstance(values["stages"], list | tuple):
-        values["stages"] = [_without_removed(stage) for stage in values["stages"]]
     try:
         model = msgspec.convert(values, type(paper.model))
         training = msgspec.convert(values, type(paper.training))
@@ -80,17 +75,6 @@ def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
             f"unknown setting {', '.join(unknown)}{near}; there are {choice}"
         )
     return config
-
-
-def _without_removed(stage: Any) -> Any:
-    """A stage without the settings in `REMOVED`, where they have their default."""
-    if not isinstance(stage, dict):
-        return stage
-    kept = dict(stage)
-    for name, default in REMOVED.items():
-        if kept.get(name) == default:
-            del kept[name]
-    return kept
 
 
 def override(config: DrafterConfig, settings: Sequence[str]) -> DrafterConfig:
