@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core.batch import Batch, Entries
+from vlmdistill.drafters.core.capabilities import MiddleState
 from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
@@ -114,9 +115,9 @@ def unroll(
         )
     ahead_HR = token_R + hop_H1
     inside_HR = supervised_T[ahead_HR.clamp(max=last)] & (ahead_HR <= last)
-    middle_TD = (
-        batch.feature(source, "text") if (source := drafter.middle_source) else None
-    )
+    middle_TD = None
+    if isinstance(drafter, MiddleState):
+        middle_TD = batch.feature(drafter.middle_source, "text")
     targets = TargetRows(
         hidden_TD, known.ids_T, token_R, inside_HR.cumprod(0).bool(), middle_TD
     )

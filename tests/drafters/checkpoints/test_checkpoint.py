@@ -27,10 +27,10 @@ WRITTEN = """{
   "steps": 240, "warmup": 0.05, "noise": 0.2, "clip": 1.0, "detach": false,
   "stages": [
     {"name": "text", "epochs": 1.0, "visual": [0, 0], "hops": 1, "hop_decay": 1.0, "learning_rate": 0.002,
-     "keep_top": 0, "keep_failing": false, "view": "",
+     "keep_top": 0, "view": "",
      "losses": {"regression": 1.0, "cross_entropy": 0.1, "list_mle": 0.01}},
     {"name": "multimodal", "epochs": 9.0, "visual": [1, 1], "hops": 3, "hop_decay": 1.0,
-     "learning_rate": 0.002, "keep_top": 0, "keep_failing": false, "view": "",
+     "learning_rate": 0.002, "keep_top": 0, "view": "",
      "losses": {"l1": 10.0, "list_mle": 0.1}}],
   "vata": true, "ivsb": false, "mtp": true
 }"""
