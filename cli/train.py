@@ -150,7 +150,7 @@ def train(
         folder = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":
         training = describe(folder)["training"]
-        step = training.get("saved_step", training["steps"])
+        step = training["saved_step"]
         measured: dict[str, Any] = next(
             (one for one in training["history"] if one["step"] == step), {}
         )

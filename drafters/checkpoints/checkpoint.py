@@ -148,8 +148,6 @@ def load(
             )
     except (DataError, RuntimeError) as error:
         raise TrainingError(f"{folder / 'config.json'}: {one_line(error)}") from None
-    if description["format"] == 1:
-        weights = {_since_2(key, expected): value for key, value in weights.items()}
     there, asked = (
         {k: [*v.shape] for k, v in one.items()}
         for one in (weights, expected.state_dict())
@@ -176,12 +174,3 @@ def build(name: str, config: DrafterConfig, info: TargetInfo, head: Head) -> Pro
     drafter: Proposer = catalogue.load(name)(config.model, info, head)
     drafter.tree = config.tree
     return drafter.to(device=head.embed_VD.device, dtype=head.embed_VD.dtype).eval()
-
-
-def _since_2(key: str, drafter: Proposer) -> str:
-    """The name of a weight that format 1 kept under `key`: EAGLE's layers were not a block of their own."""
-    return (
-        f"block.{key}"
-        if hasattr(drafter, "block") and key.startswith(("fc.", "layer."))
-        else key
-    )

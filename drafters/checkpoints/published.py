@@ -271,6 +271,7 @@ def load(
     }
     training = {
         "steps": 0,
+        "saved_step": 0,
         "samples": 0,
         "history": [],
         "imported": {**facts, "not the target's": changed},

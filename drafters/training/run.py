@@ -1,6 +1,6 @@
 """A training run: its settings, its samples, and how far it has come on disk."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -21,17 +21,6 @@ from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.loader.epoch import select
 from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.store import Store
-
-LATER = (
-    "attention_window",
-    "cell",
-    "validate_every",
-    "patience",
-    "anchors",
-    "pace",
-)
-"""Settings that came later, of a model, a run or its stages: left out of the signature when unset, so that
-runs of earlier versions keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +105,7 @@ class RunData:
         settings["samples"] = (
             f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
         )
-        config = _known(to_dict(run.config))
-        config["stages"] = [*map(_known, config["stages"])]
+        config = to_dict(run.config)
         initial = Initial.read(run.init, run.drafter) if run.init else None
         if initial:
             settings["init"] = initial.hash
@@ -130,11 +118,6 @@ class RunData:
     def keys(self) -> list[str]:
         """All samples that any stage trains on."""
         return sorted({key for one in self.samples for key in (*one.visual, *one.text)})
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, without the members of `LATER` that are unset."""
-    return {name: value for name, value in values.items() if value or name not in LATER}
 
 
 def check_features(
@@ -172,10 +155,7 @@ def finished(run: Run, data: RunData) -> bool:
         description = describe(run.out)
         done = description.get("training", {})
         if done.get("signature") == data.signature:
-            if (
-                done.get("content", data.settings["content"])
-                == data.settings["content"]
-            ):
+            if done["content"] == data.settings["content"]:
                 return True
             raise TrainingError(
                 f"{run.out} holds a drafter trained on another target or on other responses to the same "
@@ -199,7 +179,7 @@ def finished(run: Run, data: RunData) -> bool:
     mine = data.signature, data.settings["content"]
     if found is not None and mine != (
         found.signature,
-        found.settings.get("content", mine[1]),
+        found.settings.get("content"),
     ):
         odd = ranks.differences(data.settings, found.settings)
         raise TrainingError(

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
-from msgspec import Meta
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -32,13 +32,15 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import LostError, StoreError, TrainingError, one_line
 from vlmdistill.stores.manifest import Record, seal, unseal
-from vlmdistill.stores.records import read_bytes, regular
+from vlmdistill.stores.records import decode, read_bytes, regular
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import SCHEMA_VERSION
 from vlmdistill.stores.sharing.part import Copy
 
 log = logging.getLogger(__name__)
 RECORD = "checkpoint.json"
+FORMAT = 2
+"""Of checkpoints. Development versions wrote 1; nothing reads it."""
 RANKS = 2**16  # the most that a run may have had
 
 Count = Annotated[int, Meta(ge=0)]
@@ -53,7 +55,7 @@ class HeldOut:
     held_out_agreement: list[
         float
     ]  # by hop, the share of rows whose best token is the target's
-    predicted_tau: float = 0.0  # of a chain as long as the drafter's tree is deep
+    predicted_tau: float  # of a chain as long as the drafter's tree is deep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ class Saved(Record, frozen=True, kw_only=True):
     MOST: ClassVar[int] = 1 << 24  # bytes: it has all measurements of the run
 
     schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
-    format: Literal[1] = 1
+    format: Literal[2] = FORMAT
     signature: str
     settings: dict[str, Any]  # by name, to tell which of them differ
     ranks: Annotated[int, Meta(ge=1, le=RANKS)]
@@ -217,7 +219,24 @@ def read(folder: Path) -> Saved | None:
     except FileNotFoundError:
         return None
     except (OSError, StoreError, ValueError):
+        if _is_older(file):
+            raise TrainingError(
+                f"the checkpoint {file} was written by a development version of vlmdistill: --force "
+                "starts the run over"
+            ) from None
         raise _damaged(file) from None
+
+
+class _Version(Struct):
+    format: int
+
+
+def _is_older(file: Path) -> bool:
+    """Whether a record that cannot be read is of an older format."""
+    try:
+        return decode(read_bytes(file, Saved.MOST), _Version).format < FORMAT
+    except (OSError, ValueError):
+        return False
 
 
 def tensors(

@@ -337,7 +337,7 @@ def train(
             forecast.check_training(plan)
         folder = training.launch(plan, 1, force, _of(progress, "train"))
         facts = describe(folder)["training"]
-    saved = facts.get("saved_step", facts["steps"])
+    saved = facts["saved_step"]
     measured: dict[str, Any] = next(
         (one for one in facts["history"] if one["step"] == saved), {}
     )
