@@ -241,7 +241,9 @@ def test_the_last_epoch_is_known_where_steps_do_not_divide_it(steps: int) -> Non
     config = override(catalogue.config("sparrow"), [f"steps={steps}"]).training
     schedule = Schedule(config, config.stages[:1], micro=2)
     begun = [*range(0, steps, 3)]  # of epochs with five batches
-    last = [schedule.is_last_epoch(Position(begun=one), 5) for one in begun]
+    last = [
+        schedule.is_last_epoch(Position(steps_before_epoch=one), 5) for one in begun
+    ]
     assert last == [False] * (len(begun) - 1) + [True]
 
 
