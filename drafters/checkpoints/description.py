@@ -1,4 +1,4 @@
-"""What a drafter's folder says of it: `config.json` and `samples.txt`.
+"""The description of a drafter in its folder: `config.json` and `samples.txt`.
 
 Light to import, so that a missing drafter is an error before torch loads.
 """
@@ -18,7 +18,8 @@ from vlmdistill.stores.suggestions import did_you_mean
 FORMAT = 3
 """Of drafter folders. Development versions wrote 1 and 2; nothing reads them."""
 WEIGHTS = "model.safetensors"
-SAMPLES = "samples.txt"  # the keys of the samples of a drafter's training and of those before it, one a line
+SAMPLES = "samples.txt"
+"""The keys of the samples that the drafter, or a drafter that it began with, was trained on, one a line."""
 
 
 class _DrafterFile(msgspec.Struct, frozen=True):
@@ -37,19 +38,14 @@ def describe(folder: Path) -> dict[str, Any]:
 
     A method without training needs no folder: its name is enough.
     """
-    name, file = folder.name, folder / "config.json"
-    if (
-        not folder.exists()
-        and name in catalogue.NAMES
-        and not catalogue.is_trained(name)
-    ):
+    name = folder.name
+    needs_training = name not in catalogue.NAMES or catalogue.is_trained(name)
+    if not folder.exists() and not needs_training:
         from vlmdistill.drafters.core.settings import to_dict
 
-        return {
-            "drafter": name,
-            "config": to_dict(catalogue.config(name)),
-            "training": {},
-        }
+        config = to_dict(catalogue.config(name))
+        return {"drafter": name, "config": config, "training": {}}
+    file = folder / "config.json"
     try:
         content = json.loads(read_bytes(file))
         _check_format(file, content)
@@ -106,8 +102,8 @@ def _instead(folder: Path) -> str:
     """What to do about a missing drafter: the nearest name, or how to train it."""
     if folder.name in catalogue.NAMES:
         return f": it is not trained yet; `vlmdistill train {folder.name}`"
-    there = sorted(file.parent.name for file in folder.parent.glob("*/config.json"))
-    if near := did_you_mean(folder.name, there):
+    trained = [file.parent.name for file in folder.parent.glob("*/config.json")]
+    if near := did_you_mean(folder.name, sorted(trained)):
         return near
-    known = did_you_mean(folder.name, catalogue.NAMES)
-    return f"{known}: train one first, for example `vlmdistill train sparrow`"
+    near = did_you_mean(folder.name, catalogue.NAMES)
+    return f"{near}: train one first, for example `vlmdistill train sparrow`"
