@@ -263,6 +263,9 @@ def test_a_notebook_shows_what_a_thing_is(demo_folder: Path) -> None:
         demo_folder / "runs/demo/drafters/sparrow", target
     )
     assert re.match(r"Sparrow\(\s+for demo, [\d,]+ parameters, tree ", repr(drafter))
+    assert re.match(r"Sample\('scene-0': \d+ text tokens, ", repr(store["scene-0"]))
+    batch = next(vlmdistill.iterate_batches(store, tokens=10_000))
+    assert re.match(r"Batch\(6 samples: \d+ text tokens; .*hidden\.text", repr(batch))
 
 
 def test_a_damaged_store_can_be_shown(demo_folder: Path, tmp_path: Path) -> None:
@@ -277,6 +280,7 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
     target = vlmdistill.load_target("demo")
     lookahead = vlmdistill.load_drafter("lookahead", target)
     workers = DataLoader(vlmdistill.StoreDataset(store), batch_size=None, num_workers=1)
+    new = vlmdistill.new_drafter("sparrow", store, recipe="demo")
     turn = [{"role": "user", "content": "Hello"}]
     untyped: Any = vlmdistill  # for values of a wrong type
     batches, generate = (
@@ -312,6 +316,12 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
         "rank=3": lambda: vlmdistill.StoreDataset(store, rank=3),
         "late": lambda: batches(view="late"),
         "set num_workers=0": lambda: next(iter(workers)),
+        "hidden.text of the batch is bfloat16 on cpu": lambda: vlmdistill.unroll(
+            new.drafter, next(batches()), new.config.schedule[0]
+        ),
+        "progress(stage, done, total, remark)": lambda: untyped.train(
+            "wren", progress=lambda done, total: None
+        ),
         "name a new folder": lambda: vlmdistill.create_store(
             demo_folder, target, ["hidden.text"]
         ),
@@ -335,6 +345,7 @@ def test_bad_input_is_refused_at_once_in_one_line(demo_folder: Path) -> None:
         with pytest.raises(vlmdistill.VlmdistillError) as caught:
             call()
         assert message in str(caught.value)
+        assert "Traceback" not in str(caught.value)
 
 
 def test_the_package_runs_as_a_module() -> None:
