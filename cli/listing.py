@@ -25,11 +25,12 @@ def list_names(
     """List drafters, targets, evaluation sets and recipes, with a line on each."""
     from vlmdistill.drafters import catalogue
     from vlmdistill.pipelines.data.prompts import evaluation_sets
-    from vlmdistill.pipelines.targets.checkpoints.folder import known
+    from vlmdistill.pipelines.targets.checkpoints.folder import named_targets
 
     def targets() -> dict[str, str]:
         return {
-            name: f"{one['family']}, {one['origin']}" for name, one in known().items()
+            name: f"{target.family}, {target.origin}"
+            for name, target in named_targets().items()
         }
 
     def sets() -> dict[str, str]:

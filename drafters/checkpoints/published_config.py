@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.stores.errors import TrainingError, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 FOREIGN_SWITCHES = (
     "norm_before_residual",

@@ -4,7 +4,7 @@
                    step<N>.safetensors  weights, Adam's moments and steps, buffers; see `deepspeed_engine`
                    metrics.jsonl        figures of each step and validation; see `progress`
 
-A copy in another folder or at a URL is a part with versions (see `stores.sharing.part`): of two machines that
+A copy in another folder or at a URL has versions (see `stores.sharing.mirror`): of two machines that
 continue from the same version, the second one gets an error and changes nothing.
 
 Rank 0 writes the files; the other ranks get them from the rank that has them. A checkpoint may come from
@@ -31,11 +31,11 @@ from vlmdistill.drafters.training.deepspeed_engine import MOMENTS, STEP, PartEnt
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import LostError, StoreError, TrainingError, one_line
+from vlmdistill.stores.input_files import decode, read_bytes, regular
 from vlmdistill.stores.manifest import Record, seal, unseal
-from vlmdistill.stores.records import decode, read_bytes, regular
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import SCHEMA_VERSION
-from vlmdistill.stores.sharing.part import Copy
+from vlmdistill.stores.sharing.mirror import Mirror
 
 log = logging.getLogger(__name__)
 RECORD = "checkpoint.json"
@@ -192,7 +192,7 @@ class RemoteRun:
         self.folder = folder
         self.url = url
         record = folder.with_name(f".{folder.name}.version.json")
-        self._copy = Copy(
+        self._mirror = Mirror(
             open_backend(url), folder, record, lambda name: not name.startswith(".")
         )
 
@@ -209,11 +209,11 @@ class RemoteRun:
     # FileNotFoundError: a newer checkpoint has replaced the one that was being read.
     @retried(on=FileNotFoundError)
     def _begin(self, signature: str, force: bool) -> None:
-        latest = self._copy.part.latest()
+        latest = self._mirror.remote.latest()
         stored = latest.files.get(RECORD) if latest else None
         if stored and not force:
             with TemporaryDirectory() as folder:
-                self._copy.part.download(stored, Path(folder) / RECORD)
+                self._mirror.remote.download(stored, Path(folder) / RECORD)
                 remote = read(Path(folder))
             local = read(self.folder)
             if remote and remote.signature != signature:
@@ -222,9 +222,9 @@ class RemoteRun:
                     "one a --name of its own, or --force to start over"
                 )
             if remote and _is_further(remote, local):
-                self._copy.update()
+                self._mirror.update()
                 return
-        self._copy.adopt(latest)
+        self._mirror.adopt(latest)
 
     def send(self) -> str:
         """Publish the files of the folder; returns why that failed, which is also logged.
@@ -233,7 +233,7 @@ class RemoteRun:
         the run.
         """
         try:
-            self._copy.publish()
+            self._mirror.publish()
         except LostError as error:
             raise TrainingError(
                 f"another machine has gone on with this run: it has {self._remote_steps()}, this machine "
@@ -246,7 +246,7 @@ class RemoteRun:
         return ""
 
     def _remote_steps(self) -> str:
-        latest = self._copy.part.latest()
+        latest = self._mirror.remote.latest()
         names = latest.files if latest else ()
         steps = sorted(name for name in names if name.startswith("step"))
         return ", ".join(steps) or "no checkpoint"

@@ -50,8 +50,8 @@ from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, StoppedError, naming
+from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.manifest import VIEWS, record_names
-from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import TIME, content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.expressions import Filter

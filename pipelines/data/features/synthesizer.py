@@ -62,7 +62,7 @@ class Synthesizer(Responder):
 
     def work(self, task: ResponseTask) -> ResponseResult:
         """The responses to the prompts of a task, and the kept ones' shards, which do not count yet."""
-        self._unit, self._opened, self._held = task.name, 0, list[Commit]()
+        self._shard, self._opened, self._held = task.name, 0, list[Commit]()
         self._writer: Writer | None = None
         self._size = self._samples = 0  # of the open shard
         with ExitStack() as self._open:
@@ -80,7 +80,7 @@ class Synthesizer(Responder):
         if self._writer is None or full:
             self._publish()
             writer = self._capturer.store.writer(
-                f"{self._unit}-{self._opened}", hold=True
+                f"{self._shard}-{self._opened}", hold=True
             )
             self._writer = self._open.enter_context(writer)
             self._opened, self._size, self._samples = self._opened + 1, 0, 0
