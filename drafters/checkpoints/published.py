@@ -217,7 +217,7 @@ def _is_plain(value: object) -> bool:
 # Names: published_name -> ours
 
 
-class _Place(NamedTuple):
+class _WeightPlace(NamedTuple):
     """Where a published tensor goes."""
 
     key: str  # a weight here
@@ -262,7 +262,7 @@ def _translate(
     return _Translation(weights, origin, unmatched)
 
 
-def _place(published_name: str, names: Mapping[str, str]) -> _Place | None:
+def _place(published_name: str, names: Mapping[str, str]) -> _WeightPlace | None:
     """The place of a tensor by its own name or that of its module; None: it has no counterpart."""
     module, _, kind = published_name.rpartition(".")
     if published_name in names:
@@ -272,7 +272,7 @@ def _place(published_name: str, names: Mapping[str, str]) -> _Place | None:
         key = f"{path}.{kind}"
     else:
         return None
-    return _Place(key, int(block or 0))
+    return _WeightPlace(key, int(block or 0))
 
 
 def _require_all_blocks(

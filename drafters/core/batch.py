@@ -145,7 +145,7 @@ class Batch:
 
     def __repr__(self) -> str:
         readable = self.readable
-        samples = len(readable.segment_T.unique())
+        samples = len(readable.segment_T.bincount().nonzero())
         visual_tokens = int(readable.length_M.sum())
         features = ", ".join(feature.name for feature in self.features) or "none"
         return (

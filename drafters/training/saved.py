@@ -279,14 +279,14 @@ def read(folder: Path) -> Saved | None:
         raise _damaged(file) from None
 
 
-class _Version(Struct):
+class _FormatNumber(Struct):
     format: int
 
 
 def _is_older(file: Path) -> bool:
     """Whether a record that cannot be read is of an older format."""
     try:
-        return decode(read_bytes(file, Saved.MOST), _Version).format < FORMAT
+        return decode(read_bytes(file, Saved.MOST), _FormatNumber).format < FORMAT
     except (OSError, ValueError):
         return False
 

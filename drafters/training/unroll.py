@@ -140,7 +140,8 @@ def _check_dtype(drafter: Drafter, batch: Batch) -> None:
     """DataError if the features are not on the drafter's device, or not in its dtype without autocast."""
     weight = drafter.embed_VD
     casts = torch.is_autocast_enabled(weight.device.type)
-    for feature, states in batch.features.items():
+    for feature in sorted(batch.features):
+        states = batch.features[feature]
         same_dtype = casts or states.dtype == weight.dtype
         if same_dtype and states.device == weight.device:
             continue

@@ -316,8 +316,8 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
         "rank=3": lambda: vlmdistill.StoreDataset(store, rank=3),
         "late": lambda: batches(view="late"),
         "set num_workers=0": lambda: next(iter(workers)),
-        "hidden.text of the batch is bfloat16 on cpu": lambda: vlmdistill.unroll(
-            new.drafter, next(batches()), new.config.schedule[0]
+        " of the batch is bfloat16 on cpu, and the drafter float32": lambda: (
+            vlmdistill.unroll(new.drafter, next(batches()), new.config.schedule[0])
         ),
         "progress(stage, done, total, remark)": lambda: untyped.train(
             "wren", progress=lambda done, total: None
