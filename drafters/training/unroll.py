@@ -139,17 +139,21 @@ def unroll(
 def _check_dtype(drafter: Drafter, batch: Batch) -> None:
     """DataError if the features are not on the drafter's device, or not in its dtype without autocast."""
     weight = drafter.embed_VD
-    casts = torch.is_autocast_enabled(weight.device.type)
     for feature in sorted(batch.features):
         states = batch.features[feature]
-        same_dtype = casts or states.dtype == weight.dtype
-        if same_dtype and states.device == weight.device:
+        if states.device == weight.device and _computes_together(states, weight):
             continue
         move = f"batch.to({str(weight.device)!r}, {weight.dtype})"
         raise DataError(
             f"{feature.name} of the batch is {_place_of(states)}, and the drafter {_place_of(weight)}: move "
             f"the batch with `{move}`"
         )
+
+
+def _computes_together(states: Tensor, weight: Tensor) -> bool:
+    """Whether dtypes are the same, or autocast makes them so."""
+    device = weight.device.type
+    return states.dtype == weight.dtype or torch.is_autocast_enabled(device)
 
 
 def _place_of(tensor: Tensor) -> str:
