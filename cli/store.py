@@ -60,7 +60,7 @@ FeaturesOption = Annotated[
 
 @app.command()
 def info(store: Path, as_json: console.Json = False) -> None:
-    """Show what a store holds, where it comes from, its size, and what each drafter would read."""
+    """Show the content, origin and size of a store, and the bytes that each drafter would read."""
     from vlmdistill.stores import summary
     from vlmdistill.stores.store import Store
 

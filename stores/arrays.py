@@ -41,7 +41,7 @@ class ArraySpec:
 
     name: str
     rows: Rows
-    dtype: str  # as numpy names it: what is on disk
+    dtype: str  # on disk, as numpy names it
     width: int
     attributes: tuple[tuple[str, str], ...] = ()
     """The logical dtype and column names, for human readers."""
@@ -90,7 +90,7 @@ def chunk_rows(rows: int) -> int:
 
 
 def chunk_index(spec: ArraySpec, rows: int) -> bytes:
-    """Offset and length of each chunk and their crc32c: what ends the file of an array."""
+    """Offset and length of each chunk and their crc32c, which end the file of an array."""
     size = chunk_rows(rows) * spec.row_bytes
     offsets = [number * size for number in range(chunk_count(rows))]
     index = b"".join(struct.pack("<QQ", offset, size) for offset in offsets)
@@ -148,7 +148,7 @@ class HashedFile:
             _write_hashed(self._file.write, self._hash.update, view)
         self.bytes += len(view)
         self._unsynced += len(view) if len(view) >= LARGE else 0
-        # An fdatasync of what is written, so that closing does not wait for all of it.
+        # An fdatasync meanwhile, so that closing does not wait for all bytes.
         idle = self._syncing is None or self._syncing.done()
         if idle and self._unsynced >= SYNC_EVERY:
             self._wait()
@@ -171,7 +171,7 @@ class HashedFile:
         return self.bytes, self._hash.hexdigest()
 
     def abort(self) -> None:
-        """Close without fsync, also after `close`; what is buffered may not fit a full disk."""
+        """Close without fsync, also after `close`; buffered bytes may not fit a full disk."""
         with contextlib.suppress(OSError):
             self._wait()
         with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
 """Commits: how a shard or a table comes to count, and which record could name a file.
 
-What is committed is published first and named by a record afterwards. Then its files are looked for once
-more, since `gc` removes what no record names. Only then a copy of the record is kept in the ledger.
+The files are published first and named by a record afterwards. Then they are listed once more, since `gc`
+removes files that no record names. Only then a copy of the record is kept in the ledger.
 
 A deleted record is indistinguishable from one never written. So a copy below `ledger/` without its record
 means that the record was lost, renamed or overwritten. A writer that dies in between leaves a record without
-a copy; the next `gc` writes it. What is dropped on purpose is removed from the ledger first.
+a copy; the next `gc` writes it. To drop a record on purpose, remove its copy first.
 """
 
 import re
@@ -32,7 +32,7 @@ from vlmdistill.stores.manifest import (
 from vlmdistill.stores.retry import retried
 
 LEDGER = "ledger"
-KEPT = (COMMITS, VIEWS, STATS)  # whose records have copies
+KEPT = (COMMITS, VIEWS, STATS)  # the folders of records that have copies
 SHARD = re.compile(rf"shards/({NAME.pattern})-[0-9a-f]{{16}}")
 TABLE = re.compile(rf"({'|'.join(TABLES)})/({NAME.pattern})-[0-9a-f]{{16}}\.arrow")
 

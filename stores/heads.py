@@ -77,7 +77,7 @@ def _header_of(tables: Mapping[str, Array], dtype: str) -> dict[str, Any]:
 
 
 class _Table(Struct, forbid_unknown_fields=True):
-    """What the header of the file says of a table."""
+    """A table as the header of the file describes it."""
 
     dtype: str
     shape: tuple[Count, Count]

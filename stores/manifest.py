@@ -152,7 +152,7 @@ class TableRecord(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What the table is kept under."""
+        """The name of the table in its folder."""
         return "index"
 
     @property

@@ -1,4 +1,4 @@
-"""What travels through a store: features, samples, and where they come from.
+"""The data of a store: features, samples, and where they come from.
 
 Shapes: T text tokens of a sample, U visual tokens, M visual spans (images or video runs),
 L = T + U positions of the expanded sequence, D hidden width, V vocabulary.
@@ -27,7 +27,9 @@ CHUNK_FILE = "c/0/0"  # the one file of rows in the folder of an array
 
 Array = npt.NDArray[Any]
 Where = Literal["text", "visual", "span"]
-Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array is for
+Rows = Literal[
+    "text", "visual", "span", "sample"
+]  # one row of an array is for each of these
 Meta = Mapping[str, str | int | float | bool | None]
 TIME = "time"
 """The meta column that says when a sample was asked, in seconds since 1970: `store gc --older-than`."""
@@ -50,7 +52,7 @@ class Feature:
             embeddings with projected visual vectors scattered in) or `layer<k>` (the residual stream that
             enters layer k, before any norm; `hidden_states[k]` of transformers).
         where: `text` (every text token), `visual` (every visual token) or `span` (the last visual token of
-            each image or video: what the first text token after it is paired with).
+            each image or video, which is paired with the first text token after it).
     """
 
     source: str
@@ -254,7 +256,7 @@ class TargetInfo(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class FrozenTables:
-    """The target's frozen tables: what turns ids into drafter inputs and states into logits.
+    """The target's frozen tables, which turn ids into drafter inputs and states into logits.
 
     `lm_head_VD` is the same object as `embed_VD` when the target ties them.
     """

@@ -5,8 +5,8 @@
       heads/<hash>/         the target's frozen embedding and LM head
       commits/<shard>.json   a shard counts when its record is here; sealed
       shards/<shard>-<hash>/ a Zarr v3 group of arrays, and index.arrow
-      views/, stats/        what filters keep; what training says of samples
-      ledger/               a copy of each record, to miss lost ones by
+      views/, stats/        samples that filters keep; statistics from training
+      ledger/               a copy of each record, by which lost ones are noticed
       annexes/<hash>/       a store, without heads/, of further features of the same samples
       staging/              unfinished work
 
@@ -94,7 +94,7 @@ class Store:
         self._shards = Shards(backend, self.layout)
         self.rows = ShardRows(backend, self.layout, self.commit)
         self._samples = SampleReader(self.rows, self._find_feature)
-        self._index: _Index | None = None
+        self._index: _MergedIndex | None = None
 
     @classmethod
     def create(
@@ -108,7 +108,7 @@ class Store:
         """Make a store, or open the one that is there if it is of the same origin.
 
         `encoding` maps feature names to `raw` (default) or `int8`. StoreError names the
-        field in which an existing store differs, or what else the folder holds.
+        field in which an existing store differs, or another thing that the folder holds.
         """
         backend = open_backend(path)
         Layout.of(provenance, info, encoding or {})
@@ -138,7 +138,7 @@ class Store:
     ) -> "Store":
         """Open a store; StoreError when it is missing, damaged or of another version of the format.
 
-        `cache`, as `DIR:SIZE`, keeps what is read of a URL on a local disk, in at most so many bytes.
+        `cache`, as `DIR:SIZE`, keeps arrays that are read of a URL on a local disk, in at most so many bytes.
         `report` gets the number of shards whose index is read, and of all.
         """
         backend = open_backend(path, cache)
@@ -276,8 +276,8 @@ class Store:
         missing = {*chosen} - {*self.features}
         if missing:
             raise StoreError(
-                f"this store has no {_names(missing)}: it holds {_names(self.features)}. Capture what is "
-                "missing with `vlmdistill features --for DRAFTER`"
+                f"this store has no {_names(missing)}: it holds {_names(self.features)}. Capture the "
+                "missing ones with `vlmdistill features --for DRAFTER`"
             )
         return chosen
 
@@ -416,7 +416,7 @@ class Store:
         """The columns of the index that came with the samples, and their types."""
         return self._current_index().meta
 
-    def _current_index(self) -> "_Index":
+    def _current_index(self) -> "_MergedIndex":
         from vlmdistill.stores.index.run_stats import join_stats
 
         shards = committed_shards(self.backend)
@@ -426,7 +426,7 @@ class Store:
             schema = merged.schema
             meta = {name: schema[name] for name in schema if not reserved(name)}
             lines = Lines(join_stats(self.backend, merged))
-            self._index = _Index(made_from, lines, meta)
+            self._index = _MergedIndex(made_from, lines, meta)
         return self._index
 
     def view(self, name: str | None) -> "pl.DataFrame":
@@ -557,7 +557,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class _Index:
+class _MergedIndex:
     """The merged index with the statistics of runs."""
 
     made_from: tuple[tuple[str, ...], tuple[str, ...]]  # the shards, and `stats/`
@@ -570,7 +570,7 @@ def _names(features: Collection[Feature]) -> str:
 
 
 def require_room(backend: Backend) -> None:
-    """StoreError when a folder holds more than hidden files and what an interrupted creation leaves."""
+    """StoreError when a folder holds more than hidden files and leftovers of an interrupted creation."""
     foreign = []
     for name in backend.list_names(""):
         if name not in (HEADS, STAGING) and not name.startswith("."):

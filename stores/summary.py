@@ -1,4 +1,4 @@
-"""What is in a store, from its records and index alone: no tensor is read."""
+"""Summaries of a store, from its records and index alone: no tensor is read."""
 
 import logging
 from collections import Counter
@@ -35,14 +35,14 @@ log = logging.getLogger("vlmdistill.stores")
 def info(
     store: Store, needs: Mapping[str, Collection[Feature]] | None = None
 ) -> dict[str, Any]:
-    """What a store holds, from what, how big, per field and per dataset.
+    """The content, origin and size of a store, also per field and per dataset.
 
     `bytes` is the sum of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, the
     ledger, and the tables of views, statistics and cache). Shards that no record names do not count.
     `shadowed` samples have a key that an earlier shard has too. A view says how many samples it keeps, and
     how many of these are in the store. `annexes` name their features and the number of samples that have
-    them; sizes count them. With `needs`, the features that drafters read: also what each would read, or
-    lacks.
+    them; sizes count them. With `needs`, the features that drafters read: also the bytes that each would
+    read, and the features that it lacks.
     """
     tallies = [_tally(one) for one in (store, *store.annexes)]
     fields = _fields(tallies)
@@ -67,7 +67,7 @@ def info(
 
 @dataclass
 class _Tally:
-    """What the shards of a store or annex hold, from their records."""
+    """The content of the shards of a store or annex, from their records."""
 
     store: Store
     records_bytes: int
@@ -174,7 +174,7 @@ def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
 def _cost(
     store: Store, wanted: Collection[Feature], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a drafter that reads these features would read, and lacks."""
+    """The bytes that a drafter of these features would read, and the features that are missing."""
     present = sorted(feature.name for feature in set(wanted) & set(store.features))
     missing = sorted(feature.name for feature in set(wanted) - set(store.features))
     read = sum(fields[name]["bytes"] for name in ["tokens", *present])

@@ -161,7 +161,7 @@ class Backend(ABC):
     def workspace(self, name: str | None = None) -> Path:
         """A locked local folder to build a shard in; for a local store on the same file system.
 
-        A `name` finds again what an interrupted process left under it.
+        A `name` finds the folder of an interrupted process again.
         """
 
     @abstractmethod

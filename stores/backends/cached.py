@@ -6,7 +6,7 @@
 
 A name is a hash of shard and range, and a shard is named by its content, so a file never goes stale, and
 several stores may share a folder. Files have no checksum of their own: the store compares every row that it
-reads with its index, and lets the cache `forget` what differs.
+reads with its index, and lets the cache `forget` those that differ.
 """
 
 import contextlib
@@ -163,7 +163,7 @@ class Cache:
     def _listed(self) -> "list[_File]":
         """The files of the cache, in the order in which they are removed.
 
-        In an epoch of random order, what was used least recently is as likely to come next as anything. So
+        In an epoch of random order, the least recently used file is as likely to be next as any other. So
         all processes keep the same names: their share of the samples is then read from the cache. Files
         that are no longer read, perhaps of another store, go first.
         """

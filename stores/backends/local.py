@@ -137,7 +137,7 @@ class Local(Backend):
             return file.read(min(most, size + 1))
 
     def read_range(self, name: str, start: int, length: int) -> Array:
-        """Mapped, so that memory use follows what the caller keeps."""
+        """Mapped: its memory is free once the caller drops the array."""
         if not length:
             return np.empty(0, np.uint8)
         return self._open(name).read_range(start, length)
@@ -318,7 +318,7 @@ class Local(Backend):
                 self.release(folder)
 
     def _repair(self, folder: Path, name: str) -> None:
-        """Replace, one whole file after the other, what differs from the files in `folder`."""
+        """Replace files that differ from those in `folder`, one whole file after the other."""
         for file in [file for file in folder.rglob("*") if file.is_file()]:
             published = self._own(f"{name}/{file.relative_to(folder).as_posix()}")
             if _equal(file, published):

@@ -29,7 +29,7 @@ class OpenFile:
         weakref.finalize(self, os.close, self._number)
 
     def read_range(self, start: int, length: int) -> Array:
-        """Map just this range, so that memory use follows what the caller keeps."""
+        """Map just this range: its memory is free once the caller drops the array."""
         if length < MAPPED_BYTES:
             data = np.empty(length, np.uint8)
             self.readinto(start, data, lambda _: None)

@@ -42,7 +42,7 @@ class Remote(Backend):
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         try:
-            # A cached listing would hide what other writers commit.
+            # A cached listing would hide the commits of other writers.
             self._fs, root = fsspec.core.url_to_fs(
                 self.url, use_listings_cache=False, **_options(self.url)
             )
@@ -280,7 +280,7 @@ class Remote(Backend):
             hidden = hidden and self._fs.exists(self._path(STORE))
         if hidden:
             raise StoreError(
-                f"{self.url}: this server does not list folders, so what it holds is unknown"
+                f"{self.url}: this server does not list folders, so its files are unknown"
             )
 
     def remove(self, name: str) -> None:
@@ -322,7 +322,7 @@ class Remote(Backend):
                 return folder
 
     def release(self, folder: Path, keep: bool = False) -> None:
-        """Remove the folder: what was sent already is not sent again."""
+        """Remove the folder, with `keep`, too: files that were sent are not sent again."""
         shutil.rmtree(folder, ignore_errors=True)
         self._locks.release(folder)
 

@@ -26,7 +26,7 @@ DEPTH = 4  # lists within lists
 BATCH_ROWS = 1 << 16  # of the record batches of a large table
 SMALL_BYTES = 1 << 18
 BLOCK = 1 << 20  # bytes that are hashed at once
-SCALARS = (  # what a column or a list may hold; of numbers, those that polars has
+SCALARS = (  # the types in a column or a list; of numbers, those that polars has
     pa.types.is_null,
     pa.types.is_boolean,
     pa.types.is_integer,

@@ -1,8 +1,8 @@
 """The merged index of all shards, and the copy of it that makes opening a large store quick.
 
 Reading thousands of small indexes takes seconds on a disk and minutes on an object store. So the merged index
-of many shards is kept in `cache/`. It only saves time: what it lacks is read from the shards, and a damaged
-one is ignored.
+of many shards is kept in `cache/`. It only saves time: shards that it lacks are read themselves, and
+a damaged one is ignored.
 """
 
 import contextlib

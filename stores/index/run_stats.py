@@ -103,7 +103,7 @@ def join_stats(backend: Backend, index: pl.DataFrame) -> pl.DataFrame:
     """The index with each run's columns as `<run>.<column>`, and plain from the latest run with a value.
 
     A column that came with the samples keeps its name. Where runs disagree on the kind of a column, the
-    plain one has the values of the runs that agree with the latest. What is left out is logged.
+    plain one has the values of the runs that agree with the latest. Columns that are left out are logged.
     """
     runs, unreadable = _runs(backend)
     for why in unreadable.values():
@@ -153,7 +153,7 @@ def unread(backend: Backend, columns: Collection[str]) -> dict[str, str]:
 def _runs(
     backend: Backend, names: Sequence[str] | None = None
 ) -> tuple[list[RunStats], dict[str, str]]:
-    """The runs that can be read, the latest last; of the others, why not and what to do."""
+    """The runs that can be read, the latest last; of the others, why not and how to go on."""
     readable = list[RunStats]()
     unreadable = dict[str, str]()
     for name in record_names(backend, STATS) if names is None else names:

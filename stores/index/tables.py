@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SPAN = pa.struct([("start", pa.int32()), ("length", pa.int32())])
 ROW = "_row"  # suffix of the offsets: text_row, visual_row, span_row, sample_row
 XXH3 = "xxh3."  # prefix of the checksums: xxh3.hidden.text
-LOSS = "int8."  # prefix of what 8 bits lost of a sample: [summed squared error, summed squares]
+LOSS = "int8."  # prefix of the losses of 8 bits: [summed squared error, summed squares]
 
 CORE: Mapping[str, pa.DataType] = {
     "key": pa.string(),

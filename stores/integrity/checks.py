@@ -1,8 +1,8 @@
-"""Checks of what records name: a file against its checksum, a shard against its index.
+"""Checks of the files of records: a file against its checksum, a shard against its index.
 
 A shard whose bytes match its record may still be unreadable, when a faulty writer made it. So its
 index is compared with the record, its arrays' descriptions with the store's layout, and every sample's rows
-with the checksums that a reader compares: what passes here is what `Store.read` returns.
+with the checksums that a reader compares: samples that pass here are read by `Store.read`.
 """
 
 import json
@@ -52,7 +52,7 @@ class Finding:
 
     `damaged` and `missing` files are named by a record, or are records themselves; `unreadable` ones could
     not be looked at. `orphan` files are named by none and `unfinished` ones belong to a writer, perhaps a
-    dead one: neither is ever read, and gc removes what a writer left. A `note` is no fault.
+    dead one: neither is ever read, and gc removes those of writers. A `note` is no fault.
     """
 
     kind: Kind
@@ -171,7 +171,7 @@ class StoreChecks:
             findings.append(Finding("damaged", commit_name(record.shard), misfit))
         if not findings:
             findings += self._group(f"{record.named}/{GROUP}")
-        index = _Index()
+        index = _CheckedIndex()
         if not any(finding.name == f"{record.named}/{INDEX}" for finding in findings):
             index = self._index(record)
             findings += index.findings
@@ -187,17 +187,19 @@ class StoreChecks:
             findings += _check_tokens(self._backend, record, index.table, self._layout)
         return findings, index.good
 
-    def _index(self, record: Commit) -> "_Index":
+    def _index(self, record: Commit) -> "_CheckedIndex":
         """Read the index of a shard, and compare it with the record."""
         if not self._layout:
-            return _Index()
+            return _CheckedIndex()
         name = f"{record.named}/{INDEX}"
         try:
             table = read_arrow(self._backend, name, record.files[INDEX])
             faults = list(_index_faults(self._layout, record, table))
         except (OSError, StoreError) as error:
-            return _Index(findings=[failed(name, error)])
-        return _Index(table, [Finding("damaged", name, fault) for fault in faults])
+            return _CheckedIndex(findings=[failed(name, error)])
+        return _CheckedIndex(
+            table, [Finding("damaged", name, fault) for fault in faults]
+        )
 
     def _group(self, name: str) -> list[Finding]:
         """Open the description of a shard as zarr does."""
@@ -259,7 +261,7 @@ class StoreChecks:
 
 
 @dataclass(frozen=True)
-class _Index:
+class _CheckedIndex:
     """The index of a shard, None when it cannot be read, and its faults."""
 
     table: pa.Table | None = None
@@ -324,7 +326,7 @@ def _loss_faults(layout: Layout, record: Commit, table: pa.Table) -> Iterator[st
     for name, sums in record.losses.items():
         column = table[LOSS + name]
         if (_lengths(column) != 2).any():
-            yield "what 8 bits lost of a sample is not two numbers"
+            yield "the losses of a sample in 8 bits are not two numbers"
             continue
         values = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
         sums_of_samples = values.reshape(-1, 2).sum(axis=0)

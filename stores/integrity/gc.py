@@ -1,4 +1,4 @@
-"""Garbage collection: remove what no record names, no live process has locked, and is a day old."""
+"""Garbage collection: remove files that no record names, no live process has locked, and are a day old."""
 
 import contextlib
 import logging
@@ -44,10 +44,10 @@ class Removed:
 def collect(
     store: Store, *, grace: float = GRACE, dry_run: bool = False
 ) -> list[Removed]:
-    """Remove garbage untouched for `grace` seconds; returns what was removed, or would be on a `dry_run`.
+    """Remove garbage untouched for `grace` seconds; returns the files, which stay on a `dry_run`.
 
-    StoreError when a record is lost or damaged: what it names looks like garbage then, so nothing is
-    removed. StoreError also, after everything else is removed, when something cannot be removed.
+    StoreError when a record is lost or damaged: its files look like garbage then, so nothing is removed.
+    StoreError also, after everything else is removed, when something cannot be removed.
     """
     return _collect(store, grace, dry_run)[0]
 

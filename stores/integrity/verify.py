@@ -1,7 +1,7 @@
 """Verification: read and compare everything that records name, and list every other file.
 
-What passes can be read, see `checks`. A lost record, which the ledger still has, is damage, as is a missing
-file.
+A store that passes can be read, see `checks`. A lost record, which the ledger still has, is damage, as is a
+missing file.
 """
 
 import os
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Verification:
-    """What a verification found."""
+    """The findings of a verification."""
 
     files: int
     bytes: int
@@ -139,7 +139,7 @@ def _has_store(files: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What a check of the files of one record found."""
+    """The findings about the files of one record."""
 
     bytes: int
     findings: list[Finding]
@@ -177,7 +177,7 @@ def _verify(
         if isinstance(records.by_name[name], Commit):
             checked.append(result)
 
-    # What the records say together.
+    # Compare the records with each other, and with the list of files.
     frames = [result.samples for result in checked if result.samples is not None]
     samples = pl.concat([NO_SAMPLES, *frames])
     findings += _differing(samples)

@@ -4,8 +4,8 @@ The plan of an epoch is a list of batches that depends on the samples, the budge
 the epoch alone; ranks take turns along it. Where the batches do not divide among the ranks, the
 largest are split until they do, so that every rank gets the same number of batches and no sample
 is dropped or repeated; only when no batch has two samples left do some ranks end with an empty
-batch. A state is the list of (token budget, ranks, steps) taken so far: what remains is planned again
-for any other budget and number of ranks.
+batch. A state is the list of (token budget, ranks, steps) taken so far: the remaining samples are planned
+again for any other budget and number of ranks.
 """
 
 from collections import deque
@@ -202,7 +202,7 @@ class Epoch(Iterator[PackedSamples]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `start_state` takes to continue after the batches handed out so far, on any ranks and budget.
+        """The `start_state` that continues after the batches handed out so far, on any ranks and budget.
 
         All ranks must have taken the same number of batches; their states are then equal.
         """

@@ -1,7 +1,7 @@
-"""Sharing: bring to one store what it misses of another, near or far.
+"""Sharing: bring to one store the samples of another, near or far, that it misses.
 
 Merging, pushing and pulling are one act. Pushing and pulling copy a store: every sample whose key is
-missing. Merging brings teams together, so what is there already under another key is left out. Nothing
+missing. Merging brings teams together, so content that the target has under another key is left out. Nothing
 is copied unless all of it fits; where both stores have a key, the sample that is there stays.
 """
 
@@ -47,12 +47,11 @@ class Copied:
 def merge(
     target: str | Path, sources: Sequence[str | Path], *, progress: Progress = silent
 ) -> list[Copied]:
-    """Copy what `target` misses from each source, making it when it is not there.
+    """Copy the samples that `target` misses from each source, making the target when it does not exist.
 
-    Views and statistics of one name are brought together; of samples that both speak of, what is
-    there already stays. StoreError naming the field when a source is of another target, processor,
-    template, feature set, dtype or 8-bit encoding, or has other types of meta columns; nothing is
-    copied from any then.
+    Views and statistics of one name are brought together; where both have values for a sample, the target's
+    stay. StoreError naming the field when a source is of another target, processor, template, feature set,
+    dtype or 8-bit encoding, or has other types of meta columns; nothing is copied from any then.
     """
     stores = [Store.open(path) for path in sources]
     for store in stores[1:]:
@@ -77,8 +76,8 @@ def send(
 ) -> Copied:
     """Push or pull: copy a store, or a view of it, or some features of it, where they are missing.
 
-    The frozen head travels along; so do views and statistics when all samples go, and what the
-    source says of its samples counts then. StoreError when the target is of another origin or holds
+    The frozen head travels along; so do views and statistics when all samples go, and then the
+    source's values count. StoreError when the target is of another origin or holds
     other features, or when a shard that is copied whole does not arrive as it was sent.
     """
     store = Store.open(source)
@@ -218,7 +217,7 @@ def _copy(
 ) -> Copied:
     """Copy the samples of `wanted`, rows of the index of `source`, that `target` misses.
 
-    The result is what the target holds in the end, as read anew: others may write to it, too.
+    The result is counted in the target in the end, as read anew: others may write to it, too.
     """
     content = [XXH3 + spec.name for spec in target.layout.arrays]
     sent: set[str] = set()
@@ -246,7 +245,7 @@ def _copy(
         sent.update(missing["key"])
         raise RacedError(
             f"{len(missing)} of {len(wanted)} samples are not in {target.path} although they were copied, "
-            f"the first {missing['key'][0]}: do others remove or replace what is there? Run it again"
+            f"the first {missing['key'][0]}: do others remove or replace samples? Run it again"
         )
 
     own, duplicates = arrive()

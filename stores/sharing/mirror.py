@@ -7,14 +7,14 @@ Version n+1 is created on the condition that it does not exist, by a writer that
 of two machines one is told that it came too late, whichever slept, died or has a wrong clock, and nothing
 that a version names is changed. No lock and no clock is needed for that.
 
-What may be removed: a writer lists `files/`, creates version n+1, and removes from that list what neither n+1
-nor n names. A file of the list was uploaded before version n+1 existed, for a version whose number is n+1 at
-most: all of these exist, or existed. A version names only files of the version before it, and files that were
-uploaded after that one existed. So no version after n+1 can name what is removed. A reader whose file
-vanishes reads the latest version again.
+What may be removed: a writer lists `files/`, creates version n+1, and removes from that list the files that
+neither n+1 nor n names. A file of the list was uploaded before version n+1 existed, for a version whose
+number is n+1 at most: all of these exist, or existed. A version names only files of the version before it,
+and files that were uploaded after that one existed. So no version after n+1 can name a removed file. A reader
+whose file vanishes reads the latest version again.
 
-For deletion, a writer creates version n+1 even if nothing has changed, and removes what n alone names as
-well: then the URL holds the files of n+1 and no others.
+For deletion, a writer creates version n+1 even if nothing has changed, and removes the files that n
+alone names as well: then the URL holds the files of n+1 and no others.
 """
 
 import logging
@@ -167,7 +167,7 @@ class VersionedFolder:
     def collect(self, listed: Collection[str], named: Collection[Version]) -> None:
         """Remove the contents of a list that these versions do not name, and the versions before them.
 
-        See the top of this file for what may be in the list.
+        See the top of this file for the conditions on the list.
         """
         kept = {stored.file for version in named for stored in version.files.values()}
 
@@ -248,7 +248,7 @@ class Mirror:
                     self._update()
                     return
             raise StoreError(
-                f"files of {self.url} are missing: restore them, or remove what is left of it"
+                f"files of {self.url} are missing: restore them, or remove the others as well"
             )
 
     def _update(self) -> None:
@@ -319,7 +319,7 @@ class Mirror:
         )
 
     def publish(self, delete: bool = False) -> None:
-        """Create the next version, of what the folder holds now; nothing if that is the latest one.
+        """Create the next version, of the files that the folder has now; nothing if these are the latest one.
 
         With `delete` it is created anyway, and the URL holds nothing else then. LostError when another
         machine has published a version since: the local changes stay in the folder.
@@ -450,7 +450,7 @@ class Mirror:
         own: Version,
         other_files: Mapping[str, StoredFile],
     ) -> bool:
-        """Whether another version has changed one of these files, and not to what it is in the own one."""
+        """Whether another version has changed one of these files, and not in the same way as the own one."""
         for name in changed:
             harmless = (base.files.get(name), own.files.get(name))  # both may remove it
             if other_files.get(name) not in harmless:

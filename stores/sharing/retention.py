@@ -160,7 +160,7 @@ def _drop(store: Store, outdated: _Outdated) -> Iterator[tuple[str, int]]:
         for name in (folder, *cached):
             with backend.try_lock(name) as locked:
                 size = _bytes(backend, name)
-                # What another process has locked is garbage now, which is collected at the end.
+                # A file that another process has locked is garbage now, collected at the end.
                 if locked and size:
                     backend.remove(name)
                     yield name, size

@@ -1,8 +1,8 @@
 """Moving samples between stores: each shard arrives whole and checked, or not at all.
 
-A shard that is wanted whole is copied file by file, continuing what an interrupted copy left, and
-counts once every checksum was compared on arrival. Of others, and where the target compresses
-otherwise, the wanted samples are written anew, in the very bits they are stored in.
+A shard that is wanted whole is copied file by file, continuing an interrupted copy, and counts once every
+checksum was compared on arrival. Of other shards, the wanted samples are written anew, in the very bits that
+they are stored in.
 """
 
 import os
@@ -79,7 +79,7 @@ def _copy_whole(source: Store, target: Store, record: Commit) -> None:
     label = digest(f"{record.folder} {sorted(arrays)}".encode())[:16]
     with writing(backend):
         folder = backend.workspace(f"copy-{label}")
-        keep = True  # what arrived before an interruption is not fetched again
+        keep = True  # files that arrived before an interruption are not fetched again
         try:
             files = _gather(source, target, record, folder)
             copy = _copied_record(record, target, files)
@@ -155,7 +155,7 @@ def _copy_index(
 
 
 def _link(backend: Backend, name: str, path: Path, entry: Entry) -> None:
-    """Link to a file of a local backend; StoreError when it is not what its record says."""
+    """Link to a file of a local backend; StoreError when it is not as its record says."""
     size = backend.size(name)
     if size is None:
         raise damaged(f"{backend.url}/{name}", "it is missing")
@@ -166,7 +166,7 @@ def _link(backend: Backend, name: str, path: Path, entry: Entry) -> None:
 
 
 def _fetch(backend: Backend, name: str, path: Path, entry: Entry) -> None:
-    """Copy a file, continuing after what is there; StoreError when it is not what its record says."""
+    """Copy a file, continuing an interrupted copy; StoreError when it is not as its record says."""
     size, checksum = entry
     path.parent.mkdir(parents=True, exist_ok=True)
     # A part that is there may be to blame: then again, from the start.
@@ -179,7 +179,7 @@ def _fetch(backend: Backend, name: str, path: Path, entry: Entry) -> None:
 
 
 def _fetch_rest(backend: Backend, name: str, path: Path, size: int) -> str:
-    """Copy what is missing at the end of a file; the blake3 of all of it.
+    """Copy the missing end of a file; the blake3 of all of it.
 
     Each byte goes where it belongs: two processes whose locks hold on one machine only write the same.
     """
@@ -189,7 +189,7 @@ def _fetch_rest(backend: Backend, name: str, path: Path, size: int) -> str:
         present = file.seek(0, os.SEEK_END)
         if present > size:
             present = file.seek(file.truncate(0))
-        # Hash what is there.
+        # Hash the first part.
         file.seek(0)
         while data := file.read(min(BLOCK, present - file.tell())):
             state.update(data)
@@ -223,7 +223,7 @@ def _read_block(backend: Backend, name: str, start: int, length: int) -> memoryv
 def _publish(backend: Backend, folder: Path, record: Commit) -> None:
     """Publish a shard and compare every file as it arrived.
 
-    StoreError when one differs from what was sent: it is removed, to be sent again.
+    StoreError when one differs from the sent one: it is removed, to be sent again.
     """
     backend.publish(folder, record.named)
     if backend.is_local:

@@ -104,7 +104,7 @@ def where(
         of_run = any(name.startswith(f"{run}.") for name in expression.names)
         latest = any(_latest(name, columns) for name in expression.names)
         if of_run or latest or missing:
-            raise StoreError(f'"{text}" may need what cannot be read: {why}')
+            raise StoreError(f'"{text}" may need statistics that cannot be read: {why}')
     if missing:
         instead = _instead(missing, text, public, listed)
         raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){instead}")
@@ -170,7 +170,7 @@ def _require_plain(text: str) -> None:
 
 
 def _refusal(text: str) -> str | None:
-    """What is not allowed in an expression, found by splitting it into tokens; None if nothing."""
+    """Why an expression is refused, found by splitting it into tokens; None if it is not."""
     if len(text) > LONGEST:
         return f"it has more than {LONGEST} characters"
     position = operators = depth = 0
@@ -232,7 +232,7 @@ def line_of(error: Exception) -> str:
 def _instead(
     missing: Sequence[str], text: str, public: Sequence[str], listed: str
 ) -> str:
-    """What to write instead of names that are missing in an expression."""
+    """A suggestion for names that are missing in an expression, as a part of the error."""
     dotted = [name for name in public if "." in name]
     runs = tuple(f"{name}." for name in missing)
     meant = [name for name in dotted if name in text]
