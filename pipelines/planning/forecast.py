@@ -172,8 +172,8 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     def gain(part: CaptureStore, waiting: pl.DataFrame) -> _Gain:
         """What a part gets from the responses that exist, and from those to come, each of the mean size."""
         held = (
-            part.select(drafters, part.store.info)
-            if part.store
+            part.select(drafters, part.base.info)
+            if part.base
             else map(Feature.parse, needed)
         )
         gain = _Gain(frozenset(held), len(waiting) + missing)
@@ -186,7 +186,7 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
         )
         return replace(gain, text=prompt - visual + response, visual=visual)
 
-    stored = job.part.keys()
+    stored = job.store.keys()
     needed = about["drafters"]["all"]["features"]
     gains = [gain(*one) for one in job.waiting(facts)]
     info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
@@ -214,7 +214,7 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
         visual_tokens=largest.visual,
         features=tuple(captured),
         bytes=None if largest.text is None else sum(one.bytes(width) for one in gains),
-        free_bytes=free_disk(job.part.path),
+        free_bytes=free_disk(job.store.path),
         weights_bytes=about["weights_bytes"],
         response_memory=on_target(weights, dtype, batch=at_once, spread=True),
         feature_memory=on_target(weights, dtype, batch=in_pass, spread=True),
