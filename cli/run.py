@@ -85,8 +85,9 @@ def run(
         anyway=anyway,
     )
     if dry_run:
-        found = flow.dry_run(workspace, plan, Speeds.of(workspace.root, rate or ()))
-        forecasts.show_run(found, as_json)
+        speeds = Speeds.of(workspace.root, rate or ())
+        planned = flow.dry_run(workspace, plan, speeds)
+        forecasts.show_run(planned, as_json)
         return
     evaluations = flow.run(workspace, plan, console.remark, console.progress)
     report(model=model, runs=runs, as_json=as_json)
