@@ -45,11 +45,11 @@ def _drafters() -> dict[str, str]:
 
 
 def _targets() -> dict[str, str]:
-    from vlmdistill.pipelines.targets.checkpoints.folder import known
+    from vlmdistill.pipelines.targets.checkpoints.folder import named_targets
 
     return {
-        name: f"{target['family']}, {target['origin']}"
-        for name, target in known().items()
+        name: f"{target.family}, {target.origin}"
+        for name, target in named_targets().items()
     }
 
 

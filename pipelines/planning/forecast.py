@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 import torch
@@ -42,6 +42,9 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.schema import Feature, TargetInfo
 from vlmdistill.stores.store import Store
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.targets.describe import TargetDescription
 
 LARGER = "use a larger machine, or --target-dtype bfloat16"
 STAGES = ("responses", "features", "train")
@@ -139,14 +142,16 @@ class _Gain:
     visual: int | None = None
 
     def bytes(self, width: int) -> int:
-        from vlmdistill.pipelines.targets.describe import feature_cost
+        from vlmdistill.pipelines.targets.describe import SampleSize, feature_cost
 
         spans = self.samples if self.visual else 0
-        rows = {"text": self.text or 0, "visual": self.visual or 0, "span": spans}
-        return int(feature_cost(self.features, rows, width)["bytes"])
+        size = SampleSize(text=self.text or 0, visual=self.visual or 0, images=spans)
+        return feature_cost(self.features, size, width).bytes
 
 
-def _described(model: str, drafters: Sequence[str] | None = None) -> dict[str, Any]:
+def _described(
+    model: str, drafters: Sequence[str] | None = None
+) -> "TargetDescription":
     """The target. It alone needs transformers, which takes longer to import than a forecast of training."""
     from vlmdistill.pipelines.targets.describe import describe
 
@@ -187,9 +192,9 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
         return replace(gain, text=prompt - visual + response, visual=visual)
 
     stored = job.store.keys()
-    needed = about["drafters"]["all"]["features"]
+    needed = about.together.features
     gains = [gain(*one) for one in job.waiting(facts)]
-    info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
+    info, weights = about.target, about.parameters.all
     largest, width = max(gains, key=lambda gain: gain.samples), info.hidden_size
     captured = sorted(
         {feature.name for one in gains if one.samples for feature in one.features}
@@ -215,7 +220,7 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
         features=tuple(captured),
         bytes=None if largest.text is None else sum(one.bytes(width) for one in gains),
         free_bytes=free_disk(job.store.path),
-        weights_bytes=about["weights_bytes"],
+        weights_bytes=about.weights_bytes,
         response_memory=on_target(weights, dtype, batch=at_once, spread=True),
         feature_memory=on_target(weights, dtype, batch=in_pass, spread=True),
         response_seconds=speeds.seconds("responses", likely if missing else 0, engine),
@@ -272,12 +277,10 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
     is one rank per GPU, before ZeRO.
     """
     about = _described(model)
-    info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
+    info, weights = about.target, about.parameters.all
     dtype, answers = "bfloat16", _generating(info, CPU_BATCH, PLANNED_TOKENS)
     captured = {
-        "pass": rows(
-            info, CaptureSettings.batch_tokens, about["drafters"]["all"]["features"]
-        )
+        "pass": rows(info, CaptureSettings.batch_tokens, about.together.features)
     }
     stages = {
         "responses": on_target(weights, dtype, batch=answers, spread=True),
@@ -461,7 +464,7 @@ def run(
     speeds: Speeds,
 ) -> RunForecast:
     """Forecast the flow, by what its stages are told; nothing is written."""
-    info = TargetInfo.from_dict(_described(model, ["wren"])["target"])
+    info = _described(model, ["wren"]).target
     trained = {}
     for name, one in runs.items():
         weights, memory, disk = needs_of_training(one, info)
