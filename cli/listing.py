@@ -17,23 +17,23 @@ COMMANDS = {
 
 
 def list_names(
-    what: Annotated[
+    kind: Annotated[
         Literal["all", "drafters", "targets", "sets", "recipes"],
         typer.Argument(help="What to list."),
     ] = "all",
     as_json: console.Json = False,
 ) -> None:
     """List drafters, targets, evaluation sets and recipes, with a line on each."""
-    kinds = LISTS if what == "all" else {what: LISTS[what]}
-    lists = {kind: names_of() for kind, names_of in kinds.items()}
+    kinds = [*LISTS] if kind == "all" else [kind]
+    lists = {name: LISTS[name]() for name in kinds}
     if as_json:
         console.result(lists, as_json)
         return
     width = max(len(name) for names in lists.values() for name in names)
-    for number, (kind, names) in enumerate(lists.items()):
+    for number, (title, names) in enumerate(lists.items()):
         if number:
             console.echo("")
-        console.echo(f"{kind}, for `vlmdistill {COMMANDS[kind]}`")
+        console.echo(f"{title}, for `vlmdistill {COMMANDS[title]}`")
         for name, description in names.items():
             console.echo(f"  {name:<{width}}  {description}")
 
