@@ -351,7 +351,7 @@ class CommandStopped(SystemExit):
 
 
 @contextmanager
-def progress(what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
+def progress(action: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
     """Show progress on stderr: a bar on a terminal, else a line every `QUIET_SECONDS`.
 
     If results are kept in `kept_in` as they come, an interrupt raises CommandStopped with that path.
@@ -364,7 +364,7 @@ def progress(what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
         show(done, total, remark)
 
     try:
-        with _shown(what, unit) as show:
+        with _shown(action, unit) as show:
             yield report
     except (KeyboardInterrupt, SystemExit) as stop:
         if not kept_in:
@@ -377,19 +377,19 @@ def progress(what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
         ) from None
 
 
-def _shown(what: str, unit: str) -> AbstractContextManager[Progress]:
+def _shown(action: str, unit: str) -> AbstractContextManager[Progress]:
     if quiet.get():
         return nullcontext(silent)
     if sys.stderr.isatty():
-        return _bar(what, unit)
-    return nullcontext(_Lines(what, unit))
+        return _bar(action, unit)
+    return nullcontext(_Lines(action, unit))
 
 
 class _Lines:
     """Prints a line of progress now and then."""
 
-    def __init__(self, what: str, unit: str) -> None:
-        self.what = what
+    def __init__(self, action: str, unit: str) -> None:
+        self.action = action
         self.unit = unit
         self.speed = _Speed()
         self.last = time.monotonic()
@@ -400,7 +400,7 @@ class _Lines:
         if now - self.last < QUIET_SECONDS:
             return
         self.last = now
-        count = f"{self.what}: {done}/{total or '?'} {self.unit}"
+        count = f"{self.action}: {done}/{total or '?'} {self.unit}"
         parts = [count, rate, time_left, remark]
         note(", ".join(part for part in parts if part))
 
@@ -422,7 +422,8 @@ class _Speed:
             self.marks.append((now, done))
             self.last_mark = now
         start, done_at_start = self.marks[0]
-        rate = (done - done_at_start) / max(1e-9, now - start)
+        seconds = max(1e-9, now - start)
+        rate = (done - done_at_start) / seconds
         if not rate:
             return "", ""
         rate_text = f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
@@ -432,7 +433,7 @@ class _Speed:
 
 
 @contextmanager
-def _bar(what: str, unit: str) -> Iterator[Progress]:
+def _bar(action: str, unit: str) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -451,7 +452,7 @@ def _bar(what: str, unit: str) -> Iterator[Progress]:
         TextColumn("{task.fields[time_left]}"),
     )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, remark="", time_left="")
+        task = bar.add_task(action, total=None, remark="", time_left="")
         speed = _Speed()
 
         def show(done: int, total: int, remark: str = "") -> None:
@@ -467,13 +468,13 @@ def _bar(what: str, unit: str) -> Iterator[Progress]:
         yield show
 
 
-def waiting(what: str) -> AbstractContextManager[object]:
-    """On a terminal, show what the command waits for."""
+def waiting(reason: str) -> AbstractContextManager[object]:
+    """On a terminal, show why the command waits."""
     if quiet.get() or not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
 
-    return Console(stderr=True).status(what)
+    return Console(stderr=True).status(reason)
 
 
 class _Line(logging.Formatter):

@@ -91,16 +91,13 @@ def doctor(
 
 def _row(name: str, report: "MachineReport", software: Sequence[str]) -> list[str]:
     """The line of a machine in the table."""
+    versions = [report.versions.get(package) or "-" for package in software]
+    states = [_state(report, check) for check in CHECKS]
+    disk = console.size(report.free_bytes) if report.free_bytes else "-"
     kinds = sorted(set(report.gpus))
     gpus = "; ".join(f"{report.gpus.count(kind)} x {kind}" for kind in kinds)
-    return [
-        name,
-        *(report.versions.get(package) or "-" for package in software),
-        *(_state(report, check) for check in CHECKS),
-        console.size(report.free_bytes) if report.free_bytes else "-",
-        gpus or "none",
-        f"{report.clock:+.1f} s",
-    ]
+    clock = f"{report.clock:+.1f} s"
+    return [name, *versions, *states, disk, gpus or "none", clock]
 
 
 def _state(report: "MachineReport", check: str) -> str:

@@ -68,11 +68,12 @@ def run(
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.planning.forecast import Speeds
 
+    temperatures = temperature or [0.0, 1.0]
     plan = flow.Plan(
         drafters=names,
         recipe=recipe,
         settings=settings or (),
-        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
+        temperatures=tuple(dict.fromkeys(temperatures)),
         max_new_tokens=max_new_tokens,
         eval_limit=limit,
         batch=batch_size,

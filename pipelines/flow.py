@@ -43,13 +43,13 @@ class ProgressBar(Protocol):
     """Shows the progress of one stage."""
 
     def __call__(
-        self, what: str, unit: str, kept_in: str = ""
+        self, action: str, unit: str, kept_in: str = "", /
     ) -> AbstractContextManager[progress.Progress]:
-        """`what` is done to each `unit`; a stage that is stopped keeps its results in `kept_in`."""
+        """Such as `generating` `responses`. A stage that is stopped keeps its results in `kept_in`."""
 
 
 def silent(
-    what: str, unit: str, kept_in: str = ""
+    action: str, unit: str, kept_in: str = "", /
 ) -> AbstractContextManager[progress.Progress]:
     """A progress bar that shows nothing."""
     return nullcontext(progress.silent)
@@ -301,12 +301,13 @@ def _generate(job: CaptureJob, work: ResponseWork, bar: ProgressBar) -> Response
         job.store.marked() as mark,
     ):
         shared = partial(Shared, store=job.store.backend, mark=mark)
+        filters = dataset.read_settings(job.responses)[1]
         return responder.respond(
             job.prompts,
             job.responses,
             job.workspace.model,
             job.sampling,
-            dataset.read_settings(job.responses)[1],
+            filters,
             job.workers,
             batch=job.batch,
             report=report,

@@ -242,15 +242,15 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     ]
     largest = max(captures, key=lambda capture: capture.samples)
     captured = _captured_features(captures)
-    stored_keys = job.store.keys()
-    prompt_keys = facts_of(job.prompts)["key"]
+    prompt_keys = {*facts_of(job.prompts)["key"]}
+    response_tokens = planned.likely_tokens
     return CaptureForecast(
         prompts=len(job.prompts),
         responses=len(planned.facts),
         to_generate=planned.missing,
         most_tokens=planned.missing * planned.max_tokens,
-        likely_tokens=planned.likely_tokens,
-        samples=sum(key in stored_keys for key in prompt_keys),
+        likely_tokens=response_tokens,
+        samples=len(prompt_keys & job.store.keys()),
         to_capture=largest.samples,
         text_tokens=largest.text_tokens,
         visual_tokens=largest.visual_tokens,
@@ -260,7 +260,7 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
         weights_bytes=target.weights_bytes,
         response_memory=_response_memory(job, target, planned),
         feature_memory=_feature_memory(job, target, captured),
-        response_seconds=speeds.seconds("responses", planned.likely_tokens, engine),
+        response_seconds=speeds.seconds("responses", response_tokens, engine),
         feature_seconds=speeds.seconds("features", largest.tokens, engine),
     )
 
@@ -431,21 +431,23 @@ def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainFor
     is_finished = finished(run, data)
     steps_left = 0 if is_finished else steps - done
     batch_tokens = run.config.training.batch_tokens
+    seconds = speeds.seconds(f"train {run.drafter}", steps_left * batch_tokens)
     samples = data.samples[-1]  # of the last stage
+    shares = {
+        stage.name: schedule.share(number)
+        for number, stage in enumerate(schedule.stages)
+    }
     return TrainForecast(
         samples=len(samples.visual),
         text_samples=len(samples.text),
         held_out=len(samples.held_out),
         steps=steps,
-        stages={
-            stage.name: schedule.share(number)
-            for number, stage in enumerate(schedule.stages)
-        },
+        stages=shares,
         batch_tokens=batch_tokens,
         parameters=weights,
         memory=memory,
         disk_bytes=disk_bytes,
-        seconds=speeds.seconds(f"train {run.drafter}", steps_left * batch_tokens),
+        seconds=seconds,
         done=done,
         finished=is_finished,
     )
@@ -495,15 +497,16 @@ def evaluation(
     if timed:
         responses = prompts * temperatures
         seconds = _decoding_seconds(workspace, drafters, responses, trees)
+    memory = on_target(
+        parameters_in(resolve(workspace.model)),
+        settings.how.get("dtype", "auto"),
+        drafter=_weights_of(workspace, drafters),
+    )
     return EvalForecast(
         prompts=prompts,
         decodings=decodings,
         most_tokens=prompts * decodings * settings.max_new_tokens,
-        memory=on_target(
-            parameters_in(resolve(workspace.model)),
-            settings.how.get("dtype", "auto"),
-            drafter=_weights_of(workspace, drafters),
-        ),
+        memory=memory,
         seconds=seconds,
     )
 

@@ -112,16 +112,18 @@ def of_training(
     """One rank without ZeRO, which trains so many weights."""
     machine = _Machine.of(dtype)
     width = machine.width
+    row = width * info.hidden_size
     has_gpu = machine.device == "GPU"
     chunk = chunk_of(min(machine.free)) if machine.free and has_gpu else CHUNK_BYTES
+    logits = 4 * batch_tokens * info.vocab_size
     optimizer = 4 * FLOATS * weights
     if width < 4:  # the weights in half precision, beside the optimizer's own
         optimizer += width * weights
     parts = {
         "optimizer": optimizer,
-        "tables": 2 * width * info.vocab_size * info.hidden_size,
-        "batch": width * batch_tokens * info.hidden_size * features,
-        "logits": 2 * min(chunk, 4 * batch_tokens * info.vocab_size),
+        "tables": 2 * row * info.vocab_size,
+        "batch": row * batch_tokens * features,
+        "logits": 2 * min(chunk, logits),
     }
     return Memory(
         dtype=machine.dtype,

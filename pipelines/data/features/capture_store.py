@@ -121,7 +121,7 @@ class CaptureStore:
         return base.annex(self.annex, new_encoding)
 
     def check_encoding(
-        self, drafters: Sequence[str] | None, asked: Mapping[str, str]
+        self, drafters: Sequence[str] | None, wanted: Mapping[str, str]
     ) -> None:
         """StoreError if a feature is not captured, or if the store keeps it in another encoding."""
         if self.base is None:
@@ -131,7 +131,7 @@ class CaptureStore:
             holders |= dict.fromkeys(store.layout.features, store)
         needed = self._needs(drafters or (), self.base.info)
         captured = {feature.name for feature in {*holders} | needed}
-        for name, encoding in asked.items():
+        for name, encoding in wanted.items():
             check_captured(name, encoding, captured)
             holder = holders.get(Feature.parse(name))
             if holder is None:

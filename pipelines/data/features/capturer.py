@@ -377,31 +377,37 @@ def media_columns(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | i
     """Columns of the index: the number of images, videos and frames; and each of them, with frame times."""
     video_samplings = iter(samplings)
     media = list[dict[str, Any]]()
+    images = 0
     for part in prompt.media:
+        images += part["type"] == "image"
         medium: dict[str, Any] = {part["type"]: part["path"]}
         if part["type"] == "video":
             sampling = next(video_samplings)
             medium |= {"of": sampling.total, "fps": sampling.fps}
             medium["seconds"] = [round(second, 3) for second in sampling.seconds]
         media.append(medium)
+    frames = sum(len(sampling.indices) for sampling in samplings)
     return {
-        "images": sum(part["type"] == "image" for part in prompt.media),
+        "images": images,
         "videos": len(samplings),
-        "frames": sum(len(sampling.indices) for sampling in samplings),
+        "frames": frames,
         "media": json.dumps(media),
     }
 
 
 def stored_head(target: Any) -> FrozenTables:
     """The target's embedding table and LM head, in the dtype in which the target runs."""
-    embed = as_numpy(target.head.embed_VD)
-    tied = target.head.lm_head_VD is target.head.embed_VD
+    head = target.head
+    embed = lm_head = as_numpy(head.embed_VD)
+    if head.lm_head_VD is not head.embed_VD:
+        lm_head = as_numpy(head.lm_head_VD)
     config = target.folder / "generation_config.json"
+    generation = json.loads(config.read_text()) if config.is_file() else {}
     return FrozenTables(
         embed_VD=embed,
-        lm_head_VD=embed if tied else as_numpy(target.head.lm_head_VD),
+        lm_head_VD=lm_head,
         dtype=target.dtype_name,
-        generation=json.loads(config.read_text()) if config.is_file() else {},
+        generation=generation,
     )
 
 
@@ -510,17 +516,21 @@ def _summary(
     captured = len(captured_keys)
     seconds = sum(finished.seconds for finished in passes)
     tokens = sum(finished.tokens for finished in passes)
-    features = Store.open(store.backend).features
+    features = [feature.name for feature in Store.open(store.backend).features]
+    samples_per_second = tokens_per_second = 0.0
+    if captured:
+        samples_per_second = captured / seconds
+        tokens_per_second = tokens / seconds
     return CaptureSummary(
         store=store.path,
-        features=tuple(feature.name for feature in features),
+        features=tuple(features),
         samples=len(store.keys()),
         captured=captured,
         no_response=no_response,
         dropped=dropped,
         failed=failed,
-        samples_per_second=captured / seconds if captured else 0.0,
-        tokens_per_second=tokens / seconds if captured else 0.0,
+        samples_per_second=samples_per_second,
+        tokens_per_second=tokens_per_second,
         seconds=seconds,
     )
 

@@ -429,6 +429,8 @@ def _summary(
     facts = dataset.facts(out)
     kept = facts.filter("keep")
     kept_tokens = float(kept["tokens"].to_numpy().sum())
+    mean_tokens = kept_tokens / max(1, len(kept))
+    rate = tally.tokens / seconds if tally.tokens else 0.0
     return ResponseSummary(
         out=out,
         prompts=len(prompts),
@@ -436,7 +438,7 @@ def _summary(
         kept=len(kept),
         dropped=dataset.counted(facts["reason"]),
         failed=tally.failed,
-        mean_tokens=kept_tokens / max(1, len(kept)),
-        tokens_per_second=tally.tokens / seconds if tally.tokens else 0.0,
+        mean_tokens=mean_tokens,
+        tokens_per_second=rate,
         seconds=seconds,
     )

@@ -94,6 +94,12 @@ class VllmEngine:
         logprobs = 0 if draw.logprobs else None
         if self._captures:
             logprobs = 1
+        for_connector = {
+            "key": sequence.key,
+            "rows": sequence.rows,
+            "grown": sequence.grown,
+            "stop_ids": draw.stop_ids,
+        }
         return SamplingParams(
             temperature=draw.temperature,
             top_p=draw.top_p,
@@ -105,14 +111,7 @@ class VllmEngine:
             logprobs=logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={
-                "kv_transfer_params": {
-                    "key": sequence.key,
-                    "rows": sequence.rows,
-                    "grown": sequence.grown,
-                    "stop_ids": draw.stop_ids,
-                }
-            },
+            extra_args={"kv_transfer_params": for_connector},
         )
 
     def run(self) -> dict[str, Chosen]:
