@@ -32,7 +32,6 @@ from vlmdistill.cli.harvest import harvest
 from vlmdistill.cli.importing import import_drafter
 from vlmdistill.cli.listing import list_names
 from vlmdistill.cli.prompts import prompts
-from vlmdistill.cli.replay import replay
 from vlmdistill.cli.report import report
 from vlmdistill.cli.responses import responses
 from vlmdistill.cli.run import run
@@ -61,7 +60,6 @@ COMMANDS = (
     serve,
     export,
     harvest,
-    replay,
     adapt,
     follow,
     forget,

@@ -79,7 +79,7 @@ def info(store: Path, as_json: console.Json = False) -> None:
         {
             "store": facts["path"],
             "target": f"{origin['target']} ({target['family']}, width {target['hidden_size']})",
-            "samples": f"{facts['samples']} in {facts['units']} shards{more}",
+            "samples": f"{facts['samples']} in {facts['shards']} shards{more}",
             "size": f"{console.size(facts['bytes'])}: {', '.join(parts)}",
             "dtype": origin["dtype"],
             "engine": origin["engine"],

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import NewerError, RacedError, StoreError, one_line
+from vlmdistill.stores.errors import RacedError, StoreError, VersionError, one_line
 from vlmdistill.stores.manifest import (
     COMMITS,
     NAME,
@@ -39,47 +39,47 @@ TABLE = re.compile(rf"({'|'.join(TABLES)})/({NAME.pattern})-[0-9a-f]{{16}}\.arro
 
 @retried()
 def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Commit:
-    """Publish a shard and make it count; returns the record of its unit, another's if that came first.
+    """Publish a shard and make it count; returns its record, or that of another writer who was first.
 
     StoreError when the files of that record are not all there.
     """
-    name = commit_name(record.unit)
+    name = commit_name(record.shard)
     try:
         publish()
     except FileNotFoundError as error:
-        what = f"files of unit {record.unit} vanished while it was committed ({one_line(error)})"
+        what = f"files of shard {record.shard} vanished while it was committed ({one_line(error)})"
         raise StoreError(
             f"{what}: `vlmdistill store verify` says how to repair it"
         ) from error
     made = backend.create(name, seal(record))
     first = record if made else find_record(backend, name, Commit)
-    if first is not None and first.shard != record.shard:
+    if first is not None and first.folder != record.folder:
         backend.remove(
             record.named
-        )  # the unit's name is taken: this shard can never be committed
+        )  # the name is taken: these files can never be committed
     if first is not None and is_complete(backend, first):
         note(backend, name, first)
         return first
-    what = f"the files of unit {record.unit} were removed while they were committed"
+    what = f"the files of shard {record.shard} were removed while they were committed"
     raise RacedError(
         f"{what}: does `store gc` run with a short --grace? Run `store verify`"
     )
 
 
-def find_commit(backend: Backend, unit: str) -> Commit | None:
-    """The record of a unit; where it is lost, its copy in the ledger."""
-    name = commit_name(unit)
+def find_commit(backend: Backend, shard: str) -> Commit | None:
+    """The record of a shard; where it is lost, its copy in the ledger."""
+    name = commit_name(shard)
     return find_record(backend, name, Commit) or find_copy(backend, name, Commit)
 
 
 def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -> None:
-    """Note the records that have no copy: a writer died in between, or an older version wrote them."""
+    """Note the records that have no copy: their writer died in between."""
 
     def one(record: Commit | TableRecord) -> None:
         name = record_name(record.named)
         try:
             copy = find_copy(backend, name, type(record))
-        except NewerError:
+        except VersionError:
             raise
         except StoreError:  # it is damaged: replace it
             copy = None
@@ -125,7 +125,7 @@ def note(backend: Backend, name: str, record: Record) -> None:
 
 
 def find_copy(backend: Backend, name: str, kind: type[R]) -> R | None:
-    """The copy of the record `name`, None when it is missing; StoreError when it is damaged or too new."""
+    """The copy of the record `name`, None when it is missing; StoreError when it is damaged."""
     return find_record(backend, name, kind, f"{LEDGER}/")
 
 

@@ -18,8 +18,8 @@ class StoreError(VlmdistillError):
     """The feature store is missing, corrupt, or of another origin than required."""
 
 
-class NewerError(StoreError):
-    """The data was written by a later version of this program."""
+class VersionError(StoreError):
+    """The data was written in another version of the format than this program reads."""
 
 
 class RacedError(StoreError):

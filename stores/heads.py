@@ -9,6 +9,7 @@ from msgspec import Struct, field
 from vlmdistill.stores.arrays import write_file
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, one_line
+from vlmdistill.stores.input_files import decode
 from vlmdistill.stores.layout import STORAGE
 from vlmdistill.stores.manifest import (
     HEAD_FILE,
@@ -18,7 +19,6 @@ from vlmdistill.stores.manifest import (
     damaged,
     digest,
 )
-from vlmdistill.stores.records import decode
 from vlmdistill.stores.schema import Array, FrozenTables
 
 NAMES = {

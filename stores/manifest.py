@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import NewerError, StoreError, one_line
-from vlmdistill.stores.records import decode
+from vlmdistill.stores.errors import StoreError, VersionError, one_line
+from vlmdistill.stores.input_files import decode
 from vlmdistill.stores.schema import (
     CHUNK_FILE,
     SCHEMA_VERSION,
@@ -69,7 +69,7 @@ R = TypeVar("R", bound="Record")
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A sealed record."""
 
-    schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)]
+    schema: Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
 
     MOST: ClassVar[int] = 1 << 20  # bytes
 
@@ -108,8 +108,8 @@ class StoreRecord(Record, frozen=True, kw_only=True):
 class Commit(Record, frozen=True, kw_only=True):
     """A shard that counts."""
 
-    unit: Name
-    shard: Short
+    shard: Name
+    folder: Short  # below `shards/`: the name, and a hash of the files
     origin: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]  # hash of the provenance
     rows: Mapping[Rows, Count]
     meta: tuple[Text, ...]
@@ -121,16 +121,16 @@ class Commit(Record, frozen=True, kw_only=True):
     @property
     def named(self) -> str:
         """The folder that counts by this record."""
-        return f"{SHARDS}/{self.shard}"
+        return f"{SHARDS}/{self.folder}"
 
     def size(self, file: str) -> int:
         """Bytes of a file of the shard; 0 when it has none of that name."""
         return self.files[file][0] if file in self.files else 0
 
     def wrong(self, name: str) -> str | None:
-        """The record has the name of its unit, names the files of a shard, and the shard is named by them."""
-        if name != commit_name(self.unit):
-            return f"it is the record of {self.unit}"
+        """It has the name of its shard and names files of a shard, and its folder is named by them."""
+        if name != commit_name(self.shard):
+            return f"it is the record of {self.shard}"
         odd = [file for file in self.files if not FILE.fullmatch(file)]
         if odd or not {INDEX, GROUP} <= self.files.keys():
             return (
@@ -140,8 +140,10 @@ class Commit(Record, frozen=True, kw_only=True):
             )
         if len(self.rows) < len(KINDS):
             return "it lacks the rows of each kind: text, visual, span, sample"
-        shard = shard_name(self.unit, self.files)
-        return None if self.shard == shard else f"the shard of these files is {shard}"
+        folder = shard_folder(self.shard, self.files)
+        return (
+            None if self.folder == folder else f"the folder of these files is {folder}"
+        )
 
 
 class TableRecord(Record, frozen=True, kw_only=True):
@@ -205,7 +207,7 @@ class RunRecord(TableRecord, frozen=True, kw_only=True):
 
 
 class CacheRecord(TableRecord, frozen=True, kw_only=True):
-    """The merged index, of the shards of these units."""
+    """The merged index of these shards, by name, with their folders."""
 
     shards: Mapping[Name, Short]
 
@@ -256,7 +258,7 @@ def seal(record: Record | Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, kind: type[R], name: str) -> R:
-    """Read the record in the file `name` back; ValueError or NewerError says what is wrong."""
+    """Read the record in the file `name` back; ValueError or VersionError says what is wrong."""
     _require_size(data, kind)
     if _deep(data):
         raise ValueError(f"its brackets do not match, or are more than {DEPTH} deep")
@@ -296,17 +298,23 @@ class _Version(Struct):
 
 
 def _require_known(content: bytes) -> None:
-    """NewerError when a record, which is not as it should be, is of a later version."""
+    """VersionError when a record, which is not as it should be, is of another version of the format."""
     try:
         version = decode(content, _Version).schema
     except msgspec.ValidationError:
         return
+    if version == SCHEMA_VERSION or version < 1:  # the version is not the fault
+        return
+    cure = "a development version wrote it, write it again"
     if version > SCHEMA_VERSION:
-        raise NewerError(f"has schema {version}")
+        cure = "update vlmdistill"
+    raise VersionError(
+        f"has schema {version}, this vlmdistill reads {SCHEMA_VERSION}: {cure}"
+    )
 
 
 def read_record(backend: Backend, name: str, kind: type[R], below: str = "") -> R:
-    """Read and check a record: StoreError if damaged, NewerError if too new, FileNotFoundError if missing.
+    """Read and check a record: StoreError if damaged or of another version, FileNotFoundError if missing.
 
     Its copy is `below` another folder.
     """
@@ -317,15 +325,14 @@ def read_record(backend: Backend, name: str, kind: type[R], below: str = "") -> 
         return unseal(backend.read(below + name, kind.MOST + 1), kind, name)
     except (ValueError, IsADirectoryError, NotADirectoryError) as error:
         raise damaged(where, one_line(error)) from error
-    except NewerError as error:
-        what = f"{where} {error}, this vlmdistill reads up to {SCHEMA_VERSION}: update vlmdistill"
-        raise NewerError(what) from None
+    except VersionError as error:
+        raise VersionError(f"{where} {error}") from None
 
 
 def find_record(
     backend: Backend, name: str, kind: type[R], below: str = ""
 ) -> R | None:
-    """Read and check a record, None when it is missing; StoreError when damaged or too new."""
+    """Read and check a record, None when it is missing; StoreError when damaged or of another version."""
     try:
         return read_record(backend, name, kind, below)
     except FileNotFoundError:
@@ -342,9 +349,9 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def shard_name(unit: str, files: Files) -> str:
-    """The unit and a hash of the content: equal samples make equal names."""
-    return f"{unit}-{digest(msgspec.json.encode(files, order='sorted'))[:16]}"
+def shard_folder(shard: str, files: Files) -> str:
+    """The folder of a shard: its name and a hash of its files, so that equal samples make equal folders."""
+    return f"{shard}-{digest(msgspec.json.encode(files, order='sorted'))[:16]}"
 
 
 def record_names(backend: Backend, folder: str) -> list[str]:
@@ -364,11 +371,11 @@ def names_in(backend: Backend, folder: str) -> list[str]:
         raise damaged(f"{backend.url}/{folder}", "it is no folder") from error
 
 
-def units(backend: Backend) -> list[str]:
-    """The committed units, sorted."""
+def committed_shards(backend: Backend) -> list[str]:
+    """The names of the committed shards, sorted."""
     return record_names(backend, COMMITS)
 
 
-def commit_name(unit: str) -> str:
-    """Where the record of a unit lies."""
-    return f"{COMMITS}/{unit}.json"
+def commit_name(shard: str) -> str:
+    """Where the record of a shard lies."""
+    return f"{COMMITS}/{shard}.json"

@@ -35,7 +35,7 @@ class ShardRows:
         start, count, total = (
             row[f"{kind}_row"],
             rows_of(kind, row),
-            self._commit(row["unit"]).rows[kind],
+            self._commit(row["shard"]).rows[kind],
         )
         if start + count > total:  # neither is negative, see `check_values`
             where = f"{self._backend.url}: the index of sample {row['key']}"
@@ -49,7 +49,7 @@ class ShardRows:
         """The rows of one array, as stored, in `out` if given."""
         backend, shard, span = (
             self._backend,
-            self._commit(row["unit"]).named,
+            self._commit(row["shard"]).named,
             self.span(spec.rows, row),
         )
         try:
@@ -94,7 +94,7 @@ class ShardRows:
             for spec in self._layout.parts[feature] if feature else (TOKENS,):
                 if span := self.span(spec.rows, row):
                     self._backend.prefetch(
-                        *byte_range(self._commit(row["unit"]).named, spec, span)
+                        *byte_range(self._commit(row["shard"]).named, spec, span)
                     )
 
     def buffer(
@@ -111,7 +111,7 @@ class ShardRows:
         )
 
     def _where(self, spec: ArraySpec, row: Line) -> str:
-        return f"{self._backend.url}/{self._commit(row['unit']).named}: {spec.name} of sample {row['key']}"
+        return f"{self._backend.url}/{self._commit(row['shard']).named}: {spec.name} of sample {row['key']}"
 
 
 class SampleReader:

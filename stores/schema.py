@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy.typing as npt
-from msgspec import UNSET, Struct, UnsetType
 from msgspec import Meta as Bounds
+from msgspec import Struct
 
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.suggestions import did_you_mean
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 T = TypeVar("T")
 CHUNK_FILE = "c/0/0"  # the one file of rows in the folder of an array
 
@@ -284,15 +284,11 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Label, ...], Bounds(max_length=1000)
     ]  # names of those captured, sorted
     dtype: Label  # of the stored features: bfloat16, float16 or float32
-    revision: Label = ""
-    sampling: Label = (
-        ""  # never compared: responses of several settings may share a store
-    )
-    code_version: Label = ""  # never compared
-    engine: Label = "transformers"  # that ran the target; another one with its version
-    thinking: Label | UnsetType = (
-        UNSET  # whether the target reasons: on, off, mixed; absent: as by default
-    )
+    revision: Label  # never compared
+    sampling: Label  # never compared: responses of several settings may share a store
+    code_version: Label  # never compared
+    engine: Label  # that ran the target: `transformers`, or another with its version
+    thinking: Label  # whether the target reasons: on, off, mixed; "": as by default
 
     INFORMATIVE: typing.ClassVar = ("target", "revision", "sampling", "code_version")
     WHAT = "provenance"
@@ -304,14 +300,6 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if name not in self.INFORMATIVE and mine != theirs:
                 return f"{name}: {mine}, not {theirs}"
         return None
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form; `from_dict` reads it back. What is absent stays so: earlier versions read it."""
-        return {
-            name: value
-            for name, value in super().to_dict().items()
-            if value is not UNSET
-        }
 
 
 def content_hash(value: Any) -> str:

@@ -3,8 +3,8 @@
     STORE/
       store.json            provenance, target facts, layout, the frozen head's file; sealed
       heads/<hash>/         the target's frozen embedding and LM head
-      commits/<unit>.json   a shard counts when its record is here; sealed
-      shards/<unit>-<hash>/ a Zarr v3 group of arrays, and index.arrow
+      commits/<shard>.json   a shard counts when its record is here; sealed
+      shards/<shard>-<hash>/ a Zarr v3 group of arrays, and index.arrow
       views/, stats/        what filters keep; what training says of samples
       ledger/               a copy of each record, to miss lost ones by
       annexes/<hash>/       a store, without heads/, of further features of the same samples
@@ -38,11 +38,11 @@ from vlmdistill.stores.manifest import (
     STORE,
     Commit,
     StoreRecord,
+    committed_shards,
     damaged,
     names_in,
     read_record,
     seal,
-    units,
 )
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.reading import Line, SampleReader, ShardRows
@@ -140,7 +140,7 @@ class Store:
         cache: str | None = None,
         report: Progress = silent,
     ) -> "Store":
-        """Open a store; StoreError when it is missing, damaged or newer than this code.
+        """Open a store; StoreError when it is missing, damaged or of another version of the format.
 
         `cache`, as `DIR:SIZE`, keeps what is read of a URL on a local disk, in at most so many bytes.
         `report` gets the number of shards whose index is read, and of all.
@@ -328,11 +328,11 @@ class Store:
 
     # Writing
 
-    def writer(self, unit: str, *, hold: bool = False) -> Writer:
+    def writer(self, shard: str, *, hold: bool = False) -> Writer:
         """Write a shard: all samples added in one `with` block are committed, or none.
 
         Args:
-            unit: Name of the shard: at most 200 letters, digits and `. _ = + -`. A unit that is committed
+            shard: Name of the shard: at most 200 letters, digits and `. _ = + -`. A shard that is committed
                 already is not written again; its samples must then have the same keys.
             hold: The samples count once `count` gets the `held` of the writer, in any process.
 
@@ -341,21 +341,24 @@ class Store:
 
         Raises:
             StoreError: The name cannot be used. On `add`: the sample does not fit the store, or its key was
-                added before. At the end of the block: the unit holds other samples, or the disk is full.
+                added before. At the end of the block: the shard holds other samples, or the disk is full.
         """
         origin = content_hash(self.provenance.to_dict())
-        return Writer(self.backend, self.layout, unit, origin, self._shards, hold)
+        return Writer(self.backend, self.layout, shard, origin, self._shards, hold)
 
     def count(self, held: Commit) -> None:
-        """Let a shard count that was held back; StoreError when it was removed, or its unit is committed."""
+        """Let a shard count that was held back.
+
+        StoreError when it was removed, or when another shard of its name is committed.
+        """
         with writing(self.backend):
             if not is_complete(self.backend, held):
                 raise StoreError(
-                    f"the files of unit {held.unit} were removed: write the unit again"
+                    f"the files of shard {held.shard} were removed: write it again"
                 )
-            if commit(self.backend, held, lambda: None).shard != held.shard:
+            if commit(self.backend, held, lambda: None).folder != held.folder:
                 raise StoreError(
-                    f"unit {held.unit} is already committed with other data"
+                    f"shard {held.shard} is already committed with other data"
                 )
 
     def write_stats(
@@ -383,24 +386,24 @@ class Store:
             StoreError: The record or the index of a shard is damaged or missing.
         """
         try:
-            return self._shards.keys(units(self.backend))
+            return self._shards.keys(committed_shards(self.backend))
         except FileNotFoundError as error:
-            raise damaged(self.path, f"a unit is missing ({error})") from None
+            raise damaged(self.path, f"a shard is missing ({error})") from None
 
-    def units(self) -> list[str]:
-        """The units that are committed now, sorted."""
-        return units(self.backend)
+    def shards(self) -> list[str]:
+        """The names of the shards that are committed now, sorted."""
+        return committed_shards(self.backend)
 
-    def commit(self, unit: str) -> Commit:
-        """The record of a committed unit; StoreError when it is damaged."""
-        return self._shards.commit(unit)
+    def commit(self, shard: str) -> Commit:
+        """The record of a committed shard; StoreError when it is damaged."""
+        return self._shards.commit(shard)
 
     @property
     def index(self) -> "pl.DataFrame":
-        """One row per sample, sorted by key; a key in several units is taken from the first by name.
+        """One row per sample, sorted by key; a key in several shards is taken from the first by name.
 
         Columns: key, dataset, text_tokens, visual_tokens, response_tokens, spans, where its rows
-        lie (unit, shard, text_row, visual_row, span_row, sample_row), xxh3.<array>, then meta.
+        lie (shard, text_row, visual_row, span_row, sample_row), xxh3.<array>, then meta.
         """
         return self._lines().frame
 
@@ -413,7 +416,10 @@ class Store:
     def _lines(self) -> Lines:
         from vlmdistill.stores.index.run_stats import join_stats
 
-        there = tuple(units(self.backend)), tuple(names_in(self.backend, STATS))
+        there = (
+            tuple(committed_shards(self.backend)),
+            tuple(names_in(self.backend, STATS)),
+        )
         if self._index is None or self._index[0] != there:
             merged = self._shards.merged(there[0], self._report)
             self._meta = {
@@ -432,7 +438,7 @@ class Store:
             The rows of `index` that the view keeps, sorted by key.
 
         Raises:
-            StoreError: There is no such view, it is damaged, or the record of a unit is lost.
+            StoreError: There is no such view, it is damaged, or the record of a shard is lost.
         """
         require_all(self.backend, (COMMITS,))
         if name is None:
@@ -492,24 +498,24 @@ class Store:
         chosen = self.choose(features)
         if features is None:
             chosen = tuple(feature for feature in chosen if self._held(feature, row))
-        return self._samples.one(row, chosen, self.commit(row["unit"]).meta)
+        return self._samples.one(row, chosen, self.commit(row["shard"]).meta)
 
-    def array(self, name: str, unit: str) -> "zarr.Array[Any]":
+    def array(self, name: str, shard: str) -> "zarr.Array[Any]":
         """Open an array of a shard with zarr, for reading alone; zarr compares no checksums.
 
         Args:
             name: `tokens` [T, 4], or an array of a feature, such as `hidden.text` [T, D] with the rows
                 of all samples of the shard; `text_row` and the like in the index say which are whose.
-            unit: The shard: a value of the column `unit` of the index.
+            shard: Its name: a value of the column `shard` of the index.
 
         Returns:
             The array as it is stored: bfloat16 as uint16.
 
         Raises:
-            StoreError: The store has no such array or unit, or zarr cannot open it.
+            StoreError: The store has no such array or shard, or zarr cannot open it.
 
         Example:
-            >>> hidden_TD = store.array("hidden.text", store.index["unit"][0])[:100]
+            >>> hidden_TD = store.array("hidden.text", store.index["shard"][0])[:100]
         """
         import zarr
 
@@ -520,11 +526,11 @@ class Store:
             )
         try:
             return zarr.open_array(
-                f"{self.path}/{self.commit(unit).named}/{name}", mode="r"
+                f"{self.path}/{self.commit(shard).named}/{name}", mode="r"
             )
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise StoreError(
-                f"{name} of unit {unit} cannot be opened: {one_line(error)}"
+                f"{name} of shard {shard} cannot be opened: {one_line(error)}"
             ) from error
 
     def _find(self, key: str) -> dict[str, Any] | None:

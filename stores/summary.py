@@ -21,8 +21,8 @@ from vlmdistill.stores.manifest import (
     STATS,
     STORE,
     VIEWS,
+    committed_shards,
     record_names,
-    units,
 )
 from vlmdistill.stores.schema import Array, Feature
 from vlmdistill.stores.store import Store
@@ -39,7 +39,7 @@ def info(
 
     `bytes` is the sum of the fields, `index_bytes`, `head_bytes` and `records_bytes` (the records, the
     ledger, and the tables of views, statistics and cache). Shards that no record names do not count.
-    `shadowed` samples have a key that an earlier unit has too. A view says what it keeps, and how much of
+    `shadowed` samples have a key that an earlier shard has too. A view says what it keeps, and how much of
     that is there. `annexes` name their features and the number of samples that have them; sizes count them.
     `needs` maps drafters to the features they read: then also what each would read, or lacks.
     """
@@ -81,7 +81,7 @@ def info(
         "path": store.path,
         "samples": len(index),
         "shadowed": tallies[0].rows["sample"] - len(index),
-        "units": tallies[0].units,
+        "shards": tallies[0].shards,
         "bytes": sum(arrays) + sum(sizes.values()),
         **sizes,
         "schema": store.record.schema,
@@ -111,7 +111,7 @@ def info(
 class _Tally:
     """What the shards of a store hold, from their records."""
 
-    units: int = 0
+    shards: int = 0
     records_bytes: int = 0
     disk: Counter[str] = field(
         default_factory=Counter
@@ -130,8 +130,8 @@ def _tally(store: Store) -> _Tally:
         for folder in (COMMITS, VIEWS, STATS, CACHE, LEDGER)
     ]
     tally = _Tally(records_bytes=(backend.size(STORE) or 0) + sum(small))
-    for record in backend.map(store.commit, units(backend)):
-        tally.units += 1
+    for record in backend.map(store.commit, committed_shards(backend)):
+        tally.shards += 1
         for name, (size, _) in record.files.items():
             tally.disk[name.split("/")[0]] += size
         tally.rows.update(record.rows)

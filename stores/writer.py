@@ -1,7 +1,8 @@
-"""Writing: the samples of a unit become one shard, or nothing.
+"""Writing: the samples of a shard are committed together, or none is.
 
-A unit names a share of the work, such as a range of input rows. Its shard is written in a folder of its own,
-fsynced, and published under a name made from its content; it exists once its record is in `commits/`.
+A shard is named after its share of the work, such as a range of input rows. It is written in a folder of
+its own, fsynced, and published under its name and a hash of its content; it exists once its record is in
+`commits/`.
 Writers share no file, so any number of them may run anywhere.
 """
 
@@ -27,7 +28,7 @@ from vlmdistill.stores.manifest import (
     check_name,
     commit_name,
     find_record,
-    shard_name,
+    shard_folder,
 )
 from vlmdistill.stores.schema import SCHEMA_VERSION, Array, Rows, Sample
 
@@ -35,26 +36,26 @@ log = logging.getLogger("vlmdistill.stores")
 
 
 class Writer:
-    """Collects the samples of a unit; a context manager that commits on a clean exit.
+    """Collects the samples of a shard; a context manager that commits on a clean exit.
 
-    When the unit is already committed, samples are only compared by key: the first commit counts. With `hold`
-    the shard is published, and counts once `Store.count` gets `held`.
+    When the shard is already committed, samples are only compared by key: the first commit counts. With
+    `hold` the shard is published, and counts once `Store.count` gets `held`.
     """
 
     def __init__(
         self,
         backend: Backend,
         layout: Layout,
-        unit: str,
+        shard: str,
         origin: str,
         shards: Shards,
         hold: bool = False,
     ):
-        self.unit = check_name(unit, "unit")
+        self.shard = check_name(shard, "shard")
         self._backend = backend
         self._layout = layout
         self._origin = origin  # hash of the provenance, recorded in the commit
-        self._shards = shards  # the committed units
+        self._shards = shards  # the committed shards
         self._torn: str | None = None  # the sample that was not written to its end
         self._added: set[str] = set()
         self._rows: list[dict[str, Any]] = []
@@ -66,7 +67,7 @@ class Writer:
         self._folder: Path | None = None
         self._hold = hold
         self.held: Commit | None = None  # the record of a shard that does not count yet
-        self.committed = backend.size(commit_name(unit)) is not None
+        self.committed = backend.size(commit_name(shard)) is not None
 
     def __enter__(self) -> "Writer":
         if not self.committed:
@@ -84,7 +85,7 @@ class Writer:
         """Append a sample.
 
         A sample that is refused leaves no trace. After one that could not be written to its end, as on a
-        full disk, the unit can only be written again.
+        full disk, the shard can only be written again.
 
         Args:
             sample: The sample, with the features of the store [T, U or M, hidden size] in its dtype.
@@ -127,7 +128,7 @@ class Writer:
         key = row["key"]
         self._require_whole()
         if key in self._added:
-            raise StoreError(f"sample {key} is given twice in unit {self.unit}")
+            raise StoreError(f"sample {key} is given twice in shard {self.shard}")
         if self._folder is None:
             self._added.add(key)
             return
@@ -169,8 +170,8 @@ class Writer:
 
     def _require_whole(self) -> None:
         if self._torn is not None:
-            what = f"unit {self.unit} cannot be finished: sample {self._torn} was not written to its end"
-            raise StoreError(f"{what}. Write the unit again, with a writer of its own")
+            what = f"shard {self.shard} cannot be finished: sample {self._torn} was not written to its end"
+            raise StoreError(f"{what}. Write the shard again, with a writer of its own")
 
     def _commit(self) -> None:
         self._require_whole()
@@ -178,21 +179,21 @@ class Writer:
             self._compare()
             return
         table = index_table(self._rows, list(self._arrays))
-        self._shards.require_kinds(self.unit, table.schema)
+        self._shards.require_kinds(self.shard, table.schema)
         files: dict[str, tuple[int, str]] = {}
         for array in self._arrays.values():
             files |= array.close()
         group = {
             "zarr_format": 3,
             "node_type": "group",
-            "attributes": {"unit": self.unit},
+            "attributes": {"shard": self.shard},
         }
         files[INDEX] = write_file(self._folder / INDEX, to_arrow(table))
         files[GROUP] = write_file(self._folder / GROUP, json.dumps(group).encode())
         record = Commit(
             schema=SCHEMA_VERSION,
-            unit=self.unit,
-            shard=shard_name(self.unit, files),
+            shard=self.shard,
+            folder=shard_folder(self.shard, files),
             origin=self._origin,
             rows=self._ends,
             meta=tuple(name for name in table.column_names if not reserved(name)),
@@ -200,10 +201,10 @@ class Writer:
             losses=self._losses(),
         )
         if why := self._layout.misfit(record.rows, record.files):
-            raise StoreError(f"unit {self.unit} cannot be kept: {why}")
+            raise StoreError(f"shard {self.shard} cannot be kept: {why}")
         self._require_unused(record)
         if self._not_finite:
-            what = f"{len(self._not_finite)} features of unit {self.unit} are not finite, the first"
+            what = f"{len(self._not_finite)} features of shard {self.shard} are not finite, the first"
             log.warning(f"{what} {self._not_finite[0]}: training on them fails")
         folder = self._folder
         if self._hold:
@@ -213,18 +214,18 @@ class Writer:
         first = commit(
             self._backend, record, lambda: self._backend.publish(folder, record.named)
         )
-        if first.shard == record.shard:
-            self._shards.learn(self.unit, table.schema)
+        if first.folder == record.folder:
+            self._shards.learn(self.shard, table.schema)
         else:
             self._compare()
 
     def _require_unused(self, record: Commit) -> None:
-        """StoreError when the record of the unit is lost, and its samples are not those written now."""
-        name = commit_name(self.unit)
+        """StoreError when the record of the shard is lost, and its samples are not those written now."""
+        name = commit_name(self.shard)
         copy = find_copy(self._backend, name, Commit)
         if (
             copy is None
-            or copy.shard == record.shard
+            or copy.folder == record.folder
             or self._backend.size(name) is not None
         ):
             return
@@ -236,7 +237,7 @@ class Writer:
             return
         if odd := set(table["key"].to_pylist()) - self._added:
             raise StoreError(
-                f"unit {self.unit} was committed with other samples, such as {min(odd)}, and its record is "
+                f"shard {self.shard} was committed with other samples, such as {min(odd)}, and its record is "
                 f"lost: copy {LEDGER}/{name} back to {name}, or remove that to give them up"
             )
 
@@ -252,17 +253,17 @@ class Writer:
         }
 
     def _compare(self) -> None:
-        """StoreError unless the committed unit has the same samples."""
+        """StoreError unless the committed shard has the same samples."""
         if not self._added:
             return
-        if find_record(self._backend, commit_name(self.unit), Commit) is None:
+        if find_record(self._backend, commit_name(self.shard), Commit) is None:
             raise StoreError(
-                f"unit {self.unit} was removed while it was written: write it again"
+                f"shard {self.shard} was removed while it was written: write it again"
             )
-        there = set(self._shards.table(self.unit)["key"].to_pylist())
+        there = set(self._shards.table(self.shard)["key"].to_pylist())
         if self._added != there:
             odd = min(self._added ^ there)
             raise StoreError(
-                f"unit {self.unit} is already committed with other samples ({odd} is in only one of them): "
-                "name each unit after the samples it holds"
+                f"shard {self.shard} is already committed with other samples ({odd} is in only one of them): "
+                "name each shard after the samples it holds"
             )

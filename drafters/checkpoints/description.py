@@ -12,7 +12,7 @@ import msgspec
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.stores.errors import TrainingError, one_line
-from vlmdistill.stores.records import open_regular, read_bytes
+from vlmdistill.stores.input_files import open_regular, read_bytes
 from vlmdistill.stores.suggestions import did_you_mean
 
 FORMAT = 2

@@ -18,7 +18,7 @@ from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.serving import KEY, Exportable, unserved
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.errors import TrainingError
-from vlmdistill.stores.records import read_bytes, regular
+from vlmdistill.stores.input_files import read_bytes, regular
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
 DRAFT_TOKENS = (

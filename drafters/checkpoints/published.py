@@ -27,7 +27,7 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.vocabulary import check_columns, columns_of
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
 log = logging.getLogger(__name__)

@@ -129,7 +129,6 @@ class Batch:
         length_M: int64 [M], its number of visual tokens.
         segment_M: int64 [M], the number of its sample.
         features: Each feature as [T, U or M, hidden size].
-        failed_T: bool [T], where a replay has failed; None: there was none.
         host: The same tokens on the CPU without features, where they have come from there; see `readable`.
     """
 
@@ -142,7 +141,6 @@ class Batch:
     length_M: Tensor
     segment_M: Tensor
     features: Mapping[Feature, Tensor] = field(default_factory=dict)
-    failed_T: Tensor | None = None
     host: "Batch | None" = field(default=None, repr=False, compare=False)
 
     @property
@@ -187,7 +185,6 @@ class Batch:
             item.name
             for item in dataclasses.fields(self)
             if item.name not in ("features", "host")
-            and getattr(self, item.name) is not None
         ]
         moved = dict(
             zip(

@@ -90,11 +90,8 @@ class Stage:
     """Each row's hops weigh by the chance that they are reached (D-PACE, arXiv 2605.18810), into which this
     share of certainty is mixed (the paper: 0.5); 0: all alike."""
     learning_rate: float = 3e-5
-    anchors: int | Literal["failed"] = 0
-    """The most response positions of a sample that are trained in a step, random runs of 16; 0: all; failed:
-    those where the target rejected in a replay (`vlmdistill replay`), all of samples without one."""
-    mixed: float = 0.0
-    """With `anchors=failed`, how many other positions are drawn for each, so that what works stays."""
+    anchors: int = 0
+    """The most response positions of a sample that are trained in a step, random runs of 16; 0: all."""
     keep_top: int = 0
     """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is not among the
     drafter's `keep_top` best; 0 keeps all."""
@@ -107,16 +104,9 @@ class Stage:
     )
     """Weight of each term of `losses.py`."""
 
-    @property
-    def probed(self) -> int:
-        """The anchors of a measurement, which is of all positions alike."""
-        return 0 if self.anchors == "failed" else self.anchors
-
     def __post_init__(self) -> None:
-        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "mixed")
+        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "anchors")
         at_least(self, 0, "pace", most=1)
-        if self.anchors != "failed":
-            at_least(self, 0, "anchors")
         at_least(self, 1, "hops")
         if not all(0 <= share <= 1 for share in self.visual):
             raise DataError(

@@ -24,7 +24,7 @@ from vlmdistill.drafters.decoding.clock import timed
 from vlmdistill.drafters.decoding.decoders import speculate
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, TrainingError
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 FILE = "trees.json"  # in the folder of a drafter
 FIRST_ROUND = 2  # prompts

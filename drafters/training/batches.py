@@ -18,9 +18,7 @@ from vlmdistill.stores.schema import Feature, PackedSamples
 from vlmdistill.stores.store import Store
 
 
-def as_batch(
-    samples: PackedSamples, dtype: str, failed_T: Tensor | None = None
-) -> Batch:
+def as_batch(samples: PackedSamples, dtype: str) -> Batch:
     """A torch batch; features share memory. `dtype` is the dtype of the store (bfloat16 comes as uint16)."""
     ids_T, position_T, rope_T, response_T = (
         torch.from_numpy(samples.tokens_T4).long().T.contiguous()
@@ -39,7 +37,6 @@ def as_batch(
         features={
             feature: as_torch(rows, dtype) for feature, rows in samples.features.items()
         },
-        failed_T=failed_T,
     )
 
 

@@ -23,7 +23,7 @@ from vlmdistill.drafters.training.trackers import About, Tracker, opened
 from vlmdistill.drafters.training.unroll import Unrolled
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import TrainingError, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 log = logging.getLogger(__name__)
 

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.initial import Initial
-from vlmdistill.drafters.core.config import DrafterConfig, Stage
+from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.settings import flat, to_dict
 from vlmdistill.drafters.training import ranks, saved
 from vlmdistill.drafters.training.batches import DataSplit, split
-from vlmdistill.drafters.training.replay import Failures
 from vlmdistill.drafters.training.saved import Saved
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.loader.epoch import select
-from vlmdistill.stores.schema import Feature, PackedSamples, content_hash
+from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.store import Store
 
 LATER = (
@@ -31,7 +29,6 @@ LATER = (
     "patience",
     "anchors",
     "pace",
-    "mixed",
 )
 """Settings that came later, of a model, a run or its stages: left out of the signature when unset, so that
 runs of earlier versions keep theirs."""
@@ -102,7 +99,6 @@ class RunData:
     signature: str
     settings: dict[str, Any]  # what the signature is a hash of, by name, and `content`
     initial: Initial | None = None
-    failures: Failures | None = None  # where `anchors=failed` trains
 
     @classmethod
     def of(cls, run: Run) -> "RunData":
@@ -126,19 +122,9 @@ class RunData:
         if initial:
             settings["init"] = initial.hash
         begins = [initial.hash] if initial else []
-        failures = None
-        if any(stage.anchors == "failed" for stage in run.config.schedule):
-            failures = Failures(store, list(chain.from_iterable(keys)))
-            settings["replay"] = failures.hash
-            begins.append(failures.hash)
         signature = content_hash([run.drafter, config, run.seed, keys, *begins])
         settings["content"] = content_of(store, list(chain.from_iterable(keys)))
-        return cls(store, needs, samples, signature, settings, initial, failures)
-
-    def failed(self, samples: PackedSamples, stage: Stage) -> Tensor | None:
-        """The tokens of a batch after which a stage trains what has failed: bool [T]; None: after all."""
-        failures = self.failures if stage.anchors == "failed" else None
-        return failures.mark(samples, stage.hops) if failures else None
+        return cls(store, needs, samples, signature, settings, initial)
 
     @cached_property
     def keys(self) -> list[str]:

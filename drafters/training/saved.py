@@ -4,7 +4,7 @@
                    step<N>.safetensors  weights, Adam's moments and steps, buffers; see `deepspeed_engine`
                    metrics.jsonl        figures of each step and validation; see `progress`
 
-A copy, in another folder or at a URL, is a part with versions (see `stores.sharing.part`): of two machines
+A copy, in another folder or at a URL, is a part with versions (see `stores.sharing.mirror`): of two machines
 that go on from the same version, the second one is told so and changes nothing.
 
 Rank 0 writes it; the others get it from the rank that has it. Nothing in it can run code, and all of it is
@@ -31,11 +31,11 @@ from vlmdistill.drafters.training.deepspeed_engine import MOMENTS, STEP, PartEnt
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import LostError, StoreError, TrainingError, one_line
+from vlmdistill.stores.input_files import read_bytes, regular
 from vlmdistill.stores.manifest import Record, seal, unseal
-from vlmdistill.stores.records import read_bytes, regular
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import SCHEMA_VERSION
-from vlmdistill.stores.sharing.part import Copy
+from vlmdistill.stores.sharing.mirror import Mirror
 
 log = logging.getLogger(__name__)
 RECORD = "checkpoint.json"
@@ -147,7 +147,7 @@ class RemoteRun:
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
         record = folder.with_name(f".{folder.name}.version.json")
-        self._copy = Copy(
+        self._copy = Mirror(
             open_backend(url), folder, record, lambda name: not name.startswith(".")
         )
 
@@ -165,12 +165,12 @@ class RemoteRun:
         on=FileNotFoundError
     )  # a newer checkpoint has replaced the one that was being read
     def _begin(self, signature: str, force: bool) -> None:
-        latest = self._copy.part.latest()
+        latest = self._copy.remote.latest()
         stored = latest.files.get(RECORD) if latest else None
         there = None
         if stored and not force:
             with TemporaryDirectory() as aside:
-                self._copy.part.download(stored, Path(aside) / RECORD)
+                self._copy.remote.download(stored, Path(aside) / RECORD)
                 there = read(Path(aside))
             here = read(self.folder)
             if there and there.signature != signature:
@@ -191,7 +191,7 @@ class RemoteRun:
         try:
             self._copy.publish()
         except LostError as error:
-            latest = self._copy.part.latest()
+            latest = self._copy.remote.latest()
             theirs = sorted(
                 name
                 for name in (latest.files if latest else ())

@@ -310,7 +310,7 @@ class _Trainer:
         final = schedule.is_last_epoch(position, whole)
         started = time.perf_counter()
         left = schedule.batches_left(position, whole, read)
-        groups = Ahead(self._groups(reader, left, stage))
+        groups = Ahead(self._groups(reader, left))
         for group in groups:
             rate = schedule.learning_rate(position, read / whole)
             done = self._step(
@@ -360,9 +360,7 @@ class _Trainer:
         """Batches move to another device, where the next ones can arrive while it works."""
         return self.device.type != "cpu"
 
-    def _groups(
-        self, reader: Epoch, batches: int, stage: Stage
-    ) -> Iterator[MicroBatches]:
+    def _groups(self, reader: Epoch, batches: int) -> Iterator[MicroBatches]:
         """The micro-batches of one optimizer step at a time, `batches` of them in all."""
         while batches > 0 and len(reader):
             began = time.perf_counter()
@@ -372,7 +370,7 @@ class _Trainer:
             waited, state = time.perf_counter() - began, reader.state
             batches -= len(samples)
             yield MicroBatches(
-                samples, [self._batch(one, stage) for one in samples], state, waited
+                samples, [self._batch(one) for one in samples], state, waited
             )
 
     def _step(
@@ -475,7 +473,7 @@ class _Trainer:
         chain = min(self.run.config.tree.depth + 1, limit)
         hops = max(chain, min(PROBE_HOPS, limit))
         probe = Stage(
-            name="probe", hops=hops, anchors=stage.probed, losses=stage.losses
+            name="probe", hops=hops, anchors=stage.anchors, losses=stage.losses
         )
         batches = (
             batch for samples in self._read(keys, 0) if (batch := self._batch(samples))
@@ -502,16 +500,11 @@ class _Trainer:
             next(Epoch(self.store, self.needs, keys=self.keys[:1], token_budget=1))
         )
 
-    def _batch(
-        self, samples: PackedSamples, stage: Stage | None = None
-    ) -> Batch | None:
-        failed_T = self.data.failed(samples, stage) if stage else None
-        batch = (
-            as_batch(samples, self.store.provenance.dtype, failed_T)
-            if samples
-            else None
-        )
-        return batch and batch.to(self.device, self.dtype)
+    def _batch(self, samples: PackedSamples) -> Batch | None:
+        if not samples:
+            return None
+        batch = as_batch(samples, self.store.provenance.dtype)
+        return batch.to(self.device, self.dtype)
 
     def _save(self) -> None:
         """Write a checkpoint and try to copy it; TrainingError on all ranks when it cannot be written."""

@@ -63,8 +63,7 @@ def unroll(
         drafter: What is trained.
         batch: Samples with the features that the drafter needs, on its device and in its dtype.
         stage: How many hops, and which losses. With `anchors`, at most that many positions of a sample are
-            drawn by the `generator`, or those where a replay failed are taken and others drawn beside them;
-            without a generator, the same at each call.
+            drawn by the `generator`; without a generator, the same at each call.
         generator: Draws noise for the input states (see `with_noise`), not for the states that the loss
             compares with; None: no noise.
         noise: Width of that noise.
@@ -90,9 +89,8 @@ def unroll(
     token_E = place(token_E, known.ids_T.device)
     rows_R = supervised_T[token_E].nonzero()[:, 0]
     if stage.anchors:
-        failed_R = None if known.failed_T is None else known.failed_T[token_E[rows_R]]
         segment_R = known.segment_T[token_E[rows_R]]
-        rows_R = rows_R[_drawn(segment_R, failed_R, stage, generator)]
+        rows_R = rows_R[_drawn(segment_R, stage.anchors, generator)]
     token_R = token_E[rows_R]
     hop_H1 = torch.arange(stage.hops, device=token_R.device)[:, None]
     next_HR = place(known.ids_T[(token_R + hop_H1 + 1).clamp(max=last)], device)
@@ -127,18 +125,13 @@ def unroll(
 
 
 def _drawn(
-    segment_R: Tensor,
-    failed_R: Tensor | None,
-    stage: Stage,
-    generator: torch.Generator | None,
+    segment_R: Tensor, anchors: int, generator: torch.Generator | None
 ) -> Tensor:
-    """The indices of the rows of `stage.anchors` of each sample, ascending. Rows are sorted by sample.
+    """The indices of at most `anchors` rows of each sample, in random runs of `RUN`, ascending.
 
-    A number of them are random runs of `RUN`. Failed ones come before all others, which are drawn one by one.
-    A generator of another device gives its seed to one of this.
+    `segment_R` is sorted. A generator of another device gives its seed to a generator of this device.
     """
     device = segment_R.device
-    most_B = _most(segment_R, failed_R, stage)
     seed = generator.initial_seed() if generator else 0
     if generator is None or generator.device.type != device.type:
         generator = torch.Generator(device).manual_seed(seed)
@@ -147,33 +140,18 @@ def _drawn(
     )
     first_R = torch.searchsorted(segment_R, segment_R)
     place_R = torch.arange(len(segment_R), device=device) - first_R
-    if failed_R is not None and stage.anchors == "failed":
-        order_R = (2 * segment_R + ~failed_R + draw_R).argsort(stable=True)
-    else:
-        order_R = (segment_R + draw_R[first_R + place_R // RUN * RUN]).argsort(
-            stable=True
-        )
-    return order_R[place_R < most_B[segment_R]].sort().values
-
-
-def _most(segment_R: Tensor, failed_R: Tensor | None, stage: Stage) -> Tensor:
-    """How many rows of each sample are trained: [B]. One at least, so that no batch is without any."""
-    count_B = torch.bincount(segment_R)
-    if stage.anchors != "failed":
-        return count_B.clamp(max=stage.anchors) if stage.anchors else count_B
-    if failed_R is None:
-        return count_B
-    failed_B = torch.bincount(segment_R[failed_R], minlength=len(count_B))
-    wanted_B = failed_B + (failed_B * stage.mixed).round().long()
-    return torch.minimum(wanted_B.clamp(min=1), count_B)
+    run_R = first_R + place_R // RUN * RUN
+    order_R = (segment_R + draw_R[run_R]).argsort(stable=True)
+    return order_R[place_R < anchors].sort().values
 
 
 def rows_of(batch: Batch, stage: Stage) -> int:
     """The number of positions that `unroll` trains."""
     known = batch.readable
-    token_R = supervised(known)
-    failed_R = None if known.failed_T is None else known.failed_T[token_R]
-    return int(_most(known.segment_T[token_R], failed_R, stage).sum())
+    count_B = torch.bincount(known.segment_T[supervised(known)])
+    if stage.anchors:
+        count_B = count_B.clamp(max=stage.anchors)
+    return int(count_B.sum())
 
 
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from vlmdistill.drafters.decoding.hardware import Hardware
 from vlmdistill.pipelines.streaming.pieces import Amount, Piece
 from vlmdistill.pipelines.targets.software import Software
-from vlmdistill.stores import records
+from vlmdistill.stores import input_files
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
@@ -468,7 +468,9 @@ class Evaluation:
 
 def read(file: Path) -> Evaluation:
     """Read an evaluation; DataError on an invalid file."""
-    return records.read(file, Evaluation, f"an evaluation of format {FORMAT}", AGAIN)
+    return input_files.read(
+        file, Evaluation, f"an evaluation of format {FORMAT}", AGAIN
+    )
 
 
 class Heading(msgspec.Struct, frozen=True):
@@ -510,7 +512,7 @@ class Heading(msgspec.Struct, frozen=True):
 
 def heading(file: Path) -> Heading:
     """Read the heading of an evaluation, in a tenth of the time of `read`; DataError on an invalid file."""
-    return records.read(file, Heading, f"an evaluation of format {FORMAT}", AGAIN)
+    return input_files.read(file, Heading, f"an evaluation of format {FORMAT}", AGAIN)
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from vlmdistill.pipelines.bench.records import (
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, alpha, figures
 from vlmdistill.pipelines.streaming.pieces import Amount
 from vlmdistill.pipelines.targets.software import Software
-from vlmdistill.stores import records
+from vlmdistill.stores import input_files
 
 FORMAT: Final = 1
 SPEEDS: Final[tuple[Rate, ...]] = ("speedup", "decode_speedup")
@@ -170,7 +170,7 @@ class LoadFigures:
 
 def read(file: Path) -> ServedEvaluation:
     """Read an evaluation of a server; DataError on an invalid file."""
-    return records.read(file, ServedEvaluation, "an evaluation of a server", AGAIN)
+    return input_files.read(file, ServedEvaluation, "an evaluation of a server", AGAIN)
 
 
 def run_figures(run: ServerRun) -> RunFigures:

@@ -30,7 +30,7 @@ from vlmdistill.pipelines.media.urls import copy_of, fetch, is_url
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, naming, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 REQUEST = ("request", "request_body", "body", "kwargs")
 RESPONSE = ("response", "response_body", "completion")

@@ -1,6 +1,6 @@
 """A workspace at a URL, and the folder of this machine that has copies of its parts.
 
-    <url>/prompts, responses, drafters/<name>, reports, traffic   parts, see `stores.sharing.part`
+    <url>/prompts, responses, drafters/<name>, reports, traffic   parts, see `stores.sharing.mirror`
           images, demo-data, benchmarks                  media of prompts; created, never replaced
           harvested                                      the same, and deleted: a machine sends its own alone
           features                                       the feature store, used where it is
@@ -26,7 +26,7 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import DataError, LostError, one_line
 from vlmdistill.stores.lease import leased
-from vlmdistill.stores.sharing.part import Copy, stat_of
+from vlmdistill.stores.sharing.mirror import Mirror, stat_of
 
 RECORDS = ".parts"
 PROMPTS = ("prompts.parquet", "prompts.skipped.jsonl")
@@ -50,7 +50,7 @@ class Parts:
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder, self.there = url, folder, Remote(url)
-        self._copies = dict[str, Copy]()
+        self._copies = dict[str, Mirror]()
         try:
             (folder / RECORDS).mkdir(
                 parents=True, exist_ok=True
@@ -69,14 +69,14 @@ class Parts:
                 copy.update()
             self._copies[part] = copy
 
-    def _copy(self, part: str) -> Copy:
+    def _copy(self, part: str) -> Mirror:
         there, record = (
             Remote(f"{self.url}/{part}"),
             self.folder / RECORDS / f"{part.replace('/', '--')}.json",
         )
         if part == "prompts":
-            return Copy(there, self.folder, record, PROMPTS.__contains__, deep=False)
-        return Copy(there, self.folder / part, record, _kept, apart=part == "reports")
+            return Mirror(there, self.folder, record, PROMPTS.__contains__, deep=False)
+        return Mirror(there, self.folder / part, record, _kept, apart=part == "reports")
 
     def part_of(self, path: Path) -> str | None:
         """The part that a file or folder of this machine is; None if it is of none."""

@@ -13,7 +13,7 @@ import torch
 
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.stores.errors import naming
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 FILE = "rates.jsonl"
 LEAST = 2.0  # seconds; a shorter run says little

@@ -16,7 +16,7 @@ import msgspec
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.schema import utc
 
 DIGITS = 12

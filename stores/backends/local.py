@@ -18,7 +18,7 @@ import numpy as np
 from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.backends.open_files import open_files
 from vlmdistill.stores.errors import StoreError, naming
-from vlmdistill.stores.records import open_regular
+from vlmdistill.stores.input_files import open_regular
 from vlmdistill.stores.schema import Array
 
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

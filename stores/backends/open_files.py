@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from vlmdistill.stores.backends.backend import truncated
-from vlmdistill.stores.records import open_regular
+from vlmdistill.stores.input_files import open_regular
 from vlmdistill.stores.schema import Array
 
 OPEN_FILES = 128

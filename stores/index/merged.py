@@ -35,10 +35,10 @@ from vlmdistill.stores.manifest import (
     CacheRecord,
     Commit,
     commit_name,
+    committed_shards,
     damaged,
     read_record,
 )
-from vlmdistill.stores.manifest import units as committed
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
@@ -66,7 +66,7 @@ class Lines:
 
 
 class Shards:
-    """The records and indexes of the committed units of a store, each read once."""
+    """The records and indexes of the committed shards of a store, each read once."""
 
     def __init__(self, backend: Backend, layout: Layout) -> None:
         self._backend = backend
@@ -76,24 +76,24 @@ class Shards:
         self._looked = False
         self._kinds: dict[
             str, tuple[pa.DataType, str]
-        ] = {}  # meta column -> type, in which unit
+        ] = {}  # meta column -> type, in which shard
         self._schemas = set[bytes]()  # those that were learned
         self._known: tuple[Mapping[str, str], pl.DataFrame] | None = (
-            None  # the shards of units; their index
+            None  # the folders of shards; their index
         )
 
-    def commit(self, unit: str) -> Commit:
-        """The record of a unit; StoreError when it is damaged."""
-        if unit not in self._commits:
-            record = read_record(self._backend, commit_name(unit), Commit)
+    def commit(self, shard: str) -> Commit:
+        """The record of a shard; StoreError when it is damaged."""
+        if shard not in self._commits:
+            record = read_record(self._backend, commit_name(shard), Commit)
             if why := self._layout.misfit(record.rows, record.files):
-                raise damaged(f"{self._backend.url}/{commit_name(unit)}", why)
-            self._commits[unit] = record
-        return self._commits[unit]
+                raise damaged(f"{self._backend.url}/{commit_name(shard)}", why)
+            self._commits[shard] = record
+        return self._commits[shard]
 
-    def table(self, unit: str) -> pa.Table:
-        """The index of a unit's shard; StoreError when it is damaged."""
-        record = self.commit(unit)
+    def table(self, shard: str) -> pa.Table:
+        """The index of a shard; StoreError when it is damaged."""
+        record = self.commit(shard)
         name = f"{record.named}/{INDEX}"
         table = read_arrow(self._backend, name, record.files[INDEX])
         try:
@@ -106,12 +106,12 @@ class Shards:
         except ValueError as error:
             raise damaged(f"{self._backend.url}/{name}", str(error)) from error
         if schema not in self._schemas:
-            self.learn(unit, table.schema)
+            self.learn(shard, table.schema)
             self._schemas.add(schema)
         return table
 
-    def require_kinds(self, unit: str, schema: pa.Schema) -> None:
-        """StoreError when a meta column of a unit is of another type than in those seen so far, or in one.
+    def require_kinds(self, shard: str, schema: pa.Schema) -> None:
+        """StoreError when a meta column of a shard is of another type than in those seen so far, or in one.
 
         Looks once, not at each commit: what others write at the same time may still differ. `merge_index`
         reports that.
@@ -120,28 +120,28 @@ class Shards:
             self._looked = True
             with contextlib.suppress(
                 StoreError, OSError
-            ):  # another's damage is not this unit's
-                for first in committed(self._backend)[:1]:
+            ):  # another's damage is not this shard's
+                for first in committed_shards(self._backend)[:1]:
                     self.table(first)
         for field in schema:
-            kind, other = self._kinds.get(field.name, (field.type, unit))
+            kind, other = self._kinds.get(field.name, (field.type, shard))
             if kind != field.type and _differ(kind, field.type):
                 raise StoreError(
-                    f"the meta column '{field.name}' is {field.type} in unit {unit}, and {kind} in {other}, "
-                    "which is committed: give it that type, or another name"
+                    f"the meta column '{field.name}' is {field.type} in shard {shard}, and {kind} in the "
+                    f"committed {other}: give it that type, or another name"
                 )
 
-    def learn(self, unit: str, schema: pa.Schema) -> None:
-        """Note the types of a committed unit's meta columns."""
+    def learn(self, shard: str, schema: pa.Schema) -> None:
+        """Note the types of a committed shard's meta columns."""
         for field in schema:
             if not (reserved(field.name) or pa.types.is_null(field.type)):
-                self._kinds.setdefault(field.name, (field.type, unit))
+                self._kinds.setdefault(field.name, (field.type, shard))
 
-    def keys(self, units: Sequence[str]) -> set[str]:
-        """The sample keys of these units, all there are."""
-        known, frame = self._covered(units)
+    def keys(self, shards: Sequence[str]) -> set[str]:
+        """The sample keys of these shards, all there are."""
+        known, frame = self._covered(shards)
         keys = set[str]() if frame is None else set(frame["key"])
-        fresh = [unit for unit in units if unit not in known]
+        fresh = [shard for shard in shards if shard not in known]
         return keys.union(
             *(
                 table["key"].to_pylist()
@@ -149,10 +149,12 @@ class Shards:
             )
         )
 
-    def merged(self, units: Sequence[str], report: Progress = silent) -> "pl.DataFrame":
-        """The index of these units, all there are; kept in the cache when that is worth it."""
-        known, frame = self._covered(units)
-        fresh = [unit for unit in units if unit not in known]
+    def merged(
+        self, shards: Sequence[str], report: Progress = silent
+    ) -> "pl.DataFrame":
+        """The index of these shards, all there are; kept in the cache when that is worth it."""
+        known, frame = self._covered(shards)
+        fresh = [shard for shard in shards if shard not in known]
         frames = [] if frame is None else [frame]
         self._known = frame = None  # the columns may be freed one by one
         for at in range(0, len(fresh), TOGETHER):
@@ -160,21 +162,21 @@ class Shards:
             report(min(at + TOGETHER, len(fresh)), len(fresh))
         merged = merge_index(frames, self._arrays)
         check_values(merged, self._arrays, map(self.commit, fresh))
-        shards = {**known, **{unit: self.commit(unit).shard for unit in fresh}}
+        folders = {**known, **{shard: self.commit(shard).folder for shard in fresh}}
         if len(fresh) >= WORTH:
-            self._keep(shards, merged)
-        self._known = shards, merged
+            self._keep(folders, merged)
+        self._known = folders, merged
         return merged
 
-    def _frames(self, units: Sequence[str]) -> "Iterator[pl.DataFrame]":
-        """The indexes of some units, a frame per schema: a frame costs more than a shard."""
+    def _frames(self, shards: Sequence[str]) -> "Iterator[pl.DataFrame]":
+        """The indexes of some shards, a frame per schema: a frame costs more than a shard."""
         import polars as pl
 
         alike: dict[bytes, list[tuple[str, pa.Table]]] = {}
-        for unit, table in zip(
-            units, self._backend.map(self.table, units), strict=True
+        for shard, table in zip(
+            shards, self._backend.map(self.table, shards), strict=True
         ):
-            alike.setdefault(bytes(table.schema.serialize()), []).append((unit, table))
+            alike.setdefault(bytes(table.schema.serialize()), []).append((shard, table))
         for found in alike.values():
             table = (
                 pa.concat_tables([table for _, table in found])
@@ -182,17 +184,13 @@ class Shards:
                 .combine_chunks()
             )
             at = np.repeat(np.arange(len(found)), [len(table) for _, table in found])
-            names = [(unit, self.commit(unit).shard) for unit, _ in found]
-            columns = (
-                pl.Series(name, values).gather(at)
-                for name, values in zip(ADDED, zip(*names, strict=True), strict=True)
-            )
-            yield frame_of(table).with_columns(*columns)
+            names = pl.Series("shard", [shard for shard, _ in found])
+            yield frame_of(table).with_columns(names.gather(at))
 
     def _covered(
-        self, units: Sequence[str]
+        self, shards: Sequence[str]
     ) -> "tuple[Mapping[str, str], pl.DataFrame | None]":
-        """The shards of the units that are known or cached, and their index."""
+        """The folders of the shards that are known or cached, and their index."""
         if self._known is None:
             try:
                 record, table = read_table(self._backend, CacheRecord, "index")
@@ -206,25 +204,27 @@ class Shards:
                 if not isinstance(error, FileNotFoundError):
                     log.info("the cached index is not used: %s", error)
                 return {}, None
-        # A unit that is gone was damaged and will be written anew: the cache speaks of the old one.
-        return self._known if self._known[0].keys() <= set(units) else ({}, None)
+        # A shard that is gone was damaged and will be written anew: the cache speaks of the old one.
+        return self._known if self._known[0].keys() <= set(shards) else ({}, None)
 
-    def _current(self, shards: Mapping[str, str]) -> bool:
-        """Whether units still have the shards that the cache was made from: a damaged one is made anew.
+    def _current(self, folders: Mapping[str, str]) -> bool:
+        """Whether shards still have the folders that the cache was made from: a damaged one is made anew.
 
-        One listing shows nearly all; where a unit has two shards, its record decides.
+        One listing shows nearly all; where a shard has two folders, its record decides.
         """
         there = self._backend.list_names(SHARDS)
-        of = Counter(shard.rpartition("-")[0] for shard in there)
-        doubtful = [unit for unit in shards if of[unit] > 1]
-        return set(there).issuperset(shards.values()) and all(
-            self.commit(unit).shard == shards[unit] for unit in doubtful
+        of = Counter(folder.rpartition("-")[0] for folder in there)
+        doubtful = [shard for shard in folders if of[shard] > 1]
+        return set(there).issuperset(folders.values()) and all(
+            self.commit(shard).folder == folders[shard] for shard in doubtful
         )
 
-    def _keep(self, shards: Mapping[str, str], merged: "pl.DataFrame") -> None:
+    def _keep(self, folders: Mapping[str, str], merged: "pl.DataFrame") -> None:
         try:
             write_table(
-                self._backend, CacheRecord(schema=SCHEMA_VERSION, shards=shards), merged
+                self._backend,
+                CacheRecord(schema=SCHEMA_VERSION, shards=folders),
+                merged,
             )
         except (
             StoreError,

@@ -54,7 +54,7 @@ CORE: Mapping[str, pa.DataType] = {
 WHOLE = 2**53  # up to here floats have all whole numbers
 log = logging.getLogger("vlmdistill.stores")
 T = TypeVar("T", bound=TableRecord)
-ADDED = ("unit", "shard")  # columns that only the merged index has
+ADDED = ("shard",)  # columns that only the merged index has
 
 
 def reserved(column: str) -> bool:
@@ -213,17 +213,17 @@ def check_values(
 ) -> None:
     """StoreError when a sample lacks a value of the index, or has one that cannot be.
 
-    Its rows must be there: of the units of these `commits`, whose records say how many there are.
+    Its rows must be there: of the shards of these `commits`, whose records say how many there are.
     """
     import polars as pl
 
-    of = {commit.unit: commit.rows for commit in commits}
+    of = {commit.shard: commit.rows for commit in commits}
     totals = pl.DataFrame(
         {
-            "unit": list(of),
+            "shard": list(of),
             **{f"{kind}_rows": [rows[kind] for rows in of.values()] for kind in KINDS},
         },
-        {"unit": pl.String, **{f"{kind}_rows": pl.Int64 for kind in KINDS}},
+        {"shard": pl.String, **{f"{kind}_rows": pl.Int64 for kind in KINDS}},
     )
     names = [*CORE, *(XXH3 + array for array in arrays)]
     lengths = pl.col("spans").list.eval(
@@ -248,8 +248,8 @@ def check_values(
     for part in index.iter_slices(
         BATCH_ROWS
     ):  # a large one has not the memory for all at once
-        rows = part.select("unit", *names).join(
-            totals, on="unit", how="left", maintain_order="left"
+        rows = part.select("shard", *names).join(
+            totals, on="shard", how="left", maintain_order="left"
         )
         odd, spans = rows.filter(wrong), part["spans"].rechunk().to_arrow().flatten()
         if (
@@ -260,16 +260,16 @@ def check_values(
             row = (
                 odd.row(0, named=True)
                 if len(odd)
-                else {"unit": "some unit", "key": "some key"}
+                else {"shard": "some shard", "key": "some key"}
             )
-            what = f"of sample {row['key']} in {row['unit']} a value is missing, or cannot be"
+            what = f"of sample {row['key']} in {row['shard']} a value is missing, or cannot be"
             raise damaged(
                 "an index", f"{what}: it names rows or tokens that are not there"
             )
 
 
 def merge_index(frames: "list[pl.DataFrame]", arrays: Sequence[str]) -> "pl.DataFrame":
-    """One frame of all shards, sorted by key; of equal keys the one of the first unit by name.
+    """One frame of all shards, sorted by key; of equal keys the one of the first shard by name.
 
     `frames` is empty afterwards, so that their memory can be freed column by column.
     """
@@ -281,12 +281,12 @@ def merge_index(frames: "list[pl.DataFrame]", arrays: Sequence[str]) -> "pl.Data
         return frame_of(pa.schema(empty).empty_table())
     if found := unlike(frame.schema for frame in frames):
         name, one, other = found
-        units = [_unit_with(frames[at], name) for at in (one, other)]
+        shards = [_shard_with(frames[at], name) for at in (one, other)]
         kinds = [frames[at].schema[name] for at in (one, other)]
         raise StoreError(
-            f"the meta column '{name}' is {kinds[0]} in unit {units[0]} and {kinds[1]} in unit {units[1]}: "
-            f"remove the record of one of them, such as commits/{units[1]}.json, and its copy in ledger/, "
-            "run `store gc --grace 0` and write that unit again, with the type of the other"
+            f"the meta column '{name}' is {kinds[0]} in shard {shards[0]} and {kinds[1]} in shard "
+            f"{shards[1]}: remove the record of one of them, such as commits/{shards[1]}.json, and its "
+            "copy in ledger/, run `store gc --grace 0` and write that shard again, with the type of the other"
         )
     for name in pl.concat(
         [frame.clear() for frame in frames], how="diagonal_relaxed"
@@ -299,7 +299,9 @@ def merge_index(frames: "list[pl.DataFrame]", arrays: Sequence[str]) -> "pl.Data
         return merged
     numbered = merged.select("key").with_row_index("at").sort("key")
     if (numbered["key"].shift(-1) == numbered["key"]).any():
-        numbered = merged.select("key", "unit").with_row_index("at").sort("key", "unit")
+        numbered = (
+            merged.select("key", "shard").with_row_index("at").sort("key", "shard")
+        )
         numbered = numbered.unique("key", keep="first", maintain_order=True)
     at = numbered["at"]
     del keys, numbered
@@ -321,7 +323,7 @@ def _warn_of_rounding(name: str, frames: "Sequence[pl.DataFrame]") -> None:
         frame for frame, kind in zip(frames, kinds, strict=True) if kind.is_integer()
     ]:
         if len(odd := frame.filter(~pl.col(name).is_between(-WHOLE, WHOLE))):
-            what = f"the meta column '{name}' has whole numbers beyond 2^53 in unit {odd['unit'][0]}"
+            what = f"the meta column '{name}' has whole numbers beyond 2^53 in shard {odd['shard'][0]}"
             log.warning(f"{what}, and fractions in others: their last digits are lost")
 
 
@@ -353,7 +355,7 @@ def _alike(kind: "pl.DataType", other: "pl.DataType") -> bool:
     )
 
 
-def _unit_with(frame: "pl.DataFrame", column: str) -> str:
-    """The first unit that has values in a column, or the first."""
-    units = frame.drop_nulls(column)["unit"]
-    return str(units[0] if len(units) else frame["unit"][0])
+def _shard_with(frame: "pl.DataFrame", column: str) -> str:
+    """The first shard that has values in a column, or the first."""
+    shards = frame.drop_nulls(column)["shard"]
+    return str(shards[0] if len(shards) else frame["shard"][0])

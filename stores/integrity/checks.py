@@ -163,7 +163,7 @@ class StoreChecks:
             record, [name for name in record.files if name not in specs]
         )
         if self._layout and (why := self._layout.misfit(record.rows, record.files)):
-            findings.append(Finding("damaged", commit_name(record.unit), why))
+            findings.append(Finding("damaged", commit_name(record.shard), why))
         if not findings:
             findings += self._group(f"{record.named}/{GROUP}")
         index, table, good = f"{record.named}/{INDEX}", None, None

@@ -157,16 +157,16 @@ def _unnamed(
     """What no record names."""
     records = list(records)
     named = {head.rpartition("/")[0], *(record.named for record in records)}
-    shards = {record.shard for record in records if isinstance(record, Commit)}
+    folders = {record.folder for record in records if isinstance(record, Commit)}
     kept: tuple[str, ...] = ()
     with contextlib.suppress(StoreError, OSError):
         cache = find_record(backend, f"{CACHE}/index.json", CacheRecord)
-        if cache and shards.issuperset(cache.shards.values()):
+        if cache and folders.issuperset(cache.shards.values()):
             kept = "index.json", cache.file.rpartition("/")[2]
     for folder in (SHARDS, HEADS, VIEWS, STATS, STAGING):
         there = [f"{folder}/{leaf}" for leaf in backend.list_names(folder)]
         yield from (name for name in there if name not in named)
-    # A cache that names units that are gone is not used. Its record goes before what that names.
+    # A cache that names shards that are gone is not used. Its record goes before what that names.
     yield from (
         f"{CACHE}/{leaf}"
         for leaf in reversed(backend.list_names(CACHE))

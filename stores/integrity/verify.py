@@ -17,7 +17,7 @@ from vlmdistill.stores.annexes import no_annex
 from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_flight
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.commits import KEPT, LEDGER, find_copy
-from vlmdistill.stores.errors import NewerError, StoreError
+from vlmdistill.stores.errors import StoreError, VersionError
 from vlmdistill.stores.index.arrow import frame_of
 from vlmdistill.stores.index.tables import XXH3, table_of
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
@@ -41,7 +41,7 @@ from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
 NOTHING = pl.DataFrame(
-    schema={"key": pl.String, "unit": pl.String, "content": pl.UInt64}
+    schema={"key": pl.String, "shard": pl.String, "content": pl.UInt64}
 )
 FAULTS = ("damaged", "missing", "unreadable")
 T = TypeVar("T")
@@ -145,7 +145,7 @@ def _verify(
         size = sum(entry[0] for _, entry in files)
         if isinstance(record, Commit):
             some, index = checks.shard(record)
-            return size, some, None if index is None else _contents(record.unit, index)
+            return size, some, None if index is None else _contents(record.shard, index)
         if isinstance(record, StoreRecord):
             return size, checks.head(record), None
         return (
@@ -212,7 +212,7 @@ class _Records:
             for leaf in self._listed(folder)
         ]
         names = [STORE, *sorted({*copies, *there})]
-        origins: Collection[str] = ()
+        origin = ""  # as `store.json` has it, which comes first
         uncovered = []
         for name, (record, copy) in zip(
             names, backend.map(self._read, names), strict=True
@@ -232,17 +232,8 @@ class _Records:
                 continue
             self.records[name] = record
             if isinstance(record, StoreRecord):
-                facts = record.provenance.to_dict()
-                origins = {content_hash(facts)}
-                if (
-                    facts["engine"] == "transformers"
-                ):  # as it is where the member is missing
-                    origins.add(
-                        content_hash(
-                            {name: facts[name] for name in facts if name != "engine"}
-                        )
-                    )
-            if isinstance(record, Commit) and origins and record.origin not in origins:
+                origin = content_hash(record.provenance.to_dict())
+            if isinstance(record, Commit) and origin and record.origin != origin:
                 self.findings.append(
                     Finding("damaged", name, "it is of another origin than the store")
                 )
@@ -265,10 +256,10 @@ class _Records:
         ) if kept else None
 
     def _try(self, name: str, read: Callable[[], T]) -> T | None:
-        """What is read, None and a finding when that fails; NewerError."""
+        """What is read, None and a finding when that fails; VersionError."""
         try:
             return read()
-        except NewerError:
+        except VersionError:
             raise
         except (StoreError, OSError) as error:
             self.findings.append(failed(name, error))
@@ -300,33 +291,33 @@ def _layout(store: Record | None, findings: list[Finding]) -> Layout | None:
         return None
 
 
-def _contents(unit: str, index: pa.Table) -> pl.DataFrame:
-    """The samples of a unit: key, unit, and a hash of the checksums of all arrays."""
+def _contents(shard: str, index: pa.Table) -> pl.DataFrame:
+    """The samples of a shard: key, name of the shard, and a hash of the checksums of all arrays."""
     columns = [name for name in index.column_names if name.startswith(XXH3)]
     content = pl.struct(columns).hash().alias("content")
     return frame_of(index).select(
-        pl.col("key").cast(pl.String), pl.lit(unit).alias("unit"), content
+        pl.col("key").cast(pl.String), pl.lit(shard).alias("shard"), content
     )
 
 
 def _differing(samples: pl.DataFrame) -> Iterator[Finding]:
-    """Samples of several units that do not have the same tensors in all of them."""
+    """Samples of several shards that do not have the same tensors in all of them."""
     twice = samples.filter(samples["key"].is_duplicated())
     odd = (
         twice.group_by("key")
-        .agg("unit", pl.col("content").n_unique())
+        .agg("shard", pl.col("content").n_unique())
         .filter(pl.col("content") > 1)
     )
     if len(odd):
-        key, units, _ = odd.sort("key").row(0)
-        what = f"{len(odd)} samples differ from unit to unit, such as {key} in {' and '.join(units)}"
-        yield Finding("note", COMMITS, f"{what}: the first unit by name counts")
+        key, shards, _ = odd.sort("key").row(0)
+        what = f"{len(odd)} samples differ from shard to shard, such as {key} in {' and '.join(shards)}"
+        yield Finding("note", COMMITS, f"{what}: the first shard by name counts")
 
 
 def _strays(
     backend: Backend, found: _Records, samples: pl.DataFrame
 ) -> Iterator[Finding]:
-    """Views that keep samples which no unit has."""
+    """Views that keep samples which no shard has."""
     bad = {finding.name for finding in found.findings}
     for record in found.records.values():
         if not isinstance(record, ViewRecord) or record.file in bad:
@@ -340,7 +331,7 @@ def _strays(
             continue
         stray = kept.join(samples, on="key", how="anti")
         if len(stray):
-            what = f"it keeps {len(stray)} samples that no unit has, such as {stray['key'][0]}"
+            what = f"it keeps {len(stray)} samples that no shard has, such as {stray['key'][0]}"
             yield Finding("damaged", record.file, what)
 
 

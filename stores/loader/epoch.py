@@ -121,7 +121,7 @@ class Epoch(Iterator[PackedSamples]):
         self._features = store.choose(features)
         self._rows = select(store, view, keys)
         for one, lines in store.lines(self._rows, self._features):
-            for _ in one.backend.map(one.commit, lines["unit"].unique()):
+            for _ in one.backend.map(one.commit, lines["shard"].unique()):
                 pass  # of a URL many at once; each batch would fetch its own, one after the other
         tokens = self._cost()
         self._identity = content_hash(

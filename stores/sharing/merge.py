@@ -23,7 +23,7 @@ from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.sharing.merge_tables import bring_tables
-from vlmdistill.stores.sharing.transfer import copy_unit
+from vlmdistill.stores.sharing.transfer import copy_shard
 from vlmdistill.stores.store import Store
 
 
@@ -204,12 +204,12 @@ def _require_kinds(stores: Sequence[Store]) -> None:
         )
 
 
-def _copy_unit(
+def _copy_group(
     source: Store, target: Store, group: tuple[tuple[object, ...], pl.DataFrame]
 ) -> int:
-    """Copy a unit and its rows; how many they are."""
-    (unit,), rows = group
-    copy_unit(source, target, str(unit), rows)
+    """Copy rows of a shard; how many they are."""
+    (shard,), rows = group
+    copy_shard(source, target, str(shard), rows)
     return len(rows)
 
 
@@ -252,11 +252,11 @@ def _copy(
         if not len(missing):
             return there, fresh
         done = 0
-        by_unit = missing.sort("unit", "sample_row").group_by(
-            "unit", maintain_order=True
+        by_shard = missing.sort("shard", "sample_row").group_by(
+            "shard", maintain_order=True
         )
         far = source.backend if target.backend.is_local else target.backend
-        for samples in far.map(partial(_copy_unit, source, target), by_unit, STREAMS):
+        for samples in far.map(partial(_copy_group, source, target), by_shard, STREAMS):
             done += samples
             progress(done, len(missing))
         sent.update(missing["key"])

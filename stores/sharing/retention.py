@@ -33,7 +33,7 @@ from vlmdistill.stores.manifest import (
     record_names,
 )
 from vlmdistill.stores.schema import TIME
-from vlmdistill.stores.sharing.transfer import copy_unit
+from vlmdistill.stores.sharing.transfer import copy_shard
 from vlmdistill.stores.store import Store
 
 
@@ -84,7 +84,7 @@ def expire(
     )
     untimed = int(times.is_null().sum())
     if dry_run:
-        shards = [store.commit(unit).named for unit, _, _ in old]
+        shards = [store.commit(shard).named for shard, _, _ in old]
         sizes = {name: _bytes(store.backend, name) for name in shards}
         sizes |= {one.name: one.bytes for one in collect_all(store, dry_run=True)}
         return Expired(gone, untimed, sizes)
@@ -95,18 +95,18 @@ def expire(
                 removed |= _forget(store.backend, folder, name, aged)
     for part in parts:
         inside = part.path.removeprefix(store.path).lstrip("/")
-        for unit, _, rest in old if part is store else [*_old(part, aged)]:
-            dropped = _drop(part, unit, rest)
+        for shard, _, rest in old if part is store else [*_old(part, aged)]:
+            dropped = _drop(part, shard, rest)
             removed |= {f"{inside}/{name}".lstrip("/"): size for name, size in dropped}
     removed |= {one.name: one.bytes for one in collect_all(store)}
     return Expired(gone, untimed, removed)
 
 
 def _aged(store: Store, before: float) -> set[str]:
-    """The keys of samples that were asked before a time; of a key in several units, as one of them says."""
+    """The keys of samples that were asked before a time; of a key in several shards, as one of them says."""
     keys = set[str]()
-    for unit in store.units():
-        rows = _lines(store, unit)
+    for shard in store.shards():
+        rows = _lines(store, shard)
         if TIME in rows.columns:
             keys.update(rows.filter(pl.col(TIME) < before)["key"])
     return keys
@@ -115,31 +115,31 @@ def _aged(store: Store, before: float) -> set[str]:
 def _old(
     store: Store, keys: frozenset[str]
 ) -> Iterator[tuple[str, pl.DataFrame, pl.DataFrame]]:
-    """Each unit with samples of these keys: these, and the others."""
+    """Each shard with samples of these keys: these, and the others."""
     named = pl.col("key").is_in(list(keys))
-    for unit in store.units():
-        rows = _lines(store, unit)
+    for shard in store.shards():
+        rows = _lines(store, shard)
         if len(old := rows.filter(named)):
-            yield unit, old, rows.filter(~named)
+            yield shard, old, rows.filter(~named)
 
 
-def _lines(store: Store, unit: str) -> pl.DataFrame:
-    """The lines of a unit, with samples that another unit has, too."""
-    record = store.commit(unit)
+def _lines(store: Store, shard: str) -> pl.DataFrame:
+    """The lines of a shard, with samples that another shard has, too."""
+    record = store.commit(shard)
     table = read_arrow(store.backend, f"{record.named}/{INDEX}", record.files[INDEX])
-    return frame_of(table).with_columns(unit=pl.lit(unit), shard=pl.lit(record.shard))
+    return frame_of(table).with_columns(shard=pl.lit(shard))
 
 
-def _drop(part: Store, unit: str, rest: pl.DataFrame) -> Iterator[tuple[str, int]]:
-    """Write what stays of a unit, drop its record, and remove its files and the merged index."""
-    backend, named = part.backend, part.commit(unit).named
+def _drop(part: Store, shard: str, rest: pl.DataFrame) -> Iterator[tuple[str, int]]:
+    """Write what stays of a shard, drop its record, and remove its files and the merged index."""
+    backend, named = part.backend, part.commit(shard).named
     if len(rest):
-        copy_unit(part, part, unit, rest)
+        copy_shard(part, part, shard, rest)
     with writing(backend):
         backend.remove(
-            f"{LEDGER}/{commit_name(unit)}"
+            f"{LEDGER}/{commit_name(shard)}"
         )  # first: a copy alone would be a lost record
-        backend.remove(commit_name(unit))
+        backend.remove(commit_name(shard))
         backend.remove(f"{CACHE}/index.json")
         for name in (named, *(f"{CACHE}/{leaf}" for leaf in backend.list_names(CACHE))):
             with backend.try_lock(name) as locked:

@@ -1,4 +1,4 @@
-"""Moving samples between stores: each unit arrives whole and checked, or not at all.
+"""Moving samples between stores: each shard arrives whole and checked, or not at all.
 
 A shard that is wanted whole is copied file by file, continuing what an interrupted copy left, and
 counts once every checksum was compared on arrival. Of others, and where the target compresses
@@ -27,24 +27,24 @@ from vlmdistill.stores.manifest import (
     Files,
     damaged,
     digest,
-    shard_name,
+    shard_folder,
 )
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import content_hash
 from vlmdistill.stores.store import Store
 
-LONGEST = 200  # characters in the name of a unit
+LONGEST = 200  # characters in the name of a shard
 
 
-def copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> None:
-    """Copy samples of a unit, rows of the index of `source`, with the features that the target holds."""
-    record = source.commit(unit)
+def copy_shard(source: Store, target: Store, shard: str, rows: pl.DataFrame) -> None:
+    """Copy samples of a shard, rows of the index of `source`, with the features that the target holds."""
+    record = source.commit(shard)
     specs = {spec.name: spec for spec in source.layout.arrays}
     if len(rows) == record.rows["sample"]:
-        _copy_shard(source, target, record)
+        _copy_whole(source, target, record)
         return
     features = target.provenance.features
-    with target.writer(_another(unit, rows["key"].to_list())) as writer:
+    with target.writer(_another(shard, rows["key"].to_list())) as writer:
         # Where the rows lie and what training said of them is not part of the sample.
         written = [name for name in CORE if not name.endswith(ROW)] + [*record.meta]
         for row in rows.iter_rows(named=True):
@@ -58,23 +58,23 @@ def copy_unit(source: Store, target: Store, unit: str, rows: pl.DataFrame) -> No
             writer.copy({column: row[column] for column in written}, arrays, losses)
 
 
-def _another(unit: str, content: Any) -> str:
-    """A name for some of the samples of a unit, or for other samples under that name."""
-    mark = f".{content_hash([unit, content])[:8]}"
-    return unit[: LONGEST - len(mark)] + mark
+def _another(shard: str, content: Any) -> str:
+    """A name for some of the samples of a shard, or for other samples under that name."""
+    mark = f".{content_hash([shard, content])[:8]}"
+    return shard[: LONGEST - len(mark)] + mark
 
 
 @retried()
-def _copy_shard(source: Store, target: Store, record: Commit) -> None:
+def _copy_whole(source: Store, target: Store, record: Commit) -> None:
     """Copy a shard's files; without the arrays that the target does not hold.
 
-    RacedError when another process commits other samples under the same unit name first: a further attempt
+    RacedError when another process commits other samples under the name of the shard first: a further attempt
     takes another name.
     """
     arrays = {spec.name for spec in target.layout.arrays}
     backend = target.backend
     # A folder of its own name, so that an interrupted copy is found again and continued.
-    label = digest(f"{record.shard} {sorted(arrays)}".encode())[:16]
+    label = digest(f"{record.folder} {sorted(arrays)}".encode())[:16]
     with writing(backend):
         folder = backend.workspace(f"copy-{label}")
         keep = True  # what arrived before an interruption is not fetched again
@@ -83,11 +83,11 @@ def _copy_shard(source: Store, target: Store, record: Commit) -> None:
                 source.backend.is_local and not backend.is_local
             )  # sent from where they lie
             files = _gather(source, record, folder, arrays, link)
-            unit = _free_unit(backend, record.unit, files)
+            shard = _free_name(backend, record.shard, files)
             copy = replace(
                 record,
-                unit=unit,
-                shard=shard_name(unit, files),
+                shard=shard,
+                folder=shard_folder(shard, files),
                 files=files,
                 origin=content_hash(target.provenance.to_dict()),
                 losses={
@@ -95,8 +95,8 @@ def _copy_shard(source: Store, target: Store, record: Commit) -> None:
                 },
             )
             if (
-                commit(backend, copy, partial(_publish, backend, folder, copy)).shard
-                != copy.shard
+                commit(backend, copy, partial(_publish, backend, folder, copy)).folder
+                != copy.folder
             ):
                 raise RacedError(
                     f"{backend.url} is written to by too many others at once: run it again"
@@ -125,13 +125,13 @@ def _gather(
     return files
 
 
-def _free_unit(backend: Backend, unit: str, files: Files) -> str:
-    """The unit's own name, or another where that one has other samples."""
-    while (taken := find_commit(backend, unit)) and taken.shard != shard_name(
-        unit, files
+def _free_name(backend: Backend, shard: str, files: Files) -> str:
+    """The name of the shard, or another where a shard of that name has other samples."""
+    while (taken := find_commit(backend, shard)) and taken.folder != shard_folder(
+        shard, files
     ):
-        unit = _another(unit, files)
-    return unit
+        shard = _another(shard, files)
+    return shard
 
 
 def _copy_index(

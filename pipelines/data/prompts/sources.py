@@ -23,7 +23,7 @@ from vlmdistill.pipelines.data.prompts.text_tables import separator_of, table_ro
 from vlmdistill.pipelines.media.images import KINDS, kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
-from vlmdistill.stores.records import open_regular
+from vlmdistill.stores.input_files import open_regular
 from vlmdistill.stores.suggestions import did_you_mean
 
 COMPRESSED: dict[bytes, Callable[..., Any]] = {

@@ -27,7 +27,7 @@ from vlmdistill.pipelines.data.spool import Spool
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking, check_thinking
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.records import regular
+from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.schema import Array, content_hash
 
 if TYPE_CHECKING:

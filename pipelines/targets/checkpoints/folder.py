@@ -18,7 +18,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import (
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.families import FAMILIES, FamilyEntry, entry
 from vlmdistill.stores.errors import DataError, TargetError
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 HUB_TIMEOUT = 5.0  # seconds until the hub counts as unreachable
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")

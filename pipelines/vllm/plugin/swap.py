@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.serving import KEY
-from vlmdistill.stores.records import read_bytes, regular
+from vlmdistill.stores.input_files import read_bytes, regular
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"
 METHODS = ("eagle", "eagle3", "dflash", "dspark", "medusa")

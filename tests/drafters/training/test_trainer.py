@@ -32,7 +32,7 @@ from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import DataError, StoppedError, StoreError, TrainingError
 from vlmdistill.stores.manifest import digest, seal
 from vlmdistill.stores.schema import Feature, content_hash
-from vlmdistill.stores.sharing.part import Part
+from vlmdistill.stores.sharing.mirror import VersionedFolder
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
@@ -76,7 +76,6 @@ def test_settings_that_came_later_leave_runs_of_earlier_versions_their_signature
             "anchors",
             "attention_window",
             "cell",
-            "mixed",
             "pace",
             "patience",
             "validate_every",
@@ -436,7 +435,7 @@ def test_a_copy_that_fails_is_made_later_and_only_at_the_end_it_counts(
     way.unlink()
     train(run, hear(0, 8))
     assert seen[5] == 6
-    latest = Part(Local(way / "run")).latest()
+    latest = VersionedFolder(Local(way / "run")).latest()
     assert latest
     assert {
         "checkpoint.json",

@@ -69,7 +69,7 @@ def test_a_store_of_many_units_behind_a_web_server_is_read_and_verified(
         verify(store.path).files,
         verify(store.path).bytes,
     )
-    name = f"shards/{store.commit('u0').shard}/hidden.text/c/0/0"
+    name = f"shards/{store.commit('u0').folder}/hidden.text/c/0/0"
     (tmp_path / "web" / name).write_bytes(
         b"\0" * (tmp_path / "web" / name).stat().st_size
     )

@@ -36,9 +36,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 made_before = itertools.count()
 
 
-def made(units: list[range]) -> Store:
+def made(shards: list[range]) -> Store:
     """A store in memory: many a one is needed, and no disk."""
-    return make(f"memory://epochs{next(made_before)}", units)
+    return make(f"memory://epochs{next(made_before)}", shards)
 
 
 def take(

@@ -33,8 +33,8 @@ from msgspec import Meta
 from vlmdistill.stores.backends.backend import STREAMS, Backend
 from vlmdistill.stores.backends.local import atomic_write, locked
 from vlmdistill.stores.errors import DataError, LostError, StoreError, one_line
+from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.manifest import Count, Record, Short, seal, unseal
-from vlmdistill.stores.records import regular
 from vlmdistill.stores.schema import SCHEMA_VERSION
 
 VERSIONS, FILES = "versions", "files"
@@ -48,7 +48,7 @@ log = logging.getLogger("vlmdistill.stores")
 Stat = tuple[int, int]  # bytes, and the time of the last change in ns
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredFile(msgspec.Struct, frozen=True):
     """The content of a file."""
 
     file: Annotated[
@@ -64,11 +64,11 @@ class Version(Record, frozen=True, kw_only=True):
     MOST: ClassVar[int] = 1 << 24  # bytes
 
     schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
-    format: Literal["vlmdistill-part"] = "vlmdistill-part"
+    format: Literal["vlmdistill-versions"] = "vlmdistill-versions"
     number: Annotated[int, Meta(ge=1, le=10**DIGITS - 1)]
     writer: Short  # a token, by which a writer recognises its own versions
     host: Short
-    files: Mapping[Short, Stored]  # by name, relative to the folder
+    files: Mapping[Short, StoredFile]  # by name, relative to the folder
     writers: Mapping[
         Short, int
     ]  # the last version of each writer, of this one and those before it
@@ -86,11 +86,11 @@ class Version(Record, frozen=True, kw_only=True):
         return f"{odd[0]!r} is no file of a part" if odd else None
 
 
-class Part:
+class VersionedFolder:
     """The versions of one part at a backend."""
 
-    def __init__(self, there: Backend) -> None:
-        self.there = there
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
 
     def latest(self) -> Version | None:
         """The version of the highest number; StoreError when it is damaged."""
@@ -101,17 +101,17 @@ class Part:
             ):  # it was removed since it was listed: there is a later one
                 try:
                     return unseal(
-                        self.there.read(name, Version.MOST + 1), Version, name
+                        self.backend.read(name, Version.MOST + 1), Version, name
                     )
                 except ValueError as error:
                     raise StoreError(
-                        f"{self.there.url}/{name} is damaged: {one_line(error)}"
+                        f"{self.backend.url}/{name} is damaged: {one_line(error)}"
                     ) from None
         return None
 
     def create(self, version: Version) -> bool:
         """Create a version; whether it is the latest one then, or one that this was built on."""
-        self.there.create(
+        self.backend.create(
             _name(version.number), seal(version)
         )  # if false, a reply may have been lost
         return self.has(version)
@@ -125,36 +125,36 @@ class Part:
 
     def listed(self) -> list[str]:
         """All stored contents."""
-        return [*self.there.list_files(FILES)]
+        return [*self.backend.list_files(FILES)]
 
-    def upload(self, name: str, path: Path) -> Stored:
+    def upload(self, name: str, path: Path) -> StoredFile:
         """Copy a local file that is not written to meanwhile. FileNotFoundError if it is gone."""
         leaf = "".join(
             one if (one.isalnum() and one.isascii()) or one in "._=+-" else "_"
             for one in name
         )
         file = f"{secrets.token_hex(8)}-{leaf[-200:]}"
-        aside = self.there.workspace()
+        aside = self.backend.workspace()
         try:
             copy = (
-                aside / file if self.there.is_local else path
+                aside / file if self.backend.is_local else path
             )  # a link there would change with the file
             if copy != path:
                 shutil.copyfile(path, copy)
-            stored = Stored(file, copy.stat().st_size, _digest(copy))
-            self.there.replace(f"{FILES}/{file}", copy)
+            stored = StoredFile(file, copy.stat().st_size, _digest(copy))
+            self.backend.replace(f"{FILES}/{file}", copy)
         finally:
-            self.there.release(aside)
+            self.backend.release(aside)
         return stored
 
-    def download(self, stored: Stored, path: Path) -> None:
+    def download(self, stored: StoredFile, path: Path) -> None:
         """Make a local file hold a content. FileNotFoundError if it is gone; StoreError if it is damaged."""
         name = f"{FILES}/{stored.file}"
         with atomic_write(path) as new:
-            self.there.copy(name, stored.size, new)
+            self.backend.copy(name, stored.size, new)
             if not _holds(new, stored):
                 raise StoreError(
-                    f"{self.there.url}/{name} is damaged: its checksum does not match"
+                    f"{self.backend.url}/{name} is damaged: its checksum does not match"
                 )
 
     def collect(self, listed: Collection[str], named: Collection[Version]) -> None:
@@ -163,16 +163,18 @@ class Part:
         See the top of this file for what may be in the list.
         """
         kept = {stored.file for version in named for stored in version.files.values()}
-        for _ in self.there.map(
-            lambda one: self.there.remove(f"{FILES}/{one}"), {*listed} - kept
+        for _ in self.backend.map(
+            lambda one: self.backend.remove(f"{FILES}/{one}"), {*listed} - kept
         ):
             pass
         for number in self._numbers():
             if number < min(version.number for version in named):
-                self.there.remove(_name(number))
+                self.backend.remove(_name(number))
 
     def _numbers(self) -> list[int]:
-        names = (name.removesuffix(".json") for name in self.there.list_names(VERSIONS))
+        names = (
+            name.removesuffix(".json") for name in self.backend.list_names(VERSIONS)
+        )
         return [int(name) for name in names if name.isdecimal() and len(name) == DIGITS]
 
 
@@ -183,12 +185,12 @@ class Synced(msgspec.Struct, frozen=True):
     stats: Mapping[str, Stat]  # of the files that are as in the version
 
     @property
-    def files(self) -> Mapping[str, Stored]:
+    def files(self) -> Mapping[str, StoredFile]:
         """The files of the version."""
         return self.version.files if self.version else {}
 
 
-class Copy:
+class Mirror:
     """A local folder that holds a part: brought up to date, worked in, and published.
 
     `keep` says which names belong to the part, and `record` is the file that says what the folder was equal
@@ -199,7 +201,7 @@ class Copy:
 
     def __init__(
         self,
-        there: Backend,
+        backend: Backend,
         folder: Path,
         record: Path,
         keep: Callable[[str], bool] = lambda name: True,
@@ -207,11 +209,11 @@ class Copy:
         apart: bool = False,
         deep: bool = True,
     ) -> None:
-        self.part, self.folder, self.record, self.url = (
-            Part(there),
+        self.remote, self.folder, self.record, self.url = (
+            VersionedFolder(backend),
             folder,
             record,
-            there.url,
+            backend.url,
         )
         self._keep, self._apart, self._deep = keep, apart, deep
         self._writer = secrets.token_hex(8)
@@ -228,7 +230,7 @@ class Copy:
 
     def _update(self) -> None:
         for _ in range(TRIES):
-            latest, before = self.part.latest(), self._read()
+            latest, before = self.remote.latest(), self._read()
             if latest is None:
                 if before.version is None:
                     return
@@ -272,9 +274,9 @@ class Copy:
         wanted = sorted(missing - stats.keys())
 
         def fetch(name: str) -> None:
-            self.part.download(latest.files[name], self.folder / name)
+            self.remote.download(latest.files[name], self.folder / name)
 
-        for _ in self.part.there.map(fetch, wanted, STREAMS):
+        for _ in self.remote.backend.map(fetch, wanted, STREAMS):
             pass
         fetched = {name: stat_of(self.folder / name) for name in wanted}
         stats |= {name: found for name, found in fetched.items() if found}
@@ -309,7 +311,7 @@ class Copy:
 
     def _publish(self, delete: bool) -> None:
         base = self._read()
-        if self._sent and self._sent.version and self.part.has(self._sent.version):
+        if self._sent and self._sent.version and self.remote.has(self._sent.version):
             base = self._sent
             self._write(base)
         self._sent = None
@@ -321,7 +323,7 @@ class Copy:
                 {name: here[name] for name in same},
             )
             unchanged = files.keys() == here.keys() == base.files.keys()
-            listed = self.part.listed() if delete or not unchanged else []
+            listed = self.remote.listed() if delete or not unchanged else []
             if unchanged and not (delete and (base.version or listed)):
                 return
             for name, stored in self._upload(
@@ -330,14 +332,14 @@ class Copy:
                 files[name], stats[name] = stored, here[name]
             version = self._next(base.version, files)
             self._sent = Synced(version, stats)
-            if self.part.create(version):
+            if self.remote.create(version):
                 self._write(self._sent)
                 self._sent = None
                 if delete:
-                    self.part.collect(listed, [version])
+                    self.remote.collect(listed, [version])
                     return
                 with suppress(OSError):  # then the next version's writer removes them
-                    self.part.collect(
+                    self.remote.collect(
                         listed, [one for one in (base.version, version) if one]
                     )
                 return
@@ -354,19 +356,19 @@ class Copy:
             base.stats.get(name) == stat or _holds(self.folder / name, stored)
         )
 
-    def _upload(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
-        def one(name: str) -> Stored | None:
+    def _upload(self, names: Collection[str]) -> Iterator[tuple[str, StoredFile]]:
+        def one(name: str) -> StoredFile | None:
             with suppress(FileNotFoundError):  # removed meanwhile
-                return self.part.upload(name, self.folder / name)
+                return self.remote.upload(name, self.folder / name)
             return None
 
         for name, stored in zip(
-            names, self.part.there.map(one, names, STREAMS), strict=True
+            names, self.remote.backend.map(one, names, STREAMS), strict=True
         ):
             if stored:
                 yield name, stored
 
-    def _next(self, base: Version | None, files: Mapping[str, Stored]) -> Version:
+    def _next(self, base: Version | None, files: Mapping[str, StoredFile]) -> Version:
         number = base.number + 1 if base else 1
         writers = {**(base.writers if base else {}), self._writer: number}
         latest = sorted(writers, key=lambda one: writers[one])[-WRITERS:]
@@ -380,7 +382,7 @@ class Copy:
 
     def _after(self, base: Synced, mine: Version, stats: Mapping[str, Stat]) -> Synced:
         """What to build on, where another writer's version came first."""
-        latest = self.part.latest()
+        latest = self.remote.latest()
         if (latest and latest.mark) == (
             base.version and base.version.mark
         ):  # the other writer has failed
@@ -409,7 +411,7 @@ class Copy:
         # The changed files become local changes to the latest version: `publish` uploads them again.
         for name in theirs.keys() - changed:
             if theirs[name] != base.files.get(name):
-                self.part.download(theirs[name], self.folder / name)
+                self.remote.download(theirs[name], self.folder / name)
         for name in base.files.keys() - theirs.keys() - changed:
             (self.folder / name).unlink(missing_ok=True)
         here = self.here()
@@ -456,7 +458,7 @@ def stat_of(path: Path) -> Stat | None:
     return (info.st_size, info.st_mtime_ns) if path.is_file() else None
 
 
-def _holds(path: Path, stored: Stored) -> bool:
+def _holds(path: Path, stored: StoredFile) -> bool:
     """Whether a local file has this content."""
     return path.stat().st_size == stored.size and _digest(path) == stored.blake3
 
