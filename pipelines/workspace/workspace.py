@@ -213,7 +213,7 @@ class Workspace:
 
     def drafters(self) -> list[str]:
         """The names of the drafters that are trained, or whose training has begun."""
-        backend = self.parts.there if self.parts else Local(self.root)
+        backend = self.parts.remote if self.parts else Local(self.root)
         folders = backend.list_names("drafters")
         names = {folder.removesuffix(".training") for folder in folders}
         return sorted(
