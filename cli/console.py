@@ -240,8 +240,8 @@ def _known_trackers(names: Sequence[str]) -> list[str]:
 quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 """Whether to print results, errors and warnings alone."""
 
-held: ContextVar[ExitStack] = ContextVar("held")
-"""What is closed at the end of the command."""
+cleanup: ContextVar[ExitStack] = ContextVar("cleanup")
+"""Contexts that the end of the command closes."""
 
 
 opened: ContextVar["Workspace | None"] = ContextVar("opened", default=None)
@@ -254,7 +254,7 @@ def workspace(model: str, runs: str | None) -> "Workspace":
 
     of_target = Workspace.of(model, runs)
     opened.set(of_target)
-    return held.get().enter_context(of_target)
+    return cleanup.get().enter_context(of_target)
 
 
 def beside(error: str) -> str:

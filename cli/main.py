@@ -191,8 +191,8 @@ def _run(words: Sequence[str]) -> None:
     options = hints.given(words)
     hints.repeated.set({name: _taken(verb, options) for name, verb in VERBS.items()})
     console.opened.set(None)
-    with ExitStack() as held:
-        console.held.set(held)
+    with ExitStack() as cleanup:
+        console.cleanup.set(cleanup)
         app(words, prog_name="vlmdistill")
 
 

@@ -252,17 +252,20 @@ def capture_features(
     origin = checkpoint(job.workspace.model)
     dataset.check_settings(job.responses, {"checkpoint": str(origin)})
     job.store.check_origin(origin)
-    by_engine = job.workers.engine != "transformers"
+    # An engine keeps the states of responses while it generates them. They are captured in the same pass,
+    # unless the store has samples of these prompts already.
+    has_engine = job.workers.engine != "transformers"
     with job.workers.session():
-        if by_engine and missing_keys.isdisjoint(stored_keys):
-            done = _in_one_pass(job, missing_keys, len(stored_keys), bar)
+        if has_engine and missing_keys.isdisjoint(stored_keys):
+            generated, captured = _generate_and_capture(
+                job, missing_keys, len(stored_keys), bar
+            )
         else:
             generated = _generate(job, ResponseWork(), bar)
-            done = CaptureRun(generated, _capture(job, bar))
-    assert done.responses is not None
-    _record(job, "responses", done.responses)
-    _record(job, "features", done.features)
-    return done
+            captured = _capture(job, bar)
+    _record(job, "responses", generated)
+    _record(job, "features", captured)
+    return CaptureRun(generated, captured)
 
 
 def _check_resources(job: CaptureJob, missing_keys: Collection[str]) -> None:
@@ -275,12 +278,12 @@ def _check_resources(job: CaptureJob, missing_keys: Collection[str]) -> None:
         forecast.capture(job).check(job.responses, job.store.path)
 
 
-def _in_one_pass(
+def _generate_and_capture(
     job: CaptureJob, missing_keys: Collection[str], stored: int, bar: ProgressBar
-) -> CaptureRun:
-    """Generate responses and capture their features together, then whatever features are still missing.
+) -> tuple[ResponseSummary, CaptureSummary]:
+    """Generate responses and capture their features in one pass, then features that are still missing.
 
-    `stored` samples were in the store before.
+    `stored` samples were in the store before. The summary of the capture counts both passes.
     """
     work = synthesizer.one_pass(job.store, job.settings)
     generated = _generate(job, work, bar)
@@ -290,7 +293,7 @@ def _in_one_pass(
         for row in dataset.read(job.responses)
         if row.key in missing_keys
     )
-    return CaptureRun(generated, captured.after(generated.seconds, stored, tokens))
+    return generated, captured.after(generated.seconds, stored, tokens)
 
 
 def _generate(job: CaptureJob, work: ResponseWork, bar: ProgressBar) -> ResponseSummary:

@@ -109,13 +109,13 @@ def vllm_server(
     drafter: Exported | None = None,
     *,
     whole_images: bool,
-    more: Sequence[str] = (),
+    arguments: Sequence[str] = (),
 ) -> Iterator[str]:
     """The URL of a server of `target` under `name`, with a drafter if one is given; its output goes to `log`.
 
     It has no caches of prompts or media, and leaves room for a second one on a GPU. `whole_images`: all
-    visual tokens of an image in one step; `more`: further arguments. Inside the block SIGTERM raises
-    SystemExit, so that the server ends.
+    visual tokens of an image in one step; `arguments`: further ones of `vllm serve`. Inside the block SIGTERM
+    raises SystemExit, so that the server ends.
     EngineError, with the end of the log, when it ends or is not healthy in time.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -131,7 +131,7 @@ def vllm_server(
     )
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", name, "--mm-processor-cache-gb", "0"]
-    command += ["--gpu-memory-utilization", str(SHARE), *more]
+    command += ["--gpu-memory-utilization", str(SHARE), *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
     with terminable():
         with log.open("wb") as output:

@@ -61,15 +61,15 @@ class EngineProcess:
         python = engine_python()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         self._states: Channel | None = None
-        ours, theirs = socket.socketpair()
-        self._control = Channel(ours)
-        with theirs:
+        own_end, engine_end = socket.socketpair()
+        self._control = Channel(own_end)
+        with engine_end:
             self._process = launch.start(
                 python,
-                ["-m", SERVER, str(theirs.fileno())],
+                ["-m", SERVER, str(engine_end.fileno())],
                 self._log,
                 settings=SETTINGS,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[engine_end.fileno()],
             )
         try:
             # Nothing is left of the folder once the engine is connected.
