@@ -180,8 +180,8 @@ def _check_drafter(run: Run, data: RunData, description: Mapping[str, Any]) -> N
         if training["content"] == data.settings["content"]:
             return
         raise TrainingError(
-            f"{run.out} holds a drafter trained on another target, other features or other responses to the same "
-            "prompts: give this one a --name of its own, or --force to replace it"
+            f"{run.out} holds a drafter trained on another target, other features or other responses to "
+            "the same prompts: give this one a --name of its own, or --force to replace it"
         )
     settings = {
         "drafter": description["drafter"],

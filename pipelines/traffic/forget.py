@@ -136,7 +136,7 @@ def forget(
 def _now(workspace: Workspace, dry_run: bool) -> float:
     """The time by which traffic is too old: that of the URL, if the workspace is at one."""
     if workspace.parts:
-        return workspace.parts.there.now()
+        return workspace.parts.remote.now()
     now, looked = time.time(), workspace.traffic / CLOCK
     store = Path(workspace.features)
     parts = (

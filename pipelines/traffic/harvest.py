@@ -461,7 +461,7 @@ def _files(workspace: Workspace) -> dict[str, int]:
         for one in (folder.iterdir() if folder.is_dir() else ())
     }
     return {
-        **(workspace.parts.there.list_files(MEDIA) if workspace.parts else {}),
+        **(workspace.parts.remote.list_files(MEDIA) if workspace.parts else {}),
         **here,
     }
 
@@ -491,7 +491,7 @@ def unnamed(
     for name in () if dry_run else gone:
         (workspace.root / MEDIA / name).unlink(missing_ok=True)
         if workspace.parts:
-            workspace.parts.there.remove(f"{MEDIA}/{name}")
+            workspace.parts.remote.remove(f"{MEDIA}/{name}")
     return gone
 
 

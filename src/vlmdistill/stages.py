@@ -20,13 +20,11 @@ from vlmdistill.pipelines import train as training
 from vlmdistill.pipelines.bench import evaluate as bench
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
-from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     CaptureJob,
     CaptureSettings,
     CaptureSummary,
 )
-from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
@@ -268,13 +266,9 @@ def _job(
     settings: CaptureSettings,
     sampling: SamplingSettings,
 ) -> CaptureJob:
-    """Responses and features of the prompts to train on."""
-    prompts = prompt_table.load(workspace.prompts, workspace.model, "train", limit)
-    return CaptureJob(
-        workspace=workspace,
-        prompts=prompts,
-        responses=workspace.responses,
-        part=CaptureStore(workspace.features),
+    return CaptureJob.of(
+        workspace,
+        limit=limit,
         settings=settings,
         workers=WorkerOptions(workers=workers),
         sampling=sampling,
