@@ -25,7 +25,7 @@ from vlmdistill.pipelines.media.images import (
     upright,
 )
 from vlmdistill.pipelines.media.urls import at_hand, is_url
-from vlmdistill.stores.records import regular
+from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.schema import Array
 
 SIGN = r"(?:(?<=[_=])|^)-"  # elsewhere a minus is a separator

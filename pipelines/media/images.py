@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.records import regular
+from vlmdistill.stores.input_files import regular
 
 KINDS = {
     "image": "apng avif bmp dib gif heic heif ico jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm svg tga tif tiff "

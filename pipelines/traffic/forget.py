@@ -141,7 +141,7 @@ def _old_keys(prompts: Iterable[Prompt], before: float) -> set[str]:
 def _now(workspace: Workspace, dry_run: bool) -> float:
     """The time by which traffic is too old: that of the URL, if the workspace is at one."""
     if workspace.parts:
-        return workspace.parts.there.now()
+        return workspace.parts.remote.now()
     now = time.time()
     folders = (
         workspace.root,
@@ -230,6 +230,8 @@ def _remove_left_over(workspace: Workspace) -> list[Path]:
     folders = (workspace.responses, workspace.traffic, workspace.reports)
     for folder in (*folders, workspace.reports / "served"):
         paths += left_over(folder)
+    # A log of vLLM may quote a prompt in an error.
+    paths += sorted((workspace.root / "served").glob("*.log"))
     if workspace.parts:
         for part in PARTS:
             paths += workspace.parts.set_aside(part)

@@ -472,7 +472,7 @@ def _media_files(workspace: Workspace) -> dict[str, int]:
     local = {path.name: path.stat().st_size for path in paths}
     if not workspace.parts:
         return local
-    return {**workspace.parts.there.list_files(MEDIA), **local}
+    return {**workspace.parts.remote.list_files(MEDIA), **local}
 
 
 def _sweep(workspace: Workspace) -> dict[str, int]:
@@ -500,7 +500,7 @@ def unnamed(
         for name in removed:
             (workspace.root / MEDIA / name).unlink(missing_ok=True)
             if workspace.parts:
-                workspace.parts.there.remove(f"{MEDIA}/{name}")
+                workspace.parts.remote.remove(f"{MEDIA}/{name}")
     return removed
 
 

@@ -34,7 +34,7 @@ from vlmdistill.pipelines.traffic.dialects import (
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, naming, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MOST_SHOWN = 3  # unread files in a line

@@ -20,8 +20,8 @@ from vlmdistill.pipelines.data.prompts.parquet_rows import python_rows, reading_
 from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.progress import Progress, silent
-from vlmdistill.stores.records import regular
 
 AGAIN = ": download it again"
 PARQUET = ".parquet"

@@ -16,7 +16,7 @@ from vlmdistill.pipelines.data.prompts.row import FILES, Row, dataset_name, loca
 from vlmdistill.pipelines.data.prompts.text_tables import separators_of, table_rows
 from vlmdistill.pipelines.data.prompts.unpacking import unpacked
 from vlmdistill.stores.errors import DataError, lone_surrogate
-from vlmdistill.stores.records import open_regular
+from vlmdistill.stores.input_files import open_regular
 from vlmdistill.stores.suggestions import did_you_mean
 
 START = 512  # bytes of a file that tell its format
