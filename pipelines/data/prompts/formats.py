@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from vlmdistill.pipelines.data.prompts import columns, sources
 from vlmdistill.pipelines.data.prompts.augment import Message
+from vlmdistill.pipelines.data.prompts.hidden_media import HiddenMediaError
 from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.data.prompts.row_media import (
@@ -303,12 +304,9 @@ def _unread(located_turns: Turns, media: RowMedia) -> Unread:
 
 
 def _require_nothing_hidden(unread: Unread, reader: MessageReader) -> None:
-    """BadRowError if a row without images and videos has one elsewhere, or a placeholder for one."""
+    """HiddenMediaError if a row without images and videos has one elsewhere; BadRowError on a placeholder."""
     for name, kind in unread.hidden.items():
-        raise BadRowError(
-            f"{kind} in another column",
-            f"'{name}': name the column {kind}, or remove it",
-        )
+        raise HiddenMediaError(kind, name)
     if reader.unplaced:
         raise BadRowError(
             "image count", f"the text has {reader.unplaced[0]}, and the row no media"

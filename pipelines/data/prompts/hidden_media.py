@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 from vlmdistill.pipelines.media.images import kind_of
+from vlmdistill.pipelines.media.resolver import BadRowError
 
 LONGEST_NAME = 1000  # characters of a file's name: longer ones are texts
 MOST_VALUES = 1000  # of a column, that are looked at
@@ -24,6 +25,16 @@ FIRST_BYTES = {
     b"MM\0*": "image",
     b"\x1aE\xdf\xa3": "video",  # Matroska, WebM
 }
+
+
+class HiddenMediaError(BadRowError):
+    """A row without images and videos that has one in another column, or in a key of a turn or a part."""
+
+    def __init__(self, kind: str, column: str) -> None:
+        """The kind is image or video."""
+        advice = f"'{column}': name the column {kind}, or remove it"
+        super().__init__(f"{kind} in another column", advice)
+        self.column = column
 
 
 def media_kind(value: Any) -> str:
