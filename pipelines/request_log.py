@@ -26,7 +26,7 @@ from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.stores.backends.clock import beyond
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 MEDIA, POLICY, DAYS = "media", "policy.toml", "[0-9]*-[0-9]*-[0-9]*.jsonl"
 DAY = 86400.0

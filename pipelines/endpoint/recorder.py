@@ -6,7 +6,7 @@ from typing import Any
 from vlmdistill.pipelines.endpoint.chat import image_source
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
 from vlmdistill.pipelines.request_log import Headers, Keep
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 
 def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str, Any]:

@@ -382,7 +382,7 @@ def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
     for evaluation in evaluations:
         run, name = f"run of {evaluation.measured}", evaluation.name
         of_machines += [f"{run}: {text}" for text in drift(evaluation.calibrations)]
-        of_runs += [f"{run}: {text}" for text in audit.slow_baseline(evaluation)]
+        of_runs += [f"{run}: {text}" for text in audit.doubts_of_run(evaluation)]
         if evaluation.leak and evaluation.leak.keys:
             keys = ", ".join(evaluation.leak.keys)
             of_leaks.append(f"{name} has seen in training: {keys}")

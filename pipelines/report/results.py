@@ -12,7 +12,13 @@ from vlmdistill.pipelines.bench.served_records import (
     ServedLoad,
     load_figures,
 )
-from vlmdistill.pipelines.bench.statistics import Figures, Rate, figures, rates
+from vlmdistill.pipelines.bench.statistics import (
+    OF_CYCLES,
+    Figures,
+    Rate,
+    figures,
+    rates,
+)
 
 UNKNOWN = "not recorded"
 COMPILED = {True: "yes", False: "no", None: UNKNOWN}
@@ -38,13 +44,35 @@ def conditions(evaluation: Evaluation) -> dict[str, str]:
     return facts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DrafterResult:
     """One drafter at one temperature."""
 
     evaluation: Evaluation
     measurement: Measurement
     beside: tuple[str, ...] = ()  # doubts that other results of the same run raise
+
+    def __repr__(self) -> str:
+        """Its rates and their intervals; the numbers of each prompt are in `measurement`."""
+        prompts = f"{self.figures.prompts} prompts at temperature {self.temperature:g}"
+        facts = ["nothing was drafted"]
+        if self.figures.calls:
+            facts = [f"tau {self.figures.tau:.2f}", self._speedup]
+        if not self.evaluation.lossless:
+            facts.append("NOT LOSSLESS")
+        if self.failures:
+            facts.append("its counts contradict each other")
+        if self.doubts:
+            facts.append(f"in doubt: {self.doubts[0]}")
+        return f"{self.name} on {prompts}: {', '.join(facts)}"
+
+    @property
+    def _speedup(self) -> str:
+        speedup = f"speedup {self.figures.speedup:.2f}"
+        interval = self.figures.intervals.get("speedup")
+        if interval is None:
+            return speedup
+        return f"{speedup} ({interval.low:.2f} to {interval.high:.2f})"
 
     @cached_property
     def figures(self) -> Figures:
@@ -100,7 +128,16 @@ class DrafterResult:
         columns["parameters"] = evaluation.parameters
         columns["weights"] = evaluation.weights
         columns["commit"] = evaluation.software and evaluation.software.commit
-        columns |= {str(name): rate for name, rate in rates(self.measurement).items()}
+        return columns | self._rates
+
+    @property
+    def _rates(self) -> dict[str, float | None]:
+        """None: there is no such rate, as nothing was drafted."""
+        has_drafts = any(prompt.drafted.calls for prompt in self.measurement.prompts)
+        columns: dict[str, float | None] = {}
+        for name, rate in rates(self.measurement).items():
+            is_known = has_drafts or name not in OF_CYCLES
+            columns[name] = rate if is_known else None
         return columns
 
     def against_plain(self, rate: Rate) -> Speed:
@@ -117,13 +154,9 @@ class DrafterResult:
         """Why its speedup may be wrong, so that no verdict rests on it; part of the warnings."""
         from vlmdistill.pipelines.bench import audit  # which imports torch
 
-        baseline = audit.slow_baseline(self.evaluation)
-        return [
-            *self.figures.doubts,
-            *self.beside,
-            *baseline,
-            *audit.leaked(self.evaluation),
-        ]
+        of_run = audit.doubts_of_run(self.evaluation)
+        of_training = audit.leaked(self.evaluation)
+        return [*self.figures.doubts, *self.beside, *of_run, *of_training]
 
     @property
     def warnings(self) -> list[str]:

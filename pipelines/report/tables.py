@@ -9,6 +9,7 @@ from vlmdistill.pipelines.bench.served_records import (
     RunFigures,
 )
 from vlmdistill.pipelines.bench.statistics import (
+    OF_CYCLES,
     Checks,
     Figures,
     Interval,
@@ -190,7 +191,9 @@ def _count(parameters: int) -> str:
 
 
 def rate(figures: Figures, name: Rate) -> str:
-    """A rate with its confidence interval, as one cell."""
+    """A rate with its confidence interval, as one cell; a dash if nothing was drafted."""
+    if name in OF_CYCLES and not figures.calls:
+        return UNKNOWN
     return cell(getattr(figures, name), figures.intervals.get(name))
 
 

@@ -12,7 +12,7 @@ from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.pipelines.bench.records import Training
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 MOST = 160  # points of a curve: with more, each is the mean of its steps
 METRICS = "metrics.jsonl"  # see `drafters.training.progress`

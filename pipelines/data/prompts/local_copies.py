@@ -18,8 +18,8 @@ from vlmdistill.pipelines.data.prompts.importing import Choices, import_rows
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.progress import Progress, silent
-from vlmdistill.stores.records import regular
 
 AGAIN = ": download it again"
 

@@ -13,7 +13,6 @@ from vlmdistill.pipelines.report.page import plot
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 
-
 def train(
     workspace: Workspace, name: str, steps: int, *more: dict[str, Any] | str
 ) -> Path:
@@ -106,7 +105,7 @@ def test_a_finished_training_is_shown_with_its_evaluation(
     folder = workspace.drafter("sparrow")
     folder.mkdir()
     facts = {
-        "format": 2,
+        "format": 3,
         "drafter": "sparrow",
         "config": {},
         "target": {},
