@@ -357,10 +357,10 @@ def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
     from vlmdistill.pipelines.report.comparison import drifts, rank
     from vlmdistill.pipelines.report.tables import (
+        COLUMNS,
         PARTS,
         budgets,
         calibrations,
-        cells,
         divided,
         responses,
     )
@@ -379,7 +379,7 @@ def show(evaluations: "list[Evaluation]") -> None:
     rankings = rank(evaluations)
     results = [one for ranking in rankings for one in ranking.results]
     lines = [
-        [*map(cells(one).__getitem__, names), responses(one.figures.lossless, "")]
+        [*(COLUMNS[name](one) for name in names), responses(one.figures.lossless, "")]
         for one in results
     ]
     warnings = [warning for one in results for warning in one.warnings]

@@ -170,7 +170,7 @@ def _show_group(group: "Group") -> None:
     """Print the tables of a group, its conclusions, and its warnings on stderr."""
     from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, divided, result_rows
 
-    console.rows(COLUMNS, result_rows(group.results))
+    console.rows([*COLUMNS], result_rows(group.results))
     part_rows = divided(group.results)
     if part_rows:
         console.rows(PARTS, part_rows)

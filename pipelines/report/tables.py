@@ -1,6 +1,6 @@
 """The tables of the report, in cells of text."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.bench.served_records import (
@@ -19,13 +19,9 @@ from vlmdistill.pipelines.bench.statistics import (
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
 
+Column = Callable[[DrafterResult], str]
 CALIBRATED = 8  # drafted tokens whose calibration is shown
 UNKNOWN = "-"
-COLUMNS = (
-    *("drafter", "T", "tau", "accepted", "speedup", "CPU speedup", "decode speedup"),
-    *("cycle cost", "prefill", "tokens/s", "plain tokens/s", "responses at T=0"),
-    *("tree", "parameters", "calls"),
-)
 PARTS = ("drafter", "T", "prompts", "count", "tau", "accepted", "speedup")
 PHASES = ("draft", "verify", "accept", "plain step", "ideal decode speedup")
 SERVED = (
@@ -34,33 +30,70 @@ SERVED = (
 )
 
 
-def cells(result: DrafterResult) -> dict[str, str]:
-    """The cells of `COLUMNS`, by name."""
-    figures, evaluation = result.figures, result.evaluation
-    row = {"drafter": result.name, "T": _temperature(result)}
-    row["tau"] = rate(figures, "tau")
-    row["accepted"] = rate(figures, "accepted")
-    row["speedup"] = rate(figures, "speedup")
-    row["CPU speedup"] = rate(figures, "cpu_speedup")
-    row["decode speedup"] = rate(figures, "decode_speedup")
-    row["cycle cost"] = rate(figures, "cycle_cost")
-    row["prefill"] = f"{figures.prefill_share:.0%}"
-    row["tokens/s"] = f"{figures.tokens_per_second:.0f}"
-    row["plain tokens/s"] = f"{figures.plain_tokens_per_second:.0f}"
-    row["responses at T=0"] = responses(figures.lossless)
-    row["tree"] = evaluation.tree
-    row["parameters"] = _count(evaluation.parameters)
-    row["calls"] = f"{figures.calls}"
-    return row
+def _rate_column(name: Rate) -> Column:
+    return lambda result: rate(result.figures, name)
+
+
+def _name(result: DrafterResult) -> str:
+    return result.name
+
+
+def _temperature(result: DrafterResult) -> str:
+    return f"{result.temperature:g}"
+
+
+def _prefill(result: DrafterResult) -> str:
+    return f"{result.figures.prefill_share:.0%}"
+
+
+def _tokens_per_second(result: DrafterResult) -> str:
+    return f"{result.figures.tokens_per_second:.0f}"
+
+
+def _plain_tokens_per_second(result: DrafterResult) -> str:
+    return f"{result.figures.plain_tokens_per_second:.0f}"
+
+
+def _responses(result: DrafterResult) -> str:
+    return responses(result.figures.lossless)
+
+
+def _tree(result: DrafterResult) -> str:
+    return result.evaluation.tree
+
+
+def _parameters(result: DrafterResult) -> str:
+    count = result.evaluation.parameters
+    return f"{count}" if count < 1e6 else f"{count / 1e6:.2f}M"
+
+
+def _calls(result: DrafterResult) -> str:
+    return f"{result.figures.calls}"
+
+
+COLUMNS: dict[str, Column] = {
+    "drafter": _name,
+    "T": _temperature,
+    "tau": _rate_column("tau"),
+    "accepted": _rate_column("accepted"),
+    "speedup": _rate_column("speedup"),
+    "CPU speedup": _rate_column("cpu_speedup"),
+    "decode speedup": _rate_column("decode_speedup"),
+    "cycle cost": _rate_column("cycle_cost"),
+    "prefill": _prefill,
+    "tokens/s": _tokens_per_second,
+    "plain tokens/s": _plain_tokens_per_second,
+    "responses at T=0": _responses,
+    "tree": _tree,
+    "parameters": _parameters,
+    "calls": _calls,
+}
 
 
 def result_rows(results: Iterable[DrafterResult]) -> list[list[str]]:
     """The rows of `COLUMNS`."""
-    rows = []
-    for result in results:
-        row = cells(result)
-        rows.append([row[name] for name in COLUMNS])
-    return rows
+    columns = COLUMNS.values()
+    return [[column(result) for column in columns] for result in results]
 
 
 def calibrations(results: Sequence[DrafterResult]) -> list[list[str]]:
@@ -180,14 +213,6 @@ def _milliseconds(seconds: Quartiles | None) -> str:
     median = 1e3 * seconds.median
     low, high = 1e3 * seconds.low, 1e3 * seconds.high
     return f"{median:.1f} ({low:.1f}-{high:.1f})"
-
-
-def _temperature(result: DrafterResult) -> str:
-    return f"{result.temperature:g}"
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters}" if parameters < 1e6 else f"{parameters / 1e6:.2f}M"
 
 
 def rate(figures: Figures, name: Rate) -> str:
