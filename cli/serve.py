@@ -60,7 +60,7 @@ def serve(
     record_for: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Remove what was recorded longer ago, such as 30d."
+            metavar="TIME", help="Remove records older than this, such as 30d."
         ),
     ] = None,
     reload: Annotated[
@@ -87,7 +87,7 @@ def serve(
 
     The page compares plain with speculative decoding. Requests are decoded one at a time. Ctrl-C and
     SIGTERM let running responses end for 10 seconds. A newer version of the drafter takes over between two
-    requests; what it responds stays the target's.
+    requests; all responses remain the target's.
     """
     import socket
     from contextlib import nullcontext

@@ -88,10 +88,10 @@ class Answer:
             return ""
         if self.ranking.against_plain == "faster":
             return _named(self.ranking.leaders)
-        return ", ".join(
-            f"{_named(ranking.leaders)} for {kind}"
-            for kind, ranking in self._helped.items()
-        )
+        drafters = []
+        for kind, ranking in self._helped.items():
+            drafters.append(f"{_named(ranking.leaders)} for {kind}")
+        return ", ".join(drafters)
 
     @property
     def _helped(self) -> dict[str, Ranking]:

@@ -55,7 +55,8 @@ class Change:
         change = f"{rate} is {self.verdict}, {self.before:.2f} -> {self.after:.2f}"
         if self.ratio is None:
             return change
-        return f"{change} (95%: {self.ratio.low:.3f} to {self.ratio.high:.3f} times)"
+        low, high = self.ratio.low, self.ratio.high
+        return f"{change} (95%: {low:.3f} to {high:.3f} times)"
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,12 @@ class Changes:
     @property
     def changed(self) -> list[tuple[ChangedDrafter, Change]]:
         """The rates that changed by more than noise."""
-        return [
-            (drafter, change)
-            for drafter in self.drafters
-            for change in drafter.rates
-            if change.verdict in ("higher", "lower")
-        ]
+        changed = []
+        for drafter in self.drafters:
+            for change in drafter.rates:
+                if change.verdict in ("higher", "lower"):
+                    changed.append((drafter, change))
+        return changed
 
 
 def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
@@ -117,14 +118,14 @@ def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
     sides = distinguished([_read(before, where), _read(after, where)])
     if before.is_file() and after.is_file():
         sides = _under_one_name(sides)
-    old_results, new_results = (_by_name(side) for side in sides)
-    changes = Changes(
-        both=[name for name in old_results if name in new_results],
-        only_before=[name for name in old_results if name not in new_results],
-        only_after=[name for name in new_results if name not in old_results],
-    )
+    before_side, after_side = sides
+    old_results, new_results = _by_name(before_side), _by_name(after_side)
+    both = [name for name in old_results if name in new_results]
+    only_before = [name for name in old_results if name not in new_results]
+    only_after = [name for name in new_results if name not in old_results]
+    changes = Changes(both, only_before=only_before, only_after=only_after)
     facts = _DifferingFacts()
-    for name in changes.both:
+    for name in both:
         old, new = old_results[name], new_results[name]
         changes.only_before += _temperatures(name, old.keys() - new.keys())
         changes.only_after += _temperatures(name, new.keys() - old.keys())
@@ -165,10 +166,10 @@ class _DifferingFacts:
     @property
     def listed(self) -> list[ChangedFact]:
         """All of them."""
-        return [
-            ChangedFact(fact, before, after, tuple(drafters))
-            for (fact, before, after), drafters in self._drafters.items()
-        ]
+        changed = []
+        for (fact, before, after), drafters in self._drafters.items():
+            changed.append(ChangedFact(fact, before, after, tuple(drafters)))
+        return changed
 
 
 def _compare(
@@ -204,11 +205,11 @@ def _differing(old: Evaluation, new: Evaluation) -> dict[str, tuple[str, str]]:
         old_software, new_software = asdict(old.software), asdict(new.software)
         before |= {name: old_software[name] or "none" for name in SOFTWARE}
         after |= {name: new_software[name] or "none" for name in SOFTWARE}
-    return {
-        fact: (before[fact], after[fact])
-        for fact in before
-        if before[fact] != after[fact]
-    }
+    differing = {}
+    for fact, value in before.items():
+        if value != after[fact]:
+            differing[fact] = value, after[fact]
+    return differing
 
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:

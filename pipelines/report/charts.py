@@ -78,7 +78,7 @@ class Chart:
 
     @property
     def label(self) -> str:
-        """The chart in words, for those who do not see it."""
+        """The chart in words, for readers who do not see it."""
         shows_shares = self.kind == "lines" and not self.up
         form = "{:.0%}" if shows_shares else "{:.2f}"
         texts = []

@@ -91,7 +91,8 @@ class Ranking:
     @property
     def winner(self) -> DrafterResult | None:
         """The drafter that is significantly faster than all others; None if there is none or it is alone."""
-        if len(self.ranked) < 2 or len(self.leaders) != 1 or self.disturbed:
+        is_alone = len(self.ranked) < 2
+        if is_alone or len(self.leaders) != 1 or self.disturbed:
             return None
         (leader,) = self.leaders
         return leader if rate_of(leader, self.speed) >= 1 else None
@@ -149,7 +150,8 @@ class Ranking:
     def _win(self) -> str:
         first, second = self.leaders[0], self.ranked[1]
         ratio = advantage(first.measurement, second.measurement, self.speed)
-        lead = rate_of(first, self.speed) / max(rate_of(second, self.speed), 1e-9)
+        speed, second_speed = rate_of(first, self.speed), rate_of(second, self.speed)
+        lead = speed / max(second_speed, 1e-9)
         return (
             f"{first.name} is the fastest drafter: speedup {self._speedup(first)}, "
             f"{lead:.2f} times{_within(ratio)} as fast as {second.name}, the second."
@@ -256,17 +258,23 @@ class Group:
         """Problems of the figures, with the drafters' names, and of comparing them."""
         warnings = [text for result in self.results for text in result.warnings]
         warnings += drifts(self.evaluations)
-        warnings += dict.fromkeys(
-            f"{evaluation.name} could not be decoded again: {evaluation.not_again}"
-            for evaluation in self.evaluations
-            if evaluation.not_again
-        )
+        warnings += self._not_decoded_again
         runs = {evaluation.measured for evaluation in self.evaluations}
         if len(runs) > 1:
             warnings.append(
                 f"these evaluations were measured in {len(runs)} separate runs: the intervals do not "
                 "contain the noise between runs"
             )
+        return warnings
+
+    @property
+    def _not_decoded_again(self) -> dict[str, None]:
+        """Warnings, each once."""
+        warnings: dict[str, None] = {}
+        for evaluation in self.evaluations:
+            name, why = evaluation.name, evaluation.not_again
+            if why:
+                warnings[f"{name} could not be decoded again: {why}"] = None
         return warnings
 
     @property
@@ -345,11 +353,12 @@ class _Check:
 
 def _affected(checked: Sequence[_Check], kind: Callable[[Checks], int]) -> str:
     """The drafters with responses of a kind, and how many; empty if there are none."""
-    return ", ".join(
-        f"{check.name}: {kind(check.count)} of {check.count.total}"
-        for check in checked
-        if kind(check.count)
-    )
+    texts = []
+    for check in checked:
+        affected = kind(check.count)
+        if affected:
+            texts.append(f"{check.name}: {affected} of {check.count.total}")
+    return ", ".join(texts)
 
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:
@@ -498,4 +507,6 @@ def group(measured: Sequence[DrafterResult]) -> list[Group]:
 
 
 def _within(interval: Interval | None) -> str:
-    return f" (95%: {interval.low:.2f} to {interval.high:.2f})" if interval else ""
+    if interval is None:
+        return ""
+    return f" (95%: {interval.low:.2f} to {interval.high:.2f})"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FORMULA = ("=", "+", "-", "@")  # the first characters of a formula of a spreadsheet
 MARKS = re.compile(r"[\\`*|\[\]~]|(?<!\w)_|_(?!\w)")
-"""What Markdown would not show as it is; an underscore within a word is shown."""
+"""Characters that Markdown interprets; an underscore within a word is not one of them."""
 
 Row = dict[str, Any]
 

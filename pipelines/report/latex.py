@@ -101,7 +101,8 @@ def latex(report: "ReportPage") -> str:
     }
     for groups in _alike(report.groups):
         group_sections = [by_number[group.number] for group in groups]
-        lines += ["", *_comments(group_sections), *_intervals(groups), *_table(groups)]
+        lines += ["", *_comments(group_sections)]
+        lines += [*_intervals(groups), *_table(groups)]
     for section in every_section[len(report.groups) :]:
         caption = f"Drafters of {report.title} in serving engines."
         lines += ["", *_comments([section]), *_served_table(caption, section)]
@@ -178,7 +179,7 @@ def _header(columns: Sequence[str]) -> list[str]:
     starts = range(2, 2 + 2 * len(columns), 2)
     rules = [rf"\cmidrule(lr){{{start}-{start + 1}}}" for start in starts]
     names = ["method", *[r"$\tau$", "speedup"] * len(columns)]
-    return [rf" & {' & '.join(spans)} \\", "".join(rules), _row(names)]
+    return [_row(["", *spans]), "".join(rules), _row(names)]
 
 
 def _sets(
@@ -223,14 +224,15 @@ def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
 
 def _best(column: Sequence[_Shown]) -> _Shown:
     """The largest of each rate."""
+    taus = [cell.tau for cell in column if cell.tau]
+    speedups = [cell.speedup for cell in column if cell.speedup]
     return _Shown(
-        max((cell.tau for cell in column if cell.tau), key=float, default=""),
-        max((cell.speedup for cell in column if cell.speedup), key=float, default=""),
+        max(taus, key=float, default=""), max(speedups, key=float, default="")
     )
 
 
 def _printed(number: str, bold: str) -> str:
-    """A number, in bold if it is that one; a dash if there is none."""
+    """A number, in bold if it equals `bold`; a dash without a number."""
     if not number:
         return MISSING
     return rf"\textbf{{{number}}}" if number == bold else number
@@ -265,7 +267,8 @@ def _intervals(groups: "Sequence[Group]") -> Iterator[str]:
     for name, results in _sets(groups):
         for result in results:
             figures = result.figures
-            facts = [name, result.name, f"{result.temperature:g}", f"{figures.prompts}"]
+            facts = [name, result.name, f"{result.temperature:g}"]
+            facts.append(f"{figures.prompts}")
             facts += [rate(figures, "tau"), rate(figures, "speedup")]
             yield f"% {line(' | '.join(facts))}"
 

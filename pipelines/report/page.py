@@ -126,11 +126,10 @@ class GroupView:
     @property
     def parts(self) -> list[tuple[DrafterResult, PartRates]]:
         """The parts of the responses, where there are several."""
-        return [
-            (result, part)
-            for result in self.group.results
-            for part in result.figures.parts
-        ]
+        parts = []
+        for result in self.group.results:
+            parts += [(result, part) for part in result.figures.parts]
+        return parts
 
     @property
     def samples(self) -> list[ShownPrompt]:

@@ -132,7 +132,7 @@ class DrafterResult:
 
     @property
     def _rates(self) -> dict[str, float | None]:
-        """None: there is no such rate, as nothing was drafted."""
+        """The rates; None for those that do not exist, as nothing was drafted."""
         has_drafts = any(prompt.drafted.calls for prompt in self.measurement.prompts)
         columns: dict[str, float | None] = {}
         for name, rate in rates(self.measurement).items():

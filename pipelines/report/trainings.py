@@ -192,4 +192,5 @@ def _thinned(points: Iterable[tuple[float, float]]) -> Curve:
 
 def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     xs, ys = zip(*points, strict=True)
-    return sum(xs) / len(points), sum(ys) / len(points)
+    count = len(points)
+    return sum(xs) / count, sum(ys) / count
