@@ -228,6 +228,8 @@ def _remove_left_over(workspace: Workspace) -> list[Path]:
         workspace.reports / "served",
     ):
         found += left_over(folder)
+    # A log of vLLM may quote a prompt in an error.
+    found += sorted((workspace.root / "served").glob("*.log"))
     if workspace.parts:
         found += [
             folder for part in PARTS for folder in workspace.parts.set_aside(part)

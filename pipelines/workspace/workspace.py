@@ -26,7 +26,8 @@ from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.parts import Parts, Publishing, parts, parts_of
 from vlmdistill.stores.backends.backend import STAGING, writing
-from vlmdistill.stores.backends.local import Local, locked
+from vlmdistill.stores.backends.local import Local
+from vlmdistill.stores.backends.locks import locked
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import (
     DataError,

@@ -193,6 +193,7 @@ class EngineTarget:
         by_key = self._engine.chosen()
         chosen = [by_key[str(number)] for number in range(len(prompts))]
         self._check_logprobs(prompts[checked], chosen[checked])
+        self._check_repeated(prompts, transcripts, chosen)
         return [self._target.response(tokens.ids) for tokens in chosen]
 
     def check(
@@ -317,13 +318,38 @@ class EngineTarget:
                 f"{int(logits_V.argmax())}: {ADVICE}"
             )
 
+    def _check_repeated(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        transcripts: Sequence[Transcript],
+        chosen: Sequence[Chosen],
+    ) -> None:
+        """The argmax of logits that are not finite is token 0, for ever: such responses are checked.
+
+        PromptError for the first prompt whose states are not finite, TargetError as from `generate`.
+        """
+        repeated = [
+            number for number, tokens in enumerate(chosen) if not any(tokens.ids)
+        ]
+        if not repeated:
+            return
+        for number in repeated:
+            draw = Draw(max_tokens=1, stop_ids=self._target.info.eos_ids, logprobs=True)
+            self._submit(str(number), transcripts[number], prompts[number], draw)
+        self._engine.run()
+        drawn_again = self._engine.chosen()
+        for number in repeated:
+            self._check_logprobs(prompts[number], drawn_again[str(number)])
+
     def _check_logprobs(self, prompt: EncodedPrompt, chosen: Chosen) -> None:
         """The target gives the chosen tokens the log-probabilities that the engine gives them."""
         (sample,) = self._target.capture(
             [prompt], [chosen.ids], [HIDDEN_TEXT], "float32"
         )
         hidden_ND = as_torch(sample.features[HIDDEN_TEXT], "float32")
-        predicting_RD = hidden_ND[-len(chosen.ids) - 1 : -1].to(self._target.dtype)
+        hidden_ND = hidden_ND.to(self._target.dtype)
+        self._target.check_finite(hidden_ND[-1:])
+        predicting_RD = hidden_ND[-len(chosen.ids) - 1 : -1]
         logprob_RV = self._target.logits(predicting_RD).log_softmax(-1)
         ids_R = torch.tensor(chosen.ids)
         expected_R = logprob_RV.gather(1, ids_R[:, None])[:, 0]
