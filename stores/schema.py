@@ -154,6 +154,13 @@ class Sample:
         """U: the number of visual tokens in the expanded sequence."""
         return sum(span.length for span in self.spans)
 
+    def __repr__(self) -> str:
+        features = ", ".join(feature.name for feature in self.features) or "none"
+        return (
+            f"Sample({self.key!r}: {len(self.ids_T)} text tokens, {int(self.response_T.sum())} of the "
+            f"response; {self.visual_tokens} visual tokens in {len(self.spans)} spans; features: {features})"
+        )
+
     def feature(self, name: str) -> Array:
         """Look up a feature.
 
