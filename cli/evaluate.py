@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from vlmdistill.pipelines.bench.records import Evaluation
     from vlmdistill.pipelines.bench.served import ServedDrafters
+    from vlmdistill.pipelines.bench.statistics import Figures
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 SERVER = "openai:"
@@ -189,6 +190,9 @@ def evaluate(
         how={**how, "thinking": thinking} if thinking else how,
         concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
     )
+    if kind == HERE:
+        for text in pipeline.oversized_trees(workspace, drafters or [], settings):
+            console.note(f"warning: {text}")
     if kind == HERE and (dry_run or not anyway):
         from vlmdistill.pipelines.planning import forecast
 
@@ -202,6 +206,7 @@ def evaluate(
     if kind != HERE:
         from vlmdistill.pipelines.bench import served
 
+        errors: list[str] = []
         with console.progress("sending", "prompts") as report:
             if kind == VLLM:
                 found = served.evaluate_drafters(
@@ -210,6 +215,7 @@ def evaluate(
                     settings,
                     prompts_file=prompts,
                     on_prompt=report,
+                    on_failure=errors.append,
                 )
             else:
                 one = served.evaluate_server(
@@ -221,9 +227,10 @@ def evaluate(
                     served_model=served_model,
                     prompts_file=prompts,
                     on_prompt=report,
+                    on_failure=errors.append,
                 )
                 found = served.ServedDrafters([one])
-        show_served(found, as_json, by_name=kind == VLLM)
+        show_served(found, as_json, errors, by_name=kind == VLLM)
         return
     with console.progress("decoding", "prompts", str(workspace.reports)) as report:
         evaluations = pipeline.evaluate(
@@ -289,9 +296,16 @@ def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:
 
 
 def show_served(
-    found: "ServedDrafters", as_json: bool, *, by_name: bool = False
+    found: "ServedDrafters",
+    as_json: bool,
+    errors: "Sequence[str]",
+    *,
+    by_name: bool = False,
 ) -> None:
-    """Print a line for each temperature, concurrency and server; Exit 1 if something failed."""
+    """Print a line for each temperature, concurrency and server; Exit 1 if something failed.
+
+    `errors` are what servers said of failed requests.
+    """
     import msgspec
 
     from vlmdistill.pipelines.report.results import ServerResult
@@ -320,6 +334,8 @@ def show_served(
             console.note(
                 f"{len(made.failed)} of {sent} requests failed, prompt {first.key}: {first.reason}"
             )
+    if errors:
+        console.note(f"the first error: {errors[0]}")
     for name, error in found.failed.items():
         if log := getattr(error, "log", ""):
             console.note(f"{log}\n")
@@ -401,6 +417,14 @@ def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
         raise typer.Exit(1)
 
 
+def _rates(figures: "Figures") -> dict[str, Any]:
+    """The metrics; null: there is no such rate, as nothing was drafted."""
+    from vlmdistill.pipelines.bench.statistics import OF_CYCLES
+
+    absent = OF_CYCLES if not figures.calls else ()
+    return {**asdict(figures), **dict.fromkeys(absent)}
+
+
 def _facts(evaluation: "Evaluation") -> dict[str, Any]:
     """An evaluation as JSON, with figures instead of the numbers of each prompt, which are in its file."""
     import msgspec
@@ -413,10 +437,10 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
     measured = [
         {
             "temperature": at.temperature,
-            **asdict(figures(at)),
+            **_rates(figures(at)),
             **{
                 f"by_{name}": {
-                    value: asdict(figures(part)) for value, part in at.by(label).items()
+                    value: _rates(figures(part)) for value, part in at.by(label).items()
                 }
                 for name, label in LABELS.items()
             },

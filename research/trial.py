@@ -329,7 +329,7 @@ class Trial:
             workspace=workspace,
             prompts=prompts,
             responses=root / "responses",
-            part=CaptureStore(root / "features"),
+            store=CaptureStore(root / "features"),
             settings=CaptureSettings(drafters=TRAINED, dtype="float32"),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
         )

@@ -5,8 +5,9 @@ count until a record names them with their sizes and blake3. A record seals itse
 canonical JSON of its content and of the hash of that content, so that any change shows.
 
 A record may come from an untrusted source, which can seal anything. So its size and nesting are bounded
-before it is parsed, types and bounds are declared below, and `wrong` compares names with the file they stand
-in. What passes is what `docs/store-format.md` allows: a name in it leads nowhere but into the store.
+before it is parsed, types and bounds are declared below, and `wrong` compares the names in it with the name
+of its file. A record that passes is as `docs/store-format.md` allows: its names lead nowhere but into the
+store.
 """
 
 import json
@@ -49,7 +50,7 @@ RECORD = re.compile(
 ARRAY = r"(?:tokens|(?:hidden|embed|layer[0-9]{1,5})\.(?:text|visual|span)(?:\.(?:token|channel)_scale)?)"
 FILE = re.compile(rf"{INDEX}|{GROUP}|{ARRAY}/(?:{GROUP}|{CHUNK_FILE})")
 SEAL = re.compile(rb'"blake3":"([0-9a-f]{64})",?')
-BRACKETS = bytes(set(range(256)) - set(b"[]{}"))  # all but these
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 KINDS: tuple[Rows, ...] = get_args(Rows)
 DEPTH = 32  # brackets within brackets
 
@@ -57,9 +58,8 @@ Name = Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")]
 Short = Annotated[str, Meta(max_length=300)]
 Text = Annotated[str, Meta(max_length=1 << 14)]
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-Entry = tuple[
-    Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-]  # bytes and blake3 of a file
+# Bytes and blake3 of a file.
+Entry = tuple[Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]]
 # Hashes that are only compared: a pattern would take longer.
 Files = Mapping[Short, tuple[Count, Annotated[str, Meta(min_length=64, max_length=64)]]]
 Square = Annotated[float, Meta(ge=0)]
@@ -89,14 +89,13 @@ class HeadRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StoreRecord(Record, frozen=True, kw_only=True):
-    """What a store is."""
+    """The target and the features of a store."""
 
     format: Annotated[str, Meta(pattern=rf"\A{FORMAT}\Z")]
     provenance: Provenance
     info: TargetInfo
-    encoding: Mapping[
-        Short, Short
-    ]  # feature name -> raw | int8, checked by `Layout.of`
+    encoding: Mapping[Short, Short]
+    """Feature name -> raw | int8, checked by `Layout.of`."""
     head: HeadRecord
 
     def wrong(self, name: str) -> str | None:
@@ -114,9 +113,8 @@ class Commit(Record, frozen=True, kw_only=True):
     rows: Mapping[Rows, Count]
     meta: tuple[Text, ...]
     files: Files
-    losses: Mapping[
-        Short, tuple[Square, Square]
-    ]  # of int8 features: summed squared error, summed squares
+    losses: Mapping[Short, tuple[Square, Square]]
+    """Of int8 features: summed squared error, summed squares."""
 
     @property
     def named(self) -> str:
@@ -131,13 +129,11 @@ class Commit(Record, frozen=True, kw_only=True):
         """It has the name of its shard and names files of a shard, and its folder is named by them."""
         if name != commit_name(self.shard):
             return f"it is the record of {self.shard}"
-        odd = [file for file in self.files if not FILE.fullmatch(file)]
-        if odd or not {INDEX, GROUP} <= self.files.keys():
-            return (
-                f"a shard has no file {odd[0]!r}"
-                if odd
-                else f"a shard has the files {INDEX} and {GROUP}"
-            )
+        for file in self.files:
+            if not FILE.fullmatch(file):
+                return f"a shard has no file {file!r}"
+        if not {INDEX, GROUP} <= self.files.keys():
+            return f"a shard has the files {INDEX} and {GROUP}"
         if len(self.rows) < len(KINDS):
             return "it lacks the rows of each kind: text, visual, span, sample"
         folder = shard_folder(self.shard, self.files)
@@ -156,7 +152,7 @@ class TableRecord(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What the table is kept under."""
+        """The name of the table in its folder."""
         return "index"
 
     @property
@@ -173,13 +169,13 @@ class TableRecord(Record, frozen=True, kw_only=True):
         if name != f"{self.FOLDER}/{self.name}.json":
             return f"it is the record of {self.name}"
         file = self.file_of(self.entry)
-        return (
-            None if self.file == file and self.entry[1] else f"its table must be {file}"
-        )
+        if self.file != file or not self.entry[1]:
+            return f"its table must be {file}"
+        return None
 
 
 class ViewRecord(TableRecord, frozen=True, kw_only=True):
-    """Which samples some filters keep."""
+    """The samples that some filters keep."""
 
     name: Name = msgspec.field(name="view")
     base: Name | None
@@ -198,7 +194,7 @@ class ViewRecord(TableRecord, frozen=True, kw_only=True):
 
 
 class RunRecord(TableRecord, frozen=True, kw_only=True):
-    """What a training run says of samples."""
+    """Statistics of samples from a training run."""
 
     name: Name = msgspec.field(name="run")
     order: Count
@@ -221,7 +217,7 @@ TABLES: Mapping[str, type[TableRecord]] = {
 
 
 def kind_of(name: str) -> type[Commit | TableRecord]:
-    """What the record in a file is, by its folder."""
+    """The type of the record in a file, by its folder."""
     return TABLES.get(name.split("/")[0], Commit)
 
 
@@ -263,9 +259,11 @@ def unseal(data: bytes, kind: type[R], name: str) -> R:
     if _deep(data):
         raise ValueError(f"its brackets do not match, or are more than {DEPTH} deep")
     # The first is its own: keys are sorted, and nothing that comes before it can hold another.
-    found = SEAL.search(data)
-    content = found and data[: found.start()] + data[found.end() :]
-    if not found or not content or digest(content) != found[1].decode():
+    match = SEAL.search(data)
+    if not match:
+        raise ValueError("its checksum does not match")
+    content = data[: match.start()] + data[match.end() :]
+    if digest(content) != match[1].decode():
         raise ValueError("its checksum does not match")
     try:
         record = decode(content, kind)
@@ -285,7 +283,7 @@ def _require_size(data: bytes, kind: type[Record]) -> None:
 def _deep(data: bytes) -> bool:
     """Whether brackets outside of strings are nested too deeply, or do not match."""
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
-    brackets = b"".join(bare).translate(None, BRACKETS)
+    brackets = b"".join(bare).translate(None, NO_BRACKETS)
     for _ in range(DEPTH):
         if not brackets:
             break
@@ -318,15 +316,15 @@ def read_record(backend: Backend, name: str, kind: type[R], below: str = "") -> 
 
     Its copy is `below` another folder.
     """
-    where = f"{backend.url}/{below}{name}"
+    path = f"{backend.url}/{below}{name}"
     if not RECORD.fullmatch(name):
-        raise damaged(where, "no record can have that name")
+        raise damaged(path, "no record can have that name")
     try:
         return unseal(backend.read(below + name, kind.MOST + 1), kind, name)
     except (ValueError, IsADirectoryError, NotADirectoryError) as error:
-        raise damaged(where, one_line(error)) from error
+        raise damaged(path, one_line(error)) from error
     except VersionError as error:
-        raise VersionError(f"{where} {error}") from None
+        raise VersionError(f"{path} {error}") from None
 
 
 def find_record(
@@ -339,11 +337,11 @@ def find_record(
         return None
 
 
-def check_name(name: str, what: str) -> str:
+def check_name(name: str, kind: str) -> str:
     """Refuse names that cannot be file names everywhere."""
     if not NAME.fullmatch(name):
         raise StoreError(
-            f"'{name}' cannot name a {what}: use at most 200 letters, digits and . _ = + -, starting with a "
+            f"'{name}' cannot name a {kind}: use at most 200 letters, digits and . _ = + -, starting with a "
             "letter or digit"
         )
     return name

@@ -40,3 +40,6 @@ class Ticks(Operations):  # type: ignore[no-untyped-call]
 
     def perf_counter(self) -> float:
         return float(self.now)
+
+    def time(self) -> float:
+        return float(self.now)

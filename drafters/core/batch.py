@@ -157,6 +157,16 @@ class Batch:
     features: Mapping[Feature, Tensor] = field(default_factory=dict)
     host: "Batch | None" = field(default=None, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        readable = self.readable
+        samples = len(readable.segment_T.bincount().nonzero())
+        visual_tokens = int(readable.length_M.sum())
+        features = ", ".join(feature.name for feature in self.features) or "none"
+        return (
+            f"Batch({samples} samples: {len(self.ids_T)} text tokens; {visual_tokens} visual tokens in "
+            f"{len(self.start_M)} spans; features: {features}; on {self.ids_T.device})"
+        )
+
     @property
     def readable(self) -> "Batch":
         """The same tokens on the CPU, if they are there: reading a GPU's would wait for it.

@@ -15,8 +15,9 @@ The baseline is compared with the target's own steps, with the stock model's `ge
 evaluation of the same target on the same machine.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Final
@@ -33,8 +34,15 @@ from vlmdistill.pipelines.bench.records import (
     PromptResult,
     Rank,
     RankCount,
+    Turn,
 )
-from vlmdistill.pipelines.bench.statistics import BUSY, TOLERANCE
+from vlmdistill.pipelines.bench.sampled import prompt_seed
+from vlmdistill.pipelines.bench.statistics import (
+    BUSY,
+    TOLERANCE,
+    cpu_share_of,
+    tolerance,
+)
 from vlmdistill.stores.errors import DataError
 
 NAMED: Final = 3  # prompts that a finding names
@@ -48,6 +56,10 @@ LEAKED: Final = (
     0.1  # share of the prompts that a drafter has seen, above which it is not ranked
 )
 SLOW_READS: Final = 1.5  # of a step to an earlier one, which was not measured beside it
+# of plain decoding's pace to the machine's own, which other programs can only slow down
+FAST_PACE: Final = 2.0
+BETWEEN: Final = 0.01  # seconds that may pass between two decodings of a prompt
+EQUAL: Final = 1e-6  # relative difference of numbers that are recorded twice
 
 
 def failures(evaluation: Evaluation) -> list[str]:
@@ -82,6 +94,7 @@ def failures(evaluation: Evaluation) -> list[str]:
         ]
         found += _sampled(at, where)
         found += _clocks(at, where)
+        found += _seeds(at, where, evaluation.seed)
     greedy = [at for at in evaluation.temperatures if at.temperature == 0]
     calls = {one.key: one.drafted.calls for at in greedy for one in at.prompts}
     if other := [
@@ -129,6 +142,31 @@ def _clocks(at: Measurement, where: str) -> Iterator[str]:
         spent = [astuple(one.phases) for one in decoded if one.phases]
         if sum(map(sum, spent)) > elapsed:
             yield f"the phases of {whose}{where} have more seconds than elapsed"
+    changed = [
+        prompt.key
+        for prompt in at.prompts
+        if (turn := prompt.turn)
+        if not _same(turn.seconds[turn.plain], prompt.plain.seconds)
+        or not _same(turn.seconds[turn.drafted], prompt.drafted.seconds)
+    ]
+    if changed:
+        yield f"the seconds of decodings{where} are recorded twice, and differ: {_some(changed)}"
+
+
+def _seeds(at: Measurement, where: str, seed: int) -> Iterator[str]:
+    """Both sides sample a prompt with the same seed, and each prompt with another one."""
+    if at.temperature == 0:
+        return
+    for whose, decoded in _sides(at).items():
+        odd = [
+            prompt.key
+            for number, (prompt, response) in enumerate(
+                zip(at.prompts, decoded, strict=True)
+            )
+            if response.seed not in (None, prompt_seed(seed, number))
+        ]
+        if odd:
+            yield f"{whose}{where} sampled with other seeds than those of the prompts: {_some(odd)}"
 
 
 def _longer(at: Measurement) -> float:
@@ -182,6 +220,57 @@ def rank_counts(decoded: Iterable[Decoding]) -> list[RankCount]:
         )
         for rank, counts in by_rank.items()
     ]
+
+
+def doubts_of_run(evaluation: Evaluation) -> list[str]:
+    """Why speedups of the run that measured an evaluation say little."""
+    return [*slow_baseline(evaluation), *_odd_times(evaluation)]
+
+
+def _odd_times(evaluation: Evaluation) -> Iterator[str]:
+    """Times that do not fit the machine's clock or speed, or the order of decoding."""
+    steps = [one.plain_step for one in evaluation.calibrations if one.plain_step]
+    for at in evaluation.temperatures:
+        where = f" at temperature {at.temperature:g}"
+        calls = sum(prompt.plain.calls for prompt in at.prompts)
+        decoding = sum(prompt.plain.decode_seconds for prompt in at.prompts)
+        if calls and steps and FAST_PACE * decoding / calls < min(steps):
+            yield (
+                f"a step of plain decoding{where} takes {1e3 * decoding / calls:.2f} ms, and took "
+                f"{1e3 * min(steps):.2f} ms when the machine was calibrated"
+            )
+        turns = [prompt.turn for prompt in at.prompts if prompt.turn]
+        yield from _unaccounted_turns(at, turns, where)
+        yield from _fixed_order(turns, where)
+
+
+def _fixed_order(turns: Sequence[Turn], where: str) -> Iterator[str]:
+    """With k decoders, one of two comes first in at least one of k prompts in a row."""
+    decodings = max((len(turn.seconds) for turn in turns), default=0)
+    if not turns or len(turns) < 2 * decodings:
+        return
+    plain_first = [turn.plain < turn.drafted for turn in turns]
+    order = "plain decoding came before the drafter"
+    if not any(plain_first):
+        order = "the drafter came before plain decoding"
+    if all(plain_first) or not any(plain_first):
+        yield f"{order} on each prompt{where}: the order should rotate"
+
+
+def _unaccounted_turns(
+    at: Measurement, turns: Sequence[Turn], where: str
+) -> Iterator[str]:
+    """The decodings of a prompt fill the time between its beginning and its end."""
+    passed = sum(turn.ended - turn.started for turn in turns)
+    decoding = sum(sum(turn.seconds) for turn in turns)
+    decodings = sum(len(turn.seconds) for turn in turns)
+    sides = [side for prompt in at.prompts for side in (prompt.plain, prompt.drafted)]
+    allowed = tolerance(cpu_share_of(sides)) * passed + BETWEEN * decodings
+    if abs(passed - decoding) > allowed:
+        yield (
+            f"the decodings{where} have {decoding:.1f} seconds, and {passed:.1f} passed by the machine's "
+            "clock: something else ran between them, or times were changed"
+        )
 
 
 def slow_baseline(evaluation: Evaluation) -> list[str]:
@@ -268,7 +357,7 @@ def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
     ]
     for _, file in sorted(before, reverse=True):
         past = records.read(file)
-        if not slow_baseline(past):
+        if not doubts_of_run(past):
             return baseline(past)
     return None
 
@@ -348,6 +437,10 @@ def _prompt(one: PromptResult, temperature: float, limit: int | None) -> Iterato
         yield "the parts of the response do not add up to it"
     if limit is not None and sum(own.chain_accepted) > own.accepted + limit:
         yield "acceptance by position does not agree with the accepted tokens"
+
+
+def _same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=EQUAL)
 
 
 def _some(keys: list[str]) -> str:

@@ -17,6 +17,7 @@ import msgspec
 import polars as pl
 import torch
 
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints.description import describe, weights_hash
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
@@ -134,6 +135,26 @@ def trees_of(shapes: Iterable[str]) -> tuple[Tree | Literal["auto"], ...]:
     return tuple(
         "auto" if one == "auto" else Tree.parse(one) for one in dict.fromkeys(shapes)
     )
+
+
+def oversized_trees(
+    workspace: Workspace, names: Sequence[str], settings: Settings
+) -> list[str]:
+    """A warning for each tree that drafts more tokens in a row than a response can have after its first."""
+    room = settings.max_new_tokens - 1
+    trees: dict[str, Tree] = {}
+    for name in names:
+        described = _describe(workspace.drafter(name))
+        if catalogue.load(described.drafter).shaped:
+            for tree in settings.trees or trees_of([described.config.tree]):
+                if isinstance(tree, Tree):
+                    trees[str(tree)] = tree
+    return [
+        f"tree {shape} drafts {tree.depth + 1} tokens in a row, and a response of --max-new-tokens "
+        f"{settings.max_new_tokens} has {room} after its first: the rest is drafted in vain"
+        for shape, tree in trees.items()
+        if tree.depth + 1 > room
+    ]
 
 
 def evaluate(

@@ -136,6 +136,7 @@ class Decoding(Chains):
     )
     surprise_variance: Amount | None = None  # of that sum
     ranks: tuple[RankCount, ...] = ()  # above temperature 0; empty: not counted
+    seed: int | None = None  # of the sampling; None at temperature 0
 
 
 def chain_counts(
@@ -177,6 +178,21 @@ class Stock:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """When a prompt was decoded, by all decoders of the evaluation one after the other.
+
+    `started` and `ended` are of the machine's clock, the seconds of each decoding of another one: they agree
+    unless something else ran in between, or times of the record were changed.
+    """
+
+    started: Amount  # seconds since 1970
+    ended: Amount
+    seconds: tuple[Amount, ...]  # of each decoding in this order, warm-ups included
+    plain: Count  # the place of plain decoding in `seconds`
+    drafted: Count  # the place of the drafter
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptResult:
     """One prompt, decoded with plain decoding and with the drafter."""
 
@@ -186,6 +202,7 @@ class PromptResult:
     plain: Decoding
     drafted: Decoding
     stock: Stock | None = None  # decoded in turn with the others, for some prompts
+    turn: Turn | None = None  # None: of a server
 
 
 LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
@@ -209,13 +226,16 @@ class ShownResponse:
     ] = ()  # of plain decoding, measured beside it; empty: not recorded
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Measurement:
     """All prompts at one temperature."""
 
     temperature: Amount
     prompts: Annotated[tuple[PromptResult, ...], Meta(min_length=1)]
     shown: tuple[ShownResponse, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"{len(self.prompts)} prompts at temperature {self.temperature:g}"
 
     def by(self, label: Callable[[PromptResult], str]) -> "dict[str, Measurement]":
         """Its prompts by a label, such as their kind or dataset; nothing is shown of them."""
@@ -388,7 +408,7 @@ class Baseline:
     reads: Amount | None = None  # a step, in times that its weights take to be read
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Evaluation:
     """The evaluation of one drafter."""
 
@@ -437,6 +457,13 @@ class Evaluation:
         ):
             raise ValueError("its temperatures have different prompts")
 
+    def __repr__(self) -> str:
+        temperatures = ", ".join(f"{at.temperature:g}" for at in self.temperatures)
+        return (
+            f"{self.name}: evaluated on {len(self.keys)} prompts at temperature {temperatures}, "
+            f"{self.measured}"
+        )
+
     @cached_property
     def keys(self) -> list[str]:
         """The keys of the prompts, in the order of decoding."""
@@ -448,14 +475,22 @@ class Evaluation:
         return content_hash(self.keys)
 
     def without(self, keys: Collection[str]) -> "Evaluation":
-        """The evaluation with the same numbers, and nothing shown of some prompts."""
+        """The evaluation with the same numbers, and no text of some prompts.
+
+        An error of the process that decodes again may quote one.
+        """
 
         def stripped(at: Measurement) -> Measurement:
             return replace(
                 at, shown=tuple(one for one in at.shown if one.key not in keys)
             )
 
-        return replace(self, temperatures=tuple(map(stripped, self.temperatures)))
+        not_again = "its process failed" if keys and self.not_again else self.not_again
+        return replace(
+            self,
+            temperatures=tuple(map(stripped, self.temperatures)),
+            not_again=not_again,
+        )
 
     @property
     def lossless(self) -> bool:

@@ -18,6 +18,11 @@ RARE: Final = 0.02  # chance of a token up to which it is rare
 RANKS: Final[tuple[Rank, ...]] = get_args(Rank)
 
 
+def prompt_seed(seed: int, number: int) -> int:
+    """The seed with which every decoder samples a response to prompt `number` of an evaluation."""
+    return seed * 1_000_003 + number
+
+
 def surprise(log_NV: Tensor, ids_N: Tensor) -> Tensor:
     """The sum of -log p(token) less its mean, the entropy of p, and the variance of that sum: float64 [2]."""
     share_NV = log_NV.exp()

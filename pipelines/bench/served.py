@@ -22,6 +22,7 @@ from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.bench import records, served_records
 from vlmdistill.pipelines.bench.evaluate import Settings, check_title, held_out
 from vlmdistill.pipelines.bench.records import short_name
+from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.bench.served_records import (
     FailedRequest,
     ServedEvaluation,
@@ -30,6 +31,7 @@ from vlmdistill.pipelines.bench.served_records import (
     TimedRequest,
 )
 from vlmdistill.pipelines.bench.server_client import (
+    RequestError,
     ServedModel,
     ServerClient,
     ServerError,
@@ -49,6 +51,7 @@ from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
+CHECKED = 8  # prompts whose logits are looked at, at most, after a load
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
 
 Question = tuple[str, list[dict[str, Any]]]
@@ -66,15 +69,22 @@ def evaluate_server(
     prompts_file: Path | None = None,
     asked: Sequence[Question] = (),
     on_prompt: Progress = silent,
+    on_failure: Callable[[str], None] = lambda text: None,
 ) -> ServedEvaluation:
     """Measure the server at `url` and add a record to `reports/served/`; the name defaults to its address.
 
     `asked` takes the place of the held-out prompts. The file is written after each load: an interruption
-    loses only the load that it interrupts. Requests that fail are counted. ServerError when a server cannot
-    be used, or when all requests to the one at `url` failed; DataError when a prompt cannot be sent.
+    loses only the load that it interrupts. Requests that fail are counted, and `on_failure` gets what the
+    server says of each, which is written nowhere. ServerError when a server cannot be used, gives logits that
+    are not finite, or when all requests to the one at `url` failed; DataError when a prompt cannot be sent.
     """
     check_title(name or "")
     asked = asked or questions(workspace, settings, prompts_file)
+    errors: list[str] = []
+
+    def failed_with(text: str) -> None:
+        errors.append(text)
+        on_failure(text)
 
     async def measured() -> ServedEvaluation:
         clients = [ServerClient(one) for one in (url, baseline) if one is not None]
@@ -83,13 +93,17 @@ def evaluate_server(
                 await _model(client, workspace, served_model) for client in clients
             ]
             servers = [
-                _Server(client, model.id, asked, settings)
-                for client, model in zip(clients, models, strict=True)
+                _Server(client, model.id, asked, settings, told)
+                for client, model, told in zip(
+                    clients, models, (failed_with, on_failure), strict=False
+                )
             ]
             for server in servers:
                 await server.send(
                     0, 0.0
                 )  # to warm up; what fails here fails again when it is counted
+                await server.check_finite()
+            errors.clear()
             total = (
                 len(settings.temperatures)
                 * len(settings.concurrencies)
@@ -130,7 +144,7 @@ def evaluate_server(
         if not made.answered:
             failed = [lost for one in made.loads for lost in one.server.failed]
             raise ServerError(
-                f"{made.url}: all {len(failed)} requests failed: {failed[0].reason}"
+                f"{made.url}: all {len(failed)} requests failed: {errors[0]}"
             )
         return made
 
@@ -171,6 +185,7 @@ def evaluate_drafters(
     *,
     prompts_file: Path | None = None,
     on_prompt: Progress = silent,
+    on_failure: Callable[[str], None] = lambda text: None,
 ) -> ServedDrafters:
     """Measure each drafter as `evaluate_server` does, with servers of our own: vLLM with it and without.
 
@@ -225,6 +240,7 @@ def evaluate_drafters(
                             served_model=workspace.model,
                             asked=asked,
                             on_prompt=counted,
+                            on_failure=on_failure,
                         )
                     )
             except (EngineError, ServerError) as error:
@@ -311,6 +327,7 @@ async def _load(
         requests = tuple(one for one in found if isinstance(one, TimedRequest))
         failed = tuple(one for one in found if isinstance(one, FailedRequest))
         counts = between(then, await server.client.settled())
+        await server.check_finite()
         runs.append(
             ServerRun(seconds=took, requests=requests, failed=failed, counts=counts)
         )
@@ -330,6 +347,8 @@ class _Server:
     model: str
     asked: Sequence[Question]
     settings: Settings
+    on_failure: Callable[[str], None]
+    repeating: set[int] = field(default_factory=set)  # prompts to be checked
 
     async def send(
         self, number: int, temperature: float
@@ -342,11 +361,29 @@ class _Server:
             "max_tokens": self.settings.max_new_tokens,
         }
         if temperature:
-            options["seed"] = self.settings.seed * 1_000_003 + number
+            options["seed"] = prompt_seed(self.settings.seed, number)
         try:
-            return await self.client.chat(key, messages, options)
-        except ServerError as error:
-            return FailedRequest(key=key, reason=str(error))
+            try:
+                answer = await self.client.chat(key, messages, options)
+            except RequestError as error:
+                if not error.too_long:
+                    raise
+                # As in this process, a response ends at the last position of the target.
+                del options["max_tokens"]
+                answer = await self.client.chat(key, messages, options)
+        except RequestError as error:
+            self.on_failure(str(error))
+            return FailedRequest(key=key, reason=error.kind)
+        if answer.repeats:
+            self.repeating.add(number)
+        return answer.request
+
+    async def check_finite(self) -> None:
+        """ServerError if the logits of a prompt are not finite whose response repeats a token."""
+        for number in sorted(self.repeating)[:CHECKED]:
+            options = {"model": self.model, "temperature": 0}
+            await self.client.check_finite(self.asked[number][1], options)
+        self.repeating.clear()
 
     async def drain(
         self, waiting: Iterator[int], temperature: float, count: Callable[[str], None]

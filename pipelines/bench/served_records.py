@@ -62,13 +62,16 @@ class TimedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRequest:
-    """A request that got no whole response."""
+    """A request that got no whole response.
+
+    `reason` is a status or a kind of error, and none of the server's text, which may quote the prompt.
+    """
 
     key: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ServerRun:
     """All prompts sent to one server."""
 
@@ -76,6 +79,10 @@ class ServerRun:
     requests: tuple[TimedRequest, ...]
     failed: tuple[FailedRequest, ...]
     counts: ServerCounts
+
+    def __repr__(self) -> str:
+        done, failed = len(self.requests), len(self.failed)
+        return f"{done + failed} requests, {failed} failed, in {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +95,7 @@ class ServedLoad:
     baseline: ServerRun | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ServedEvaluation:
     """The evaluation of one server."""
 
@@ -104,6 +111,13 @@ class ServedEvaluation:
     measured: str  # date and time
     loads: Annotated[tuple[ServedLoad, ...], Meta(min_length=1)]
     software: Software | None = None  # of the client
+
+    def __repr__(self) -> str:
+        loads = [f"{one.temperature:g} x {one.concurrency}" for one in self.loads]
+        return (
+            f"{self.name}: server {self.url} evaluated at temperature x concurrency "
+            f"{', '.join(loads) or 'none'}, {self.measured}"
+        )
 
     @property
     def runs(self) -> list[ServerRun]:

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx2
@@ -26,6 +27,13 @@ PAUSE, PATIENCE = (
     5.0,
 )  # seconds between looks at the metrics, and for all, until they stand still
 OTHER = "is not a server of the OpenAI API"
+NOT_FINITE = (
+    "it repeats one token that has no log-probability: the target's logits are not finite, use another "
+    "dtype"
+)
+REPEATED = re.compile(
+    r"((.{1,16}?)\2+)?", re.DOTALL
+)  # the text of one token, repeated, or none
 
 
 NAMES: Final = {
@@ -48,6 +56,8 @@ NAMES: Final = {
     "vlmdistill_chain_accepted_tokens_total": "chain_accepted",
 }
 """Counters, and what we call them."""
+FINISHES: Final = ("stop", "length", "content_filter", "tool_calls", "abort")
+TOO_LONG = re.compile(r"max_(?:completion_)?tokens|maximum context length")
 SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE)
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
@@ -57,6 +67,18 @@ Counters = Mapping[tuple[str, int], int]
 
 class ServerError(VlmdistillError):
     """A server cannot be reached or used."""
+
+
+class RequestError(ServerError):
+    """A request got no whole response.
+
+    `kind` says why in our words alone: what a server says may quote the prompt, and is not to be recorded.
+    """
+
+    def __init__(self, kind: str, said: str = "", *, too_long: bool = False) -> None:
+        super().__init__(f"{kind}: {said}" if said else kind)
+        self.kind = kind
+        self.too_long = too_long  # `max_tokens` is more than the server has room for
 
 
 class ServedModel(Struct):
@@ -99,6 +121,38 @@ class StreamChunk(Struct):
     choices: list[StreamChoice] = []
     usage: Usage | None = None
     error: Any = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response of a server."""
+
+    request: TimedRequest
+    repeats: bool  # a single token, as after logits that are not finite
+
+
+class TokenLogprob(Struct):
+    """A token of a response; None: its log-probability is no number."""
+
+    logprob: float | None = None
+
+
+class Logprobs(Struct):
+    """The log-probabilities of a response."""
+
+    content: list[TokenLogprob] = []
+
+
+class CompletionChoice(Struct):
+    """A response that was not streamed."""
+
+    logprobs: Logprobs | None = None
+
+
+class Completion(Struct):
+    """A chat completion that was not streamed."""
+
+    choices: list[CompletionChoice]
 
 
 class ServerClient:
@@ -193,8 +247,8 @@ class ServerClient:
 
     async def chat(
         self, key: str, messages: Sequence[Any], options: Mapping[str, Any]
-    ) -> TimedRequest:
-        """Stream the chat completion of a prompt; ServerError says why there is no whole response."""
+    ) -> "Answer":
+        """Stream the chat completion of a prompt; RequestError says why there is no whole response."""
         body = msgspec.json.encode(
             {
                 "messages": messages,
@@ -213,9 +267,7 @@ class ServerClient:
                 "POST", f"{self.url}/v1/chat/completions", content=body, headers=headers
             ) as response:
                 if response.status_code != 200:
-                    raise ServerError(
-                        _refusal(response.status_code, await response.aread())
-                    )
+                    raise _refusal(response.status_code, await response.aread())
                 async for line in response.aiter_lines():
                     data = line.removeprefix("data:").strip()
                     if data == line or data == "[DONE]":  # not an event; the last
@@ -223,8 +275,8 @@ class ServerClient:
                     now = time.perf_counter() - start
                     chunk = msgspec.json.decode(data, type=StreamChunk)
                     if chunk.error:
-                        raise ServerError(
-                            f"the stream has an error: {_message(chunk.error)}"
+                        raise RequestError(
+                            "the stream has an error", _message(chunk.error)
                         )
                     tokens = chunk.usage.completion_tokens if chunk.usage else tokens
                     for choice in chunk.choices:
@@ -236,21 +288,46 @@ class ServerClient:
                         text.append(new)
                         finish, end = choice.finish_reason or finish, now
         except httpx2.HTTPError as error:
-            raise ServerError(_text(error)) from None
+            raise RequestError(type(error).__name__, one_line(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ServerError(
-                f"it is not the stream of a chat completion: {error}"
+            raise RequestError(
+                "it is not the stream of a chat completion", one_line(error)
             ) from None
         if not finish:
-            raise ServerError("the stream ends before the response does")
-        return TimedRequest(
+            raise RequestError("the stream ends before the response does")
+        whole = "".join(text)
+        request = TimedRequest(
             key=key,
             tokens=tokens,
             seconds=end,
             first_seconds=first or end,
-            finish=finish,
-            response=content_hash(["".join(text)]),
+            finish=finish if finish in FINISHES else "other",
+            response=content_hash([whole]),
         )
+        repeats = REPEATED.fullmatch(whole) is not None and (tokens or 0) > 1
+        return Answer(request, repeats)
+
+    async def check_finite(
+        self, messages: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        """ServerError if the logits after a prompt are not finite, for one whose response repeats a token.
+
+        The argmax of NaN is token 0, for ever. Such a token has no log-probability, or the server fails to
+        say it, as JSON has no NaN; one that does not give log-probabilities at all (4xx) is believed.
+        """
+        asked = {**options, "max_tokens": 1, "messages": messages, "logprobs": True}
+        response = await self.request("POST", "v1/chat/completions", asked)
+        if 400 <= response.status_code < 500:
+            return
+        try:
+            completion = msgspec.json.decode(response.content, type=Completion)
+            given = [choice.logprobs for choice in completion.choices]
+            tokens = [token for one in given if one for token in one.content]
+            finite = all(token.logprob is not None for token in tokens)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            finite = False
+        if not finite:
+            raise ServerError(f"{self.url}: {NOT_FINITE}")
 
 
 def parse(text: str) -> Counters:
@@ -296,12 +373,13 @@ def between(before: Counters, after: Counters) -> ServerCounts:
     )
 
 
-def _refusal(status: int, body: bytes) -> str:
+def _refusal(status: int, body: bytes) -> RequestError:
     try:
         message = _message(msgspec.json.decode(body)["error"])
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         message = body[:200].decode(errors="replace")
-    return f"HTTP {status}: {message}"
+    too_long = status == 400 and TOO_LONG.search(message) is not None
+    return RequestError(f"HTTP {status}", message, too_long=too_long)
 
 
 def _message(error: Any) -> str:

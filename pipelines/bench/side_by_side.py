@@ -1,5 +1,6 @@
 """Decodes each prompt with plain decoding and every drafter in alternation, checks and counts the results."""
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -22,10 +23,11 @@ from vlmdistill.pipelines.bench.records import (
     RankCount,
     ShownResponse,
     Stock,
+    Turn,
     chain_counts,
     told_chances,
 )
-from vlmdistill.pipelines.bench.sampled import RANKS, ranks, surprise
+from vlmdistill.pipelines.bench.sampled import RANKS, prompt_seed, ranks, surprise
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
@@ -73,15 +75,25 @@ class SideBySide:
         turn = number % len(order)
         decoded: dict[str, Timed] = {}
         passes: dict[str, int] = {}
+        seed_of: dict[str, int] = {}
         stock: tuple[Stock, list[int]] | None = None
+        places: dict[str, int] = {}
+        seconds: list[float] = []
+        started = time.time()
         for name in [*order[turn:], *order[:turn]]:
             for _ in range(rounds):
+                places[name] = len(seconds)
                 if name == STOCK:
-                    stock = self._generate(encoded, limit)
+                    stock, spent = self._generate(encoded, limit)
+                    seconds.append(spent)
                 else:
                     before = self.target.passes
-                    decoded[name] = self._decode(name, encoded, number, limit)
+                    decoded[name], seed_of[name] = self._decode(
+                        name, encoded, number, limit
+                    )
                     passes[name] = self.target.passes - before
+                    seconds.append(decoded[name].seconds)
+        ended = time.time()
         self._warm.add(kind)
         counted = {}
         check = GreedyCheck(self.target, encoded, limit, stock and stock[1])
@@ -102,7 +114,8 @@ class SideBySide:
             if greedy:
                 counted[name] = replace(one, check=check.check(ids))
             else:
-                counted[name] = self._sampled(one, encoded, ids)
+                sampled = self._sampled(one, encoded, ids)
+                counted[name] = replace(sampled, seed=seed_of[name])
         results = {
             name: PromptResult(
                 key=prompt.key,
@@ -111,6 +124,13 @@ class SideBySide:
                 plain=counted[PLAIN],
                 drafted=counted[name],
                 stock=stock[0] if stock else None,
+                turn=Turn(
+                    started=started,
+                    ended=ended,
+                    seconds=tuple(seconds),
+                    plain=places[PLAIN],
+                    drafted=places[name],
+                ),
             )
             for name in self.drafters
         }
@@ -123,8 +143,11 @@ class SideBySide:
             shown=shown,
         )
 
-    def _decode(self, name: str, encoded: Any, number: int, limit: int) -> Timed:
-        seed = self.seed * 1_000_003 + number
+    def _decode(
+        self, name: str, encoded: Any, number: int, limit: int
+    ) -> tuple[Timed, int]:
+        """The response of a decoder, and the seed of its sampling as the generator tells it."""
+        seed = prompt_seed(self.seed, number)
         generator = torch.Generator(self.target.device).manual_seed(seed)
 
         drafter, tree = (None, None) if name == PLAIN else self.drafters[name]
@@ -140,23 +163,25 @@ class SideBySide:
                 generator=generator,
             )
 
-        return timed(decoder, self.target.device)
+        return timed(decoder, self.target.device), generator.initial_seed()
 
     @property
     def _on_cpu(self) -> bool:
         return self.target.device.type == "cpu"
 
-    def _generate(self, encoded: Any, limit: int) -> tuple[Stock, list[int]] | None:
-        """The stock model's own response and its tokens; None if it cannot read the prompt."""
+    def _generate(
+        self, encoded: Any, limit: int
+    ) -> tuple[tuple[Stock, list[int]] | None, float]:
+        """The stock model's own response and its tokens, None if it cannot read the prompt; the seconds."""
         made, seconds, cpu_seconds = clocked(
             lambda: self.target.reference(encoded, max_new_tokens=limit),
             self.target.device,
         )
         if made is None:
-            return None
+            return None, seconds
         spent = cpu_seconds if self._on_cpu else None
         stock = Stock(tokens=len(made.ids), seconds=seconds, cpu_seconds=spent)
-        return stock, list(made.ids)
+        return (stock, list(made.ids)), seconds
 
     @torch.inference_mode()
     def _sampled(self, decoding: Decoding, encoded: Any, ids: list[int]) -> Decoding:

@@ -67,6 +67,11 @@ Rate = Literal[
     "tau", "accepted", "speedup", "decode_speedup", "cycle_cost", "cpu_speedup"
 ]
 
+OF_CYCLES: frozenset[Rate] = frozenset(
+    ("tau", "accepted", "decode_speedup", "cycle_cost")
+)
+"""Rates that do not exist where nothing was drafted: every response ended with its first token."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -181,7 +186,7 @@ def figures(measurement: Measurement) -> Figures:
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
         budget=_budget(prompts, whole["tau"]),
         missed=sum(one.missed for one in own),
-        cpu_share=_cpu_share([*own, *plain]),
+        cpu_share=cpu_share_of([*own, *plain]),
         accounted=_accounted(own),
         plain_accounted=_accounted(plain),
         lossless=_checks(own),
@@ -436,7 +441,8 @@ def _accounted(decoded: Sequence[Decoding]) -> float:
     return inside / outside if outside else 1.0
 
 
-def _cpu_share(decoded: Sequence[Decoding]) -> float | None:
+def cpu_share_of(decoded: Sequence[Decoding]) -> float | None:
+    """The share of the elapsed seconds in which this program had the CPU; None on a GPU."""
     known = [one.cpu_seconds for one in decoded if one.cpu_seconds is not None]
     return (
         _ratio(sum(known), sum(one.seconds for one in decoded))
@@ -456,9 +462,9 @@ def _doubts(found: Figures) -> Iterator[str]:
                 f"{checks.different} of {checks.total} responses{whose} differ from the target's by more "
                 "than a near-tie: do not rely on these numbers"
             )
-    if found.accounted > 1 + _tolerance(found):
+    if found.accounted > 1 + tolerance(found.cpu_share):
         yield _unaccounted("the", found.accounted)
-    if abs(1 - found.plain_accounted) > _tolerance(found):
+    if abs(1 - found.plain_accounted) > tolerance(found.cpu_share):
         yield _unaccounted("plain decoding's", found.plain_accounted)
     if found.missed:
         yield (
@@ -498,7 +504,9 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
 
 def _warnings(found: Figures) -> Iterator[str]:
     """What makes the numbers less than they seem, though the speedup is one."""
-    if found.accounted < 1 - _tolerance(found):
+    if not found.calls:
+        yield "nothing was drafted: no response has more than its first token"
+    if found.accounted < 1 - tolerance(found.cpu_share):
         yield _unaccounted("the", found.accounted)
     if found.cpu_share is not None and found.cpu_share < BUSY:
         yield (
@@ -507,9 +515,9 @@ def _warnings(found: Figures) -> Iterator[str]:
         )
 
 
-def _tolerance(found: Figures) -> float:
+def tolerance(cpu_share: float | None) -> float:
     """Of the elapsed seconds: other programs may take the CPU between two cycles, too."""
-    shared = found.cpu_share is not None and found.cpu_share < BUSY
+    shared = cpu_share is not None and cpu_share < BUSY
     return TOLERANCE_SHARED if shared else TOLERANCE
 
 

@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.schema import Array
 
+SIGN = r"(?:(?<=[_=])|^)-"  # elsewhere a minus separates
+NUMBER = re.compile(rf"((?:{SIGN})?\d+(?:\.\d+)?)")
+WHOLE_NUMBER = re.compile(rf"((?:{SIGN})?\d+)")
+FRACTION = re.compile(r"\d\.(\d+)")
 GIF_MILLISECONDS = 100  # of a frame without a duration, as in browsers
 
 
@@ -85,18 +90,37 @@ def probe(path: Path) -> Footage:
 def files(path: Path) -> list[Path]:
     """The files of a video: itself, or the images of a folder, sorted by the numbers in their names.
 
-    Hidden files are ignored.
+    Hidden files are ignored. Numbers may have a fraction, as times in seconds have, and a sign.
     """
     if not path.is_dir():
         return [path]
-    seen = [p for p in path.iterdir() if not p.name.startswith(".")]
-    found = [p for p in seen if kind_of(p.name) == "image"]
-    return sorted(
-        found,
-        key=lambda p: [
-            (not s.isdecimal(), int(s) if s.isdecimal() else s) for s in _cut(p)
-        ],
+    visible = [file for file in path.iterdir() if not file.name.startswith(".")]
+    frames = [file for file in visible if kind_of(file.name) == "image"]
+    number = WHOLE_NUMBER if _counts_in_parts(frames) else NUMBER
+    return sorted(frames, key=lambda file: (_name_parts(file.stem, number), file.name))
+
+
+def _counts_in_parts(frames: Sequence[Path]) -> bool:
+    """Whether digits behind a dot are numbers of their own: `scene_1.9.png` comes before `scene_1.10.png`.
+
+    Fractions of one width have the same order either way. Of several widths, no fraction ends with a zero.
+    """
+    fractions = [found for file in frames for found in FRACTION.findall(file.stem)]
+    widths = {len(fraction) for fraction in fractions}
+    return len(widths) > 1 and any(
+        len(fraction) > 1 and fraction.endswith("0") for fraction in fractions
     )
+
+
+def _name_parts(name: str, number: re.Pattern[str]) -> list[tuple[bool, Decimal, str]]:
+    """The numbers and the texts of a name, as they are compared: numbers come first."""
+    parts = []
+    for part in number.split(name):
+        if number.fullmatch(part):
+            parts.append((False, Decimal(part), ""))
+        elif part:
+            parts.append((True, Decimal(0), part))
+    return parts
 
 
 def digest(path: Path) -> str:
@@ -122,10 +146,6 @@ def check_unchanged(part: Mapping[str, Any]) -> None:
         raise MediaError(
             f"{part['path']} has changed since it was imported: restore it, or import it again"
         )
-
-
-def _cut(path: Path) -> list[str]:
-    return [piece for piece in re.split(r"(\d+)", path.name) if piece]
 
 
 def _path(path: Path, choose: Choose) -> SampledFrames:

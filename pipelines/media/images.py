@@ -21,6 +21,10 @@ KINDS = {
 }
 PLAIN_FORMATS = ("PNG", "JPEG", "WEBP")  # that all servers read
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
+PAGED = ("TIFF", "GIF", "WEBP", "PNG", "AVIF")  # that may hold more than one picture
+SUBFILE_TYPE = (
+    254  # tag of TIFF 6.0, page 36: bit 0 says "a reduced-resolution version"
+)
 ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -130,6 +134,26 @@ def upright(image: Image.Image, mode: str = "RGB") -> Image.Image:
         picture = _on_white(bits) if mode == "RGB" else bits.convert(mode)
     picture.info = {}  # else the next reader might rotate it again
     return picture if turn is None else picture.transpose(turn)
+
+
+def pages(image: Image.Image) -> int:
+    """The number of pages of a TIFF file or of frames of an animation, of which `upright` copies the first.
+
+    Small versions of the picture do not count: previews of a TIFF file, or what a phone adds to a JPEG.
+    """
+    if image.format not in PAGED:
+        return 1
+    with decoding():
+        total = int(getattr(image, "n_frames", 1))
+        if image.format != "TIFF":
+            return total
+        count = 0
+        for number in range(total):
+            image.seek(number)
+            is_reduced = int(image.tag_v2.get(SUBFILE_TYPE, 0)) & 1  # type: ignore[attr-defined]
+            count += not is_reduced
+        image.seek(0)
+    return max(count, 1)
 
 
 def _is_transparent(image: Image.Image) -> bool:

@@ -16,6 +16,7 @@ from vlmdistill.pipelines.media.images import (
     kind_of,
     name_of,
     open_image,
+    pages,
     upright,
 )
 from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
@@ -193,10 +194,16 @@ def _image_format(data: bytes) -> str | None:
 
 
 def _decode(path: Path) -> None:
-    """Decode an image fully; OSError if it is damaged."""
+    """Decode an image fully; OSError if it is damaged, or has several pages or frames."""
     if path.stat().st_size == 0:
         raise OSError("the file is empty")
     with open_image(path) as image:
+        count = pages(image)
+        if count > 1:
+            raise OSError(
+                f"it has {count} pages or frames, of which targets see the first: name it a video, or save "
+                "each as an image"
+            )
         with decoding():  # a JPEG is read fully, but decoded at an eighth of its size
             image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
         upright(image)

@@ -36,7 +36,7 @@ class DrafterStatus:
     samples: int  # that it was trained on, without those kept apart
     measured: str  # when it was evaluated last, empty if never
     tau: float | None  # at its lowest temperature, in the latest evaluation
-    speedup: float | None
+    speedup: float | None  # None also if it is in doubt
     remarks: tuple[str, ...]  # what is stale, or not finished
 
 
@@ -123,7 +123,8 @@ def _drafter(
 ) -> DrafterStatus:
     """`latest` are the results of its last evaluation."""
     folder = workspace.drafter(name)
-    shown = min(latest, key=lambda one: one.temperature).facts if latest else {}
+    result = min(latest, key=lambda one: one.temperature, default=None)
+    shown = result.facts if result else {}
     method, training, remarks = name, dict[str, Any](), list[str]()
     try:
         description = describe(folder)
@@ -157,6 +158,9 @@ def _drafter(
             if begun
             else one_line(error)
         )
+    if result and (why := _doubt(result)):
+        shown["speedup"] = None
+        remarks.append(f"no speedup: {why}")
     return DrafterStatus(
         name=name,
         method=method,
@@ -167,6 +171,15 @@ def _drafter(
         speedup=shown.get("speedup"),
         remarks=tuple(remarks),
     )
+
+
+def _doubt(result: DrafterResult) -> str:
+    """Why no verdict rests on the speedup of a result; empty if nothing speaks against it."""
+    if not result.evaluation.lossless:
+        return "it is not lossless"
+    if result.failures:
+        return "its counts contradict each other"
+    return result.doubts[0] if result.doubts else ""
 
 
 def _next(found: WorkspaceStatus, model: str) -> str:

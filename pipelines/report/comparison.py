@@ -320,7 +320,7 @@ def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
         f"run of {measured}: {text}" for measured, at in runs for text in drift(at)
     ]
     slow = dict.fromkeys(
-        (one.measured, text) for one in evaluations for text in audit.slow_baseline(one)
+        (one.measured, text) for one in evaluations for text in audit.doubts_of_run(one)
     )
     leaks = [
         f"{one.name} has seen in training: {', '.join(one.leak.keys)}"

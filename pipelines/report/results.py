@@ -12,7 +12,13 @@ from vlmdistill.pipelines.bench.served_records import (
     ServedLoad,
     load_figures,
 )
-from vlmdistill.pipelines.bench.statistics import Figures, Rate, figures, rates
+from vlmdistill.pipelines.bench.statistics import (
+    OF_CYCLES,
+    Figures,
+    Rate,
+    figures,
+    rates,
+)
 
 CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
     "target": lambda one: f"{one.target.short_name} ({one.target.fingerprint})",
@@ -36,13 +42,30 @@ CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
 E = TypeVar("E", Evaluation, ServedEvaluation)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DrafterResult:
     """One drafter at one temperature."""
 
     evaluation: Evaluation
     measurement: Measurement
     beside: tuple[str, ...] = ()  # doubts from other results of its run
+
+    def __repr__(self) -> str:
+        """Its rates and their intervals; the numbers of each prompt are in `measurement`."""
+        found = self.figures
+        shown = [f"tau {found.tau:.2f}", f"speedup {found.speedup:.2f}"]
+        if within := found.intervals.get("speedup"):
+            shown[-1] += f" ({within.low:.2f} to {within.high:.2f})"
+        if not found.calls:
+            shown = ["nothing was drafted"]
+        if not self.evaluation.lossless:
+            shown.append("NOT LOSSLESS")
+        if self.failures:
+            shown.append("its counts contradict each other")
+        if self.doubts:
+            shown.append(f"in doubt: {self.doubts[0]}")
+        where = f"{found.prompts} prompts at temperature {self.temperature:g}"
+        return f"{self.name} on {where}: {', '.join(shown)}"
 
     @cached_property
     def figures(self) -> Figures:
@@ -99,7 +122,16 @@ class DrafterResult:
             "parameters": one.parameters,
             "weights": one.weights,
             "commit": one.software and one.software.commit,
-            **{str(name): value for name, value in rates(self.measurement).items()},
+            **self._rates,
+        }
+
+    @property
+    def _rates(self) -> dict[str, float | None]:
+        """None: there is no such rate, as nothing was drafted."""
+        drafted = any(prompt.drafted.calls for prompt in self.measurement.prompts)
+        return {
+            str(name): value if drafted or name not in OF_CYCLES else None
+            for name, value in rates(self.measurement).items()
         }
 
     def against_plain(
@@ -118,11 +150,11 @@ class DrafterResult:
         """Why its speedup may not be one, so that no verdict rests on it; part of the warnings."""
         from vlmdistill.pipelines.bench import audit  # which imports torch
 
-        baseline = audit.slow_baseline(self.evaluation)
+        of_run = audit.doubts_of_run(self.evaluation)
         return [
             *self.figures.doubts,
             *self.beside,
-            *baseline,
+            *of_run,
             *audit.leaked(self.evaluation),
         ]
 

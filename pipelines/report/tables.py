@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 
 from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.bench.served_records import Quartiles
-from vlmdistill.pipelines.bench.statistics import Checks, Figures, Interval, Rate
+from vlmdistill.pipelines.bench.statistics import (
+    OF_CYCLES,
+    Checks,
+    Figures,
+    Interval,
+    Rate,
+)
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
 
@@ -152,7 +158,9 @@ def _count(parameters: int) -> str:
 
 
 def rate(figures: Figures, name: Rate) -> str:
-    """A rate with its confidence interval, as one cell."""
+    """A rate with its confidence interval, as one cell; a dash if nothing was drafted."""
+    if name in OF_CYCLES and not figures.calls:
+        return "-"
     return cell(getattr(figures, name), figures.intervals.get(name))
 
 

@@ -225,21 +225,21 @@ class _Round:
         file = self.workspace.prompts
         if not file.is_file() or not (keys := _traffic(file, "train")):
             return
-        part = CaptureStore(self.workspace.features)
+        store = CaptureStore(self.workspace.features)
         prompts = prompt_table.load(file, self.workspace.model, "train")
         others = pl.Series(
             [key for key in prompts.facts["key"] if key not in keys], dtype=pl.String
         )
         engine = (
-            part.store.provenance.engine.partition(" ")[0]
-            if part.store
+            store.base.provenance.engine.partition(" ")[0]
+            if store.base
             else "transformers"
         )
         job = CaptureJob(
             workspace=self.workspace,
             prompts=prompts.without(others),
             responses=self.workspace.responses,
-            part=part,
+            store=store,
             settings=CaptureSettings(drafters=[self.method]),
             workers=WorkerOptions(workers=self.how.workers, engine=engine),  # type: ignore[arg-type]
         )

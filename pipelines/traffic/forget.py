@@ -136,7 +136,7 @@ def forget(
 def _now(workspace: Workspace, dry_run: bool) -> float:
     """The time by which traffic is too old: that of the URL, if the workspace is at one."""
     if workspace.parts:
-        return workspace.parts.there.now()
+        return workspace.parts.remote.now()
     now, looked = time.time(), workspace.traffic / CLOCK
     store = Path(workspace.features)
     parts = (
@@ -228,6 +228,8 @@ def _remove_left_over(workspace: Workspace) -> list[Path]:
         workspace.reports / "served",
     ):
         found += left_over(folder)
+    # A log of vLLM may quote a prompt in an error.
+    found += sorted((workspace.root / "served").glob("*.log"))
     if workspace.parts:
         found += [
             folder for part in PARTS for folder in workspace.parts.set_aside(part)

@@ -13,7 +13,7 @@ finds the rest. Of what is dropped, nothing is kept.
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.data.responses.quality import repetition
 from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.pipelines.media.urls import address
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.traffic.logs import Exchange, Log, LogFile, unread_line
 from vlmdistill.pipelines.traffic.policy import Policy
@@ -338,9 +339,9 @@ class _Harvest(ImportGate):
             response = self._response(prompt, found)
             self._near.add(near)
             self._rows.append(response)
-            self._made.update(
-                f"{MEDIA}/{Path(part['path']).name}" for part in prompt.media
-            )
+            folders = _media_folders(self.workspace)
+            names = [_harvested_name(folders, path) for path in prompt.files]
+            self._made.update(f"{MEDIA}/{name}" for name in names if name)
             if len(self._rows) >= WRITTEN:
                 self._write()
         self.kept.add(prompt.key)
@@ -460,7 +461,7 @@ def _files(workspace: Workspace) -> dict[str, int]:
         for one in (folder.iterdir() if folder.is_dir() else ())
     }
     return {
-        **(workspace.parts.there.list_files(MEDIA) if workspace.parts else {}),
+        **(workspace.parts.remote.list_files(MEDIA) if workspace.parts else {}),
         **here,
     }
 
@@ -479,17 +480,30 @@ def unnamed(
     workspace: Workspace, prompts: Sequence[Prompt], dry_run: bool = False
 ) -> dict[str, int]:
     """Remove the harvested media that these prompts, all there are, do not name; the files, their bytes."""
+    folders = _media_folders(workspace)
     named = {
-        Path(part["path"]).name
+        name
         for prompt in prompts
         for part in media_parts(prompt.messages)
+        if (name := _harvested_name(folders, part["path"]))
     }
     gone = {name: size for name, size in _files(workspace).items() if name not in named}
     for name in () if dry_run else gone:
         (workspace.root / MEDIA / name).unlink(missing_ok=True)
         if workspace.parts:
-            workspace.parts.there.remove(f"{MEDIA}/{name}")
+            workspace.parts.remote.remove(f"{MEDIA}/{name}")
     return gone
+
+
+def _media_folders(workspace: Workspace) -> tuple[str, str]:
+    """How prompts name the folder of harvested media, which may be a link."""
+    return f"{address(workspace.root)}/{MEDIA}", address(workspace.root / MEDIA)
+
+
+def _harvested_name(folders: Collection[str], path: str) -> str:
+    """The name of a file in one of the folders; empty for a file elsewhere."""
+    folder, _, name = path.rpartition("/")
+    return name if folder in folders else ""
 
 
 def unlisted(workspace: Workspace, prompts: Sequence[Prompt]) -> set[str]:

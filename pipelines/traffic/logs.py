@@ -23,6 +23,7 @@ from typing import Any
 
 from vlmdistill.pipelines.data.prompts import sources
 from vlmdistill.pipelines.data.prompts.formats import ASKING
+from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.sources import Row
 from vlmdistill.pipelines.media.images import MediaError
 from vlmdistill.pipelines.media.resolver import BadRowError
@@ -40,6 +41,7 @@ HEADERS = (
     "extra_headers",
 )  # of a request; the second one by clients that log
 PLAIN = (str, int, float, NoneType)  # of what a policy meets
+SPELLED = (*BODY, *HEADERS, "request_headers", "header_names")
 TIME = ("time", "timestamp", "request_time", "created_at", "created")
 FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MILLISECONDS = 1e11  # a time above this is not in seconds
@@ -390,8 +392,18 @@ def _body(
     if found and "body" in found:
         status, found = found.get("status_code", status), _object(found["body"])
         objects += [found] if found else []
+    for holder in objects:
+        _require_spelling(holder)
     headers = [holder.get(name) for holder in objects for name in HEADERS]
     return found, status, [*headers, value.get("request_headers")]
+
+
+def _require_spelling(holder: Mapping[str, Any]) -> None:
+    """BadRowError if a name that a policy is about is written otherwise, such as `Headers`."""
+    for name in holder:
+        plain = name.strip().lower().replace("-", "_")
+        if plain in SPELLED and name != plain:
+            raise BadRowError("unreadable headers", f"'{name}': write {plain}")
 
 
 def _flat(given: Sequence[Any]) -> dict[str, list[str]] | None:
@@ -444,7 +456,7 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return loads(value)
     except (ValueError, RecursionError):
         return value
 

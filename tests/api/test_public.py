@@ -17,6 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import vlmdistill
+from tests.pipelines.bench.made_up import evaluation, measured
+from vlmdistill.pipelines.report.results import of_drafters
 
 HEAVY = {"torch", "ray", "transformers"}
 CONVERSIONS = ("as_numpy", "as_torch")
@@ -263,6 +265,15 @@ def test_a_notebook_shows_what_a_thing_is(demo_folder: Path) -> None:
         demo_folder / "runs/demo/drafters/sparrow", target
     )
     assert re.match(r"Sparrow\(\s+for demo, [\d,]+ parameters, tree ", repr(drafter))
+    (result,) = of_drafters([evaluation("wren", measured())])
+    assert "wren on 24 prompts at temperature 0: tau 3.25, speedup 1.50" in repr(result)
+    assert repr(result.evaluation).startswith("wren: evaluated on 24 prompts")
+    assert repr(result.measurement) == "24 prompts at temperature 0"
+    (broken,) = of_drafters([evaluation("wren", measured(missed=1))])
+    assert "in doubt: 24 drafted tokens" in repr(broken)
+    assert re.match(r"Sample\('scene-0': \d+ text tokens, ", repr(store["scene-0"]))
+    batch = next(vlmdistill.iterate_batches(store, tokens=10_000))
+    assert re.match(r"Batch\(6 samples: \d+ text tokens; .*hidden\.text", repr(batch))
 
 
 def test_a_damaged_store_can_be_shown(demo_folder: Path, tmp_path: Path) -> None:
@@ -277,6 +288,7 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
     target = vlmdistill.load_target("demo")
     lookahead = vlmdistill.load_drafter("lookahead", target)
     workers = DataLoader(vlmdistill.StoreDataset(store), batch_size=None, num_workers=1)
+    new = vlmdistill.new_drafter("sparrow", store, recipe="demo")
     turn = [{"role": "user", "content": "Hello"}]
     untyped: Any = vlmdistill  # for values of a wrong type
     batches, generate = (
@@ -312,6 +324,12 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
         "rank=3": lambda: vlmdistill.StoreDataset(store, rank=3),
         "late": lambda: batches(view="late"),
         "set num_workers=0": lambda: next(iter(workers)),
+        " of the batch is bfloat16 on cpu, and the drafter float32": lambda: (
+            vlmdistill.unroll(new.drafter, next(batches()), new.config.schedule[0])
+        ),
+        "progress(stage, done, total, remark)": lambda: untyped.train(
+            "wren", progress=lambda done, total: None
+        ),
         "name a new folder": lambda: vlmdistill.create_store(
             demo_folder, target, ["hidden.text"]
         ),
@@ -335,6 +353,7 @@ def test_bad_input_is_refused_at_once_in_one_line(demo_folder: Path) -> None:
         with pytest.raises(vlmdistill.VlmdistillError) as caught:
             call()
         assert message in str(caught.value)
+        assert "Traceback" not in str(caught.value)
 
 
 def test_the_package_runs_as_a_module() -> None:

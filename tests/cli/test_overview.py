@@ -91,7 +91,7 @@ def test_status_names_what_is_there_and_the_command_that_comes_next(
     (damaged / "config.json").write_text("{")
     assert "not readable JSON" in state()[0]["drafters"][0]["remarks"][0]
     (damaged / "config.json").write_text(
-        '{"format": 2, "drafter": "wren", "config": {}, "target": {}, '
+        '{"format": 3, "drafter": "wren", "config": {}, "target": {}, '
         '"provenance": {}, "training": {"samples": 1}}'
     )
     assert state()[0]["drafters"][0]["method"] == "wren"
@@ -152,6 +152,16 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
     records.write(replaced, file)
     (drafter_replaced,) = printed(capsys, "status")["drafters"]
     assert drafter_replaced["remarks"] == ["measured with other weights"]
+    file.unlink()
+    file = records.new_file(reports, "mine")
+    slow = made_up.measured(missed=4)
+    doubted = dataclasses.replace(
+        measured, temperatures=(slow,), measured="2027-01-01 00:00:00"
+    )
+    records.write(doubted, file)
+    (in_doubt,) = printed(capsys, "status")["drafters"]
+    assert in_doubt["speedup"] is None
+    assert "were not accepted" in in_doubt["remarks"][0]
     file.unlink()
     earlier = made_up.evaluation(
         "mine", measured="2001-01-01 00:00:00", training=Training(signature="t")

@@ -311,8 +311,12 @@ def store(
     seed: int = 0,
     *,
     first: int = 0,
+    factor: float = 1.0,
 ) -> Store:
-    """A small store of such samples, one layout after the other, float32; one shard, from the `first` on."""
+    """A small store of such samples, one layout after the other, float32; one shard, from the `first` on.
+
+    `factor` scales their features.
+    """
     wanted = [Feature.parse(name) for name in features]
     tables = head()
     made = Store.create(
@@ -343,7 +347,7 @@ def store(
                         )
                     ),
                     features={
-                        feature: state.numpy()
+                        feature: factor * state.numpy()
                         for feature, state in one.features.items()
                     },
                     meta={"dataset": "synthetic"},

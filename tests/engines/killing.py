@@ -55,7 +55,7 @@ def capture(folder: Path) -> None:
         workspace=workspace,
         prompts=prompts,
         responses=workspace.responses,
-        part=CaptureStore(workspace.features),
+        store=CaptureStore(workspace.features),
         settings=CaptureSettings(
             drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES
         ),

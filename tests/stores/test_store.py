@@ -136,7 +136,7 @@ def test_opening_what_is_no_store_says_so(tmp_path: Path) -> None:
         Store.open("")
 
 
-def test_a_failing_unit_leaves_nothing_that_counts(store: Store) -> None:
+def test_a_failing_shard_leaves_nothing_that_counts(store: Store) -> None:
     def midway() -> None:
         with store.writer("u9") as writer:
             writer.add(sample(50))
@@ -149,7 +149,7 @@ def test_a_failing_unit_leaves_nothing_that_counts(store: Store) -> None:
     assert not any(Path(store.path, "staging").iterdir())
 
 
-def test_a_unit_with_a_sample_that_was_not_written_to_its_end_never_counts(
+def test_a_shard_with_a_sample_that_was_not_written_to_its_end_never_counts(
     store: Store,
 ) -> None:
     def full_for_a_moment() -> None:
@@ -233,7 +233,7 @@ def test_a_tilde_is_the_home_folder(
     assert open_backend(text).url == str(tmp_path / "a b")
 
 
-def test_a_second_writer_of_a_unit_changes_nothing(store: Store) -> None:
+def test_a_second_writer_of_a_shard_changes_nothing(store: Store) -> None:
     before = sorted(path for path in Path(store.path).rglob("*"))
     write(store, "u0", range(5))
     assert sorted(path for path in Path(store.path).rglob("*")) == before
@@ -261,7 +261,7 @@ def test_a_shard_that_is_held_back_and_removed_never_counts(store: Store) -> Non
     assert "k0050" not in Store.open(store.path)
 
 
-def test_two_writers_of_a_unit_at_once_leave_one_shard(store: Store) -> None:
+def test_two_writers_of_a_shard_at_once_leave_one(store: Store) -> None:
     with store.writer("u9") as one, store.writer("u9") as two:
         for number in (20, 21):
             one.add(sample(number))
@@ -279,12 +279,12 @@ def test_two_writers_of_a_unit_at_once_leave_one_shard(store: Store) -> None:
     )
 
 
-def test_a_unit_name_used_for_other_samples_is_refused(store: Store) -> None:
+def test_a_shard_name_used_for_other_samples_is_refused(store: Store) -> None:
     with pytest.raises(StoreError, match=r"u0.*k00"):
         write(store, "u0", range(20, 25))
 
 
-def test_a_key_in_two_units_is_one_sample(store: Store) -> None:
+def test_a_key_in_two_shards_is_one_sample(store: Store) -> None:
     write(store, "a-first", [3, 4, 30])
     assert store.index["key"].is_unique().all()
     shards = dict(store.index.select("key", "shard").iter_rows())
@@ -432,7 +432,7 @@ def test_a_cached_index_only_saves_time(
     assert not verify(store.path).findings
 
 
-def test_a_cached_index_does_not_speak_for_a_unit_that_was_made_anew(
+def test_a_cached_index_does_not_speak_for_a_shard_that_was_made_anew(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merged, "WORTH", 2)

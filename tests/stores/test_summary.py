@@ -92,7 +92,7 @@ def test_names_of_a_stranger_do_not_reach_the_terminal_as_they_are(
     assert "pwn" in shown[1]
 
 
-def test_samples_that_only_one_unit_has_need_no_word(store: Store) -> None:
+def test_samples_that_only_one_shard_has_need_no_word(store: Store) -> None:
     assert "samples   9 in 2 shards\n" in text("info", store.path)
 
 

@@ -3,6 +3,8 @@
 The question includes all text that belongs to it: Alpaca's `input`, a `context`, choices, and earlier turns.
 """
 
+import ast
+import json
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ MORE = (
     "passage",
 )  # each on its own lines below the question
 CHOICES = ("choices", "options")
+CHOICE_COLUMN = re.compile(r"(option|choice)[ _]?([a-z]|\d)", re.IGNORECASE)
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
@@ -110,7 +113,8 @@ def lettered(choices: Sequence[str]) -> dict[str, str]:
 
 def _choices(row: Mapping[str, Any]) -> dict[str, str]:
     """The choices of a row by their letters: a list of texts, or a column for each letter."""
-    given: list[Any] = next((row[name] for name in CHOICES if _list(row.get(name))), [])
+    lists = (_list(_parsed_list(row.get(name))) for name in CHOICES)
+    given = next(filter(None, lists), [])
     listed = [_written(choice) for choice in given]
     if listed and all(isinstance(choice, str) for choice in listed):
         named = lettered(listed)
@@ -119,9 +123,38 @@ def _choices(row: Mapping[str, Any]) -> dict[str, str]:
             for letter, choice in named.items()
         }
     found = _values(row, tuple(LETTERS))
-    return (
-        found if "A" in found else {}
-    )  # else a column that happens to have such a name
+    if "A" in found:  # else a column that happens to have such a name
+        return found
+    _require_no_choices(row)
+    return {}
+
+
+def _require_no_choices(row: Mapping[str, Any]) -> None:
+    """BadRowError if choices are of a form that is not read, and the question does not have them."""
+    named = [
+        name for name in row if name in CHOICES or CHOICE_COLUMN.fullmatch(str(name))
+    ]
+    asked = "\n".join(_texts(row, QUESTIONS).values())
+    for name in named:
+        choices = row[name]
+        if isinstance(choices, str) and choices.strip() in asked:
+            continue
+        if choices not in (None, "", [], {}):
+            raise BadRowError(
+                "choices", f"'{name}': give a list of texts, or columns A, B and so on"
+            )
+
+
+def _parsed_list(value: Any) -> Any:
+    """The list that text is in JSON or Python, as the options of MMMU; any other value as it is."""
+    if not (isinstance(value, str) and re.fullmatch(r"\s*\[.*\]\s*", value, re.DOTALL)):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return value
 
 
 def _list(value: Any) -> list[Any]:

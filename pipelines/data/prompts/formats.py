@@ -5,7 +5,6 @@ A row becomes a `Conversation` or raises BadRowError: nothing is dropped silentl
 """
 
 import base64
-import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -16,8 +15,9 @@ from urllib.parse import unquote
 
 from vlmdistill.pipelines.data.prompts import columns, sources
 from vlmdistill.pipelines.data.prompts.augment import Message
+from vlmdistill.pipelines.data.prompts.hidden_media import media_kind
+from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.sources import Row
-from vlmdistill.pipelines.media.images import kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError, Media
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
 
@@ -65,9 +65,19 @@ CLIPS = (
     "start_sec",
     "end_sec",
 )
-LONGEST_NAME = 1000  # of a file: longer ones are texts
 MOST = 2**31 - 1  # frames, or frames per second, of a video
-TAG = re.compile(r"\s*<(image|video)>\s*")
+NUMBERED = {
+    kind: re.compile(rf"{kind}_?(\d+)") for kind in FILES
+}  # columns, as of MMMU
+# <image>, <IMAGE>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), with one line break or space at its sides.
+PLACEHOLDER = re.compile(
+    r"(?:\r?\n[ \t]*| )?"
+    r"<(\|)?(?:(image|IMAGE|video|VIDEO)|([Ii]mage|IMAGE|[Vv]ideo|VIDEO)[ _-]?(\d{1,6}))(?(1)\|)>"
+    r"(?:[ \t]*\r?\n| )?"
+)
+FOREIGN = re.compile(
+    r"<image_placeholder>|<ImageHere>|<\|(?:image|video)_pad\|>|<\|vision_start\|>"
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Conversation:
     unread: tuple[
         str, ...
     ] = ()  # columns with text, and keys of media parts, that were not used
+    hidden: tuple[str, ...] = ()  # those of them that hold or name images or videos
 
 
 def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Format:
@@ -102,8 +113,8 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
         except BadRowError as error:
             problem = problem or error
             continue
-        pictured = value.keys() & {name for names in FILES.values() for name in names}
-        images |= bool(pictured)
+        pictured = any(_media_columns(value, kind) for kind in FILES)
+        images |= pictured
         if given is not None and (pictured or name == "messages"):
             return "chat" if name == "messages" else "llava"
         texts |= given is not None  # ShareGPT, unless a later row has images
@@ -144,11 +155,10 @@ def conversation(
     read = {name}
     if raw is None:
         made = columns.turns_of(value)
-        if (
-            made is None
-            and ask
-            and any(value.get(name) for names in FILES.values() for name in names)
-        ):
+        shows = any(
+            value.get(name) for kind in FILES for name in _media_columns(value, kind)
+        )
+        if made is None and ask and shows:
             made = columns.turns_of({**value, "question": ask})
         if made is None:
             raise BadRowError(
@@ -164,34 +174,31 @@ def conversation(
     users = [message for message in messages if message["role"] == "user"]
     if not users:
         raise BadRowError("no user turn")
+    media.place_numbered()
     users[0]["content"] = media.untagged() + users[0]["content"]
     unread = _unread(value, {*read, *media.columns})
-    if not any(
+    media.note_unread(unread, value)
+    if name == "":
+        media.note_hidden(columns.MORE, value)
+    shows_media = any(
         part["type"] in FILES for message in messages for part in message["content"]
-    ):
-        _require_no_media(value, unread)
-    return _ordered(messages, (*unread, *media.unread))
+    )
+    if not shows_media:
+        media.require_nothing_hidden()
+    return _ordered(messages, (*unread, *media.unread), tuple(media.hidden))
 
 
-def _require_no_media(value: Mapping[str, Any], unread: Collection[str]) -> None:
-    """BadRowError if a column that is not read has an image or a video: the question may be about it."""
-    for name in unread:
-        held = value.get(name)
-        held = held[0] if isinstance(held, list) else held
-        path = held.get("path") if isinstance(held, Mapping) else held
-        kind = (
-            kind_of(path) if isinstance(path, str) and len(path) < LONGEST_NAME else ""
-        )
-        if (
-            not kind
-            and isinstance(held, Mapping)
-            and isinstance(held.get("bytes"), bytes)
-        ):
-            kind = "image"
-        if kind:
-            raise BadRowError(
-                f"{kind} in another column", f"'{name}': name the column {kind}"
-            )
+def _media_columns(value: Mapping[str, Any], kind: str) -> list[str]:
+    """The columns of a row for images or videos: `image` or `images`, else `image_1`, `image_2` and so on."""
+    named = [name for name in FILES[kind] if name in value]
+    numbers = {
+        name: int(match[1])
+        for name in value
+        if isinstance(name, str) and (match := NUMBERED[kind].fullmatch(name))
+    }
+    if any(value[name] for name in named) or not numbers:
+        return named
+    return [*named, *sorted(numbers, key=lambda name: numbers[name])]
 
 
 def _unread(value: Mapping[str, Any], read: set[str]) -> list[str]:
@@ -243,7 +250,7 @@ def _decoded(name: str, value: Any) -> Any:
     if not (isinstance(value, str) and re.match(r"\s*\[\s*\{", value)):
         return value
     try:
-        turns = json.loads(value)
+        turns = loads(value)
         speaking = [
             isinstance(turn, Mapping) and bool(turn.keys() & SPEAKERS) for turn in turns
         ]
@@ -286,7 +293,9 @@ def _spread(item: Any) -> list[Any]:
     return [asked, {"role": "assistant", "content": item["assistant"]}]
 
 
-def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
+def _ordered(
+    messages: list[Message], unread: tuple[str, ...], hidden: tuple[str, ...]
+) -> Conversation:
     """Check that roles alternate; remove assistant turns before the first question."""
     system = [message for message in messages if message["role"] == "system"]
     spoken = [message for message in messages if message["role"] != "system"]
@@ -310,7 +319,7 @@ def _ordered(messages: list[Message], unread: tuple[str, ...]) -> Conversation:
             raise BadRowError(
                 "roles do not alternate", f"two {after['role']} turns in a row"
             )
-    return Conversation(system + kept, first > 0, unread)
+    return Conversation(system + kept, first > 0, unread, hidden)
 
 
 class _MediaOfRow:
@@ -323,21 +332,23 @@ class _MediaOfRow:
         self, value: Mapping[str, Any], kind: Format, sampling: Sampling | None
     ) -> None:
         self.value, self.kind, self.sampling = value, kind, sampling
-        found = {
-            what: next((n for n in names if value.get(n)), "")
-            for what, names in FILES.items()
+        named = {what: _media_columns(value, what) for what in FILES}
+        filled = {
+            what: [name for name in names if value.get(name)]
+            for what, names in named.items()
         }
-        self.given = {
-            what: _listed(value.get(name) or []) for what, name in found.items()
-        }
+        self.given = {what: _given(value, names) for what, names in filled.items()}
         self.placed: Counter[str] = Counter()  # by tags, and by parts without an index
         self.indexed = {what: set[int]() for what in FILES}
-        named = any(
-            name in value for names in FILES.values() for name in names
-        )  # maybe null
-        self.tagged = kind == "llava" or named  # else <image> is ordinary text
-        self.columns = {*found.values(), *(SAMPLING if self.given["video"] else ())}
+        self.numbered: dict[str, list[_Numbered]] = {what: [] for what in FILES}
+        has_columns = any(named.values())  # maybe null
+        self.tagged = kind == "llava" or has_columns  # else <image> is ordinary text
+        self.tagged_by_number = kind != "chat" or has_columns
+        self.columns = {name for names in filled.values() for name in names}
+        self.columns |= {*SAMPLING} if self.given["video"] else set()
         self.unread: list[str] = []  # keys of parts
+        self.hidden: dict[str, str] = {}  # what is unread, and holds media -> its kind
+        self.unplaced = ""  # a placeholder of a row without media
 
     def of_part(self, what: str, part: Mapping[str, Any]) -> Media:
         """The image or video of a part without a path: the one of its index, else the next."""
@@ -368,11 +379,62 @@ class _MediaOfRow:
         self.placed[what] += 1
         return given[at]
 
-    def tag(self, what: str) -> dict[str, Any]:
-        """The part of a tag. LLaVA uses <image> for videos too."""
+    def tag(self, what: str, number: str | None) -> dict[str, Any]:
+        """The part of a placeholder. LLaVA uses <image> for videos too."""
         if what == "image" and self.given["video"] and not self.given["image"]:
             what = "video"
-        return self.part(what, {}, self.next(what))
+        if number is None:
+            return self.part(what, {}, self.next(what))
+        part = self.part(what, {}, "")
+        self.numbered[what].append(_Numbered(int(number), part))
+        return part
+
+    def place_numbered(self) -> None:
+        """Give each numbered placeholder its image or video, counted from 1, or from 0 if there is a 0.
+
+        BadRowError unless the numbers are those of all images or videos.
+        """
+        for what, placeholders in self.numbered.items():
+            numbers = {placeholder.number for placeholder in placeholders}
+            if not numbers:
+                continue
+            if self.placed[what] or self.indexed[what]:
+                raise _half_indexed(what)
+            given = self.given[what]
+            first = min(min(numbers), 1)
+            if numbers != {*range(first, first + len(given))}:
+                shown = ", ".join(map(str, sorted(numbers)))
+                raise BadRowError(
+                    f"{what} count",
+                    f"the text has the {what}s {shown}, the row has {len(given)}",
+                )
+            for placeholder in placeholders:
+                placeholder.part["media"] = given[placeholder.number - first]
+            self.indexed[what] |= {*range(len(given))}
+
+    def note_unread(
+        self, names: Collection[str], holder: Mapping[str, Any], of: str = ""
+    ) -> None:
+        """Note which of the values that are not read hold images or videos."""
+        for name in names:
+            if kind := media_kind(holder.get(name)):
+                self.hidden[f"{of}{name}"] = kind
+
+    def note_hidden(self, names: Collection[str], holder: Mapping[str, Any]) -> None:
+        """Note which values are asked as text and are the name or the content of an image or a video."""
+        self.note_unread([name for name in names if name in holder], holder)
+
+    def require_nothing_hidden(self) -> None:
+        """BadRowError if a row without images and videos has one elsewhere, or a placeholder for one."""
+        for name, kind in self.hidden.items():
+            raise BadRowError(
+                f"{kind} in another column",
+                f"'{name}': name the column {kind}, or remove it",
+            )
+        if self.unplaced:
+            raise BadRowError(
+                "image count", f"the text has {self.unplaced}, and the row no media"
+            )
 
     def part(self, what: str, keys: Mapping[str, Any], media: Media) -> dict[str, Any]:
         """The part of an image or video with its own keys."""
@@ -424,6 +486,26 @@ def _half_indexed(what: str) -> BadRowError:
     return BadRowError(
         f"{what} count", f"some parts name their {what} by an index, and some do not"
     )
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """A placeholder with a number, and the part that it becomes."""
+
+    number: int
+    part: dict[str, Any]
+
+
+def _given(value: Mapping[str, Any], names: list[str]) -> list[Media]:
+    """The media of columns, in order. BadRowError if `image` and `images` differ."""
+    lists = [_listed(value[name]) for name in names]
+    if any(name in kinds for kinds in FILES.values() for name in names):
+        if any(given != lists[0] for given in lists):
+            raise BadRowError(
+                "several media columns", f"{' and '.join(names)} differ: keep one"
+            )
+        return lists[0]
+    return [media for given in lists for media in given]
 
 
 def _listed(found: Any) -> list[Media]:
@@ -498,16 +580,18 @@ def _message(turn: Any, media: _MediaOfRow) -> Message:
     for part in (
         content if isinstance(content, list) else [{"type": "text", "text": content}]
     ):
-        parts += _parts(part, media, tagged=media.tagged and ROLES[role] != "assistant")
+        parts += _parts(part, media, is_response=ROLES[role] == "assistant")
     if media is own:
+        own.place_numbered()
         parts = own.untagged() + parts
         outer.unread += own.unread
-    outer.unread += [
-        f"turn.{one}" for one in _unread(turn, {"role", "from", name, *own.columns})
-    ]
-    if not parts or (
-        ROLES[role] != "user" and not any(part["type"] == "text" for part in parts)
-    ):
+        outer.hidden |= own.hidden
+    unread = _unread(turn, {"role", "from", name, *own.columns})
+    outer.unread += [f"turn.{key}" for key in unread]
+    outer.note_unread(unread, turn, "turn.")
+    has_text = any(part["type"] == "text" and part["text"].strip() for part in parts)
+    shows_media = any(part["type"] in FILES for part in parts)
+    if not has_text and not (ROLES[role] == "user" and shows_media):
         raise BadRowError("empty turn", role)
     return {"role": ROLES[role], "content": parts}
 
@@ -517,7 +601,7 @@ def _parts_of_text(content: Any) -> Any:
     if not (isinstance(content, str) and re.match(r'\s*\[\s*\{\s*"', content)):
         return content
     try:
-        parts = json.loads(content)
+        parts = loads(content)
     except (ValueError, RecursionError):
         return content
     kinds = [
@@ -529,8 +613,8 @@ def _parts_of_text(content: Any) -> Any:
     )
 
 
-def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
-    """The parts of one content item: several if its text is `tagged` and has <image> tags.
+def _parts(part: Any, media: _MediaOfRow, is_response: bool) -> list[dict[str, Any]]:
+    """The parts of one content item: several if its text has placeholders.
 
     A response writes <image>, and shows none.
     """
@@ -545,7 +629,9 @@ def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
     what = kind.removeprefix("input_").removesuffix("_url")
     if what == "text":
         text = part.get("text")
-        media.unread += [f"text.{key}" for key in _unread(part, {"type", "text"})]
+        unread = _unread(part, {"type", "text"})
+        media.unread += [f"text.{key}" for key in unread]
+        media.note_unread(unread, part, "text.")
         if text is None:
             return []
         if not isinstance(text, str):
@@ -554,13 +640,9 @@ def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
             raise BadRowError(
                 "text is not Unicode", f"unpaired surrogate at character {position}"
             )
-        made: list[dict[str, Any]] = []
-        for index, piece in enumerate(TAG.split(text) if tagged else [text]):
-            if index % 2:
-                made.append(media.tag(piece))
-            elif piece.strip():
-                made.append({"type": "text", "text": piece})
-        return made
+        if is_response:
+            return [{"type": "text", "text": text}] if text else []
+        return _parts_at_placeholders(text, media)
     if what not in FILES:
         raise BadRowError("unknown part", kind or type(part).__name__)
     names = (what, f"{what}_url", "path", "url", "bytes")
@@ -571,6 +653,31 @@ def _parts(part: Any, media: _MediaOfRow, tagged: bool) -> list[dict[str, Any]]:
             what, part, media.of_part(what, part) if given is None else _media(given)
         )
     ]
+
+
+def _parts_at_placeholders(text: str, media: _MediaOfRow) -> list[dict[str, Any]]:
+    """The texts and media of a text with placeholders. Other text stays as it is, with its indentation."""
+    if media.tagged and any(media.given.values()) and (foreign := FOREIGN.search(text)):
+        raise BadRowError("foreign placeholder", f"{foreign[0]}: write <image>")
+    parts: list[dict[str, Any]] = []
+    start = 0
+    for match in PLACEHOLDER.finditer(text):
+        _, plain, counted, number = match.groups()
+        if number is not None and not any(media.given.values()):
+            if media.tagged_by_number:
+                media.unplaced = media.unplaced or match[0].strip()
+            continue
+        if number is None and not media.tagged:
+            continue
+        before = text[start : match.start()]
+        if before.strip():
+            parts.append({"type": "text", "text": before})
+        parts.append(media.tag((plain or counted).lower(), number))
+        start = match.end()
+    rest = text[start:]
+    if rest.strip() or (rest and not start):
+        parts.append({"type": "text", "text": rest})
+    return parts
 
 
 def _whole(keys: Mapping[str, Any]) -> None:

@@ -118,6 +118,7 @@ class ImportSummary:
     unread_columns: Counter[
         str
     ]  # columns with text, and keys of media parts, that were not used
+    hidden_media: Counter[str]  # those of them that hold or name images or videos
     total: int
     train: int
     eval: int
@@ -234,6 +235,7 @@ def import_rows(
         trimmed=job.trimmed,
         skipped=reasons,
         unread_columns=job.unread,
+        hidden_media=job.hidden,
         total=len(prompts),
         train=splits["train"],
         eval=splits["eval"],
@@ -380,6 +382,7 @@ class _Import:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     unread: Counter[str] = field(default_factory=Counter)
+    hidden: Counter[str] = field(default_factory=Counter)
     trimmed: int = 0
     rows: int = 0
 
@@ -444,6 +447,7 @@ class _Import:
             return
         self.trimmed += talk.trimmed
         self.unread.update(talk.unread)
+        self.hidden.update(talk.hidden)
         names = self.choices.augment if digests else self.choices.augment_text
         ties = [*digests, *_question(talk.messages)]
         if self.choices.split and not digests:  # the user may put texts anywhere

@@ -5,31 +5,91 @@ A bad row is yielded with its problem; a file that cannot be read raises DataErr
 
 import bz2
 import gzip
-import json
+import io
 import lzma
 import os
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
-from vlmdistill.pipelines.data.prompts.json_rows import parse, rows_of
-from vlmdistill.pipelines.data.prompts.text_tables import separator_of, table_rows
+from vlmdistill.pipelines.data.prompts.json_rows import loads, parse, rows_of
+from vlmdistill.pipelines.data.prompts.text_tables import separators_of, table_rows
 from vlmdistill.pipelines.media.images import KINDS, kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, lone_surrogate, one_line
 from vlmdistill.stores.input_files import open_regular
 from vlmdistill.stores.suggestions import did_you_mean
 
+XZ_MEMORY = 2**28  # bytes to unpack a file; `xz -9` needs 65 MiB
+
+
+class _Xz(io.RawIOBase):
+    """The content of an xz file, read with bounded memory, which `lzma.open` does not bound."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._begin()
+
+    def _begin(self) -> None:
+        self._unpacker = self._new_unpacker()
+        self._waiting = b""  # packed bytes behind the end of a stream
+        self._at = 0
+
+    def _new_unpacker(self) -> lzma.LZMADecompressor:
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
+
+    def readable(self) -> bool:
+        """It is only read."""
+        return True
+
+    def seekable(self) -> bool:
+        """To its beginning."""
+        return True
+
+    def tell(self) -> int:
+        """How many bytes of the content were read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go back to the beginning; OSError for any other place."""
+        if offset or whence != io.SEEK_SET:
+            raise io.UnsupportedOperation("an xz file is read from its beginning")
+        self._file.seek(0)
+        self._begin()
+        return 0
+
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes of the content; 0 at its end. LZMAError if it is damaged, EOFError if it is cut."""
+        while True:
+            if self._unpacker.eof:  # another stream may follow, after zeros
+                rest = self._unpacker.unused_data or self._waiting
+                while not (rest := rest.lstrip(b"\0")):
+                    if not (rest := self._file.read(io.DEFAULT_BUFFER_SIZE)):
+                        return 0
+                self._unpacker, self._waiting = self._new_unpacker(), rest
+            packed, self._waiting = self._waiting, b""
+            if self._unpacker.needs_input and not packed:
+                packed = self._file.read(io.DEFAULT_BUFFER_SIZE)
+                if not packed:
+                    raise EOFError("it ends before its content does")
+            content = self._unpacker.decompress(packed, len(buffer))
+            if content:
+                buffer[: len(content)] = content
+                self._at += len(content)
+                return len(content)
+
+
 COMPRESSED: dict[bytes, Callable[..., Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
-    b"\xfd7zXZ\0": lzma.open,
+    b"\xfd7zXZ\0": lambda file, mode: io.BufferedReader(_Xz(file)),
 }
 PARQUET = b"PAR1"
 REFUSED = {  # first bytes of a file -> what it is
@@ -53,9 +113,12 @@ FILES = (
     ".tsv",
     ".txt",
 )
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 SAME = ("id", "key", "__key__")  # columns that two files of a sample may have
 ROWS = (".json", ".jsonl", ".parquet")  # of a folder that has images, too
 ROWS_AT_ONCE = 16  # of Parquet: they may hold images
+LIST_ITEM = 8  # bytes of an item of a list in memory, at least
+MOST_RATIO = 200  # of unpacked to packed bytes in a large column of Parquet
 MOST_BYTES, MOST_NAME = (
     2**30,
     2**20,
@@ -156,6 +219,10 @@ def _unpacked(plain: IO[bytes], start: bytes, path: Path) -> Iterator[Row]:
             isinstance(error, OSError) and error.errno is not None
         ):  # not of a decompressor
             raise
+        if "emory" in str(error):
+            raise DataError(
+                f"{path} needs more than {XZ_MEMORY // 2**20} MiB of memory: pack it again with xz -6"
+            ) from None
         raise DataError(
             f"{path} cannot be decompressed ({one_line(error)}): download it again"
         ) from None
@@ -176,8 +243,8 @@ def _file(file: IO[bytes], path: Path) -> Iterator[Row]:
         )
     if start.startswith(PARQUET):
         return _parquet(file, path)
-    if separator := separator_of(path.name):
-        rows = table_rows(file, separator, path)
+    if separators := separators_of(path.name):
+        rows = table_rows(file, separators, path)
     else:
         rows = rows_of(file, path)
     return (
@@ -212,10 +279,43 @@ def _parquet(file: IO[bytes], path: Path) -> Iterator[Row]:
 
     source, number = str(path.resolve()), 0
     with reading_parquet(path):
-        for batch in pq.ParquetFile(file).iter_batches(ROWS_AT_ONCE):
+        parquet = pq.ParquetFile(file)
+        require_single_names(parquet.schema_arrow.names, path)
+        for batch in parquet.iter_batches(_rows_at_once(parquet.metadata, path)):
             for value, problem in _values(batch):
                 number += 1
                 yield Row(source, _stem(path), number, value, problem=problem)
+
+
+def require_single_names(names: Sequence[str], path: Path) -> None:
+    """DataError if two columns of a table have one name."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(f"{path} has two columns {twice[0]!r}: rename one")
+
+
+def _rows_at_once(metadata: Any, path: Path) -> int:
+    """How many rows of a Parquet file memory can hold, whatever they unpack to.
+
+    A single value may be as long as the column chunk that it is in. DataError if a chunk unpacks to far more
+    than it has in the file.
+    """
+    largest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for position in range(group.num_columns):
+            chunk = group.column(position)
+            unpacked = chunk.total_uncompressed_size
+            if metadata.schema.column(position).max_repetition_level:
+                unpacked = max(unpacked, chunk.num_values * LIST_ITEM)
+            packed = max(chunk.total_compressed_size, 1)
+            if unpacked > MOST_BYTES and unpacked > MOST_RATIO * packed:
+                raise DataError(
+                    f"{path}: {packed} bytes of its column {chunk.path_in_schema} unpack to {unpacked}: "
+                    "write it again in smaller row groups"
+                )
+            largest = max(largest, unpacked)
+    return max(1, min(ROWS_AT_ONCE, MOST_BYTES // largest))
 
 
 def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
@@ -237,12 +337,13 @@ def _values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
     )
     try:
         values = python_rows(batch)
-    except (
-        ValueError,
-        OverflowError,
-    ) as error:  # text that is not UTF-8, a date in a list
+    except (ValueError, OverflowError, BadRowError) as error:
+        # Text that is not UTF-8, a date in a list, JSON text with a key twice.
         if batch.num_rows == 1:
-            yield None, BadRowError("unreadable value", one_line(error))
+            if isinstance(error, BadRowError):
+                yield None, error
+            else:
+                yield None, BadRowError("unreadable value", one_line(error))
         else:  # which row it is
             for at in range(batch.num_rows):
                 yield from _values(batch.slice(at, 1))
@@ -279,7 +380,7 @@ def _without_json(value: Any, kind: Any) -> Any:
     if value is None or not _holds_json(kind):
         return value
     if isinstance(kind, pa.JsonType):
-        return json.loads(value)
+        return loads(value)
     if pa.types.is_struct(kind):
         return {
             field.name: _without_json(value[field.name], field.type) for field in kind
@@ -443,15 +544,16 @@ def _sample(
     value: dict[str, Any] = {}
     media: dict[str, dict[str, bytes]] = {}  # by kind and name
     problem = None
+    room = MOST_BYTES  # of the sample, which memory holds
     for member in members:
         content = (
             archive.extractfile(member)
             if member.isreg() and not member.issparse()
             else None
         )
-        if content is None or member.size > MOST_BYTES:
+        if content is None or member.size > room:
             what = (
-                f"{member.size} bytes, more than {MOST_BYTES}"
+                f"{member.size} bytes, more than the {room} that a sample may still have"
                 if content
                 else "not an ordinary file"
             )
@@ -459,6 +561,7 @@ def _sample(
                 "not a file of a sample", f"{member.name[:200]}: {what}"
             )
             continue
+        room -= member.size
         data, ending = content.read(), PurePosixPath(member.name).suffix.lower()
         if kind := kind_of(member.name):
             media.setdefault(kind, {})[member.name] = data
@@ -473,7 +576,7 @@ def _sample(
             parsed, wrong = (
                 parse(text) if ending == ".json" else ({"caption": text}, None)
             )
-            if not isinstance(parsed, dict):
+            if wrong or not isinstance(parsed, dict):
                 problem = (
                     problem or wrong or BadRowError("not an object", member.name[:200])
                 )
@@ -534,6 +637,32 @@ def _shown(files: Collection[str], named: Any) -> list[str]:
     return shown if has_order else []
 
 
+def _own_rows(folder: Path, split: str) -> Iterator[Row]:
+    """The rows of a local dataset that are read here; none if `datasets` reads it."""
+    rows = _metadata_rows(folder, split)
+    first = next(rows, None)
+    if first is not None:
+        yield first
+        yield from rows
+        return
+    for file in _own_files(folder, split):
+        yield from read(str(file))
+
+
+def _as_text(name: str, subset: str, split: str) -> dict[str, Any]:
+    """The settings by which `datasets` leaves values of CSV files as they are: 007 and NA may be answers."""
+    import datasets
+    from datasets.packaged_modules.csv.csv import CsvConfig
+
+    config = datasets.load_dataset_builder(name, subset or None).config
+    if not isinstance(config, CsvConfig) or config.features is not None:
+        return {}
+    first = datasets.load_dataset(name, subset or None, split=split, nrows=1)
+    text = datasets.Value("string")
+    features = datasets.Features(dict.fromkeys(first.column_names, text))
+    return {"features": features, "keep_default_na": False, "na_filter": False}
+
+
 def _own_files(folder: Path, split: str) -> list[Path]:
     """The files that hold the rows of a local dataset and are read here; none if `datasets` reads it.
 
@@ -547,8 +676,6 @@ def _own_files(folder: Path, split: str) -> list[Path]:
     builder, names = datasets.load_dataset_builder(str(folder)), set[str]()
     if builder.name in ("imagefolder", "videofolder"):
         names |= {path.name for path, _ in walk(folder)}
-        if names & {"metadata.csv", "metadata.jsonl", "metadata.parquet"}:
-            return []  # the rows of such a folder, by a convention of `datasets`
         root = str(folder.resolve())
         patterns = get_data_patterns(root)
         by_split = DataFilesDict.from_patterns(
@@ -568,6 +695,56 @@ def _own_files(folder: Path, split: str) -> list[Path]:
             f"it has images and {csv}: move that into a folder of its own, and give --images"
         )
     return [Path(file) for file in files]
+
+
+def _metadata_rows(folder: Path, split: str) -> Iterator[Row]:
+    """The rows of the metadata files in a folder of images or videos, by a convention of `datasets`.
+
+    A row names its file, relative to the metadata, in the column `file_name`, `file_names` or
+    `image_file_name`. DataError if there is no such split.
+    """
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    found = [path for path, _ in walk(folder) if path.name in METADATA]
+    if not found:
+        return
+    root = folder.resolve()
+    by_split = DataFilesDict.from_patterns(get_data_patterns(str(root)), str(root))
+    if split and split not in by_split:
+        raise DataError(f"no split '{split}': there is {', '.join(map(str, by_split))}")
+    of_split = {str(path) for path in by_split.get(split or "train", [])}
+    for path in found:
+        for row in read(str(path)):
+            row, files = _with_media_columns(row, path.parent.resolve())
+            is_elsewhere = [
+                file.exists() and str(file) not in of_split for file in files
+            ]
+            if not (of_split and any(is_elsewhere)):
+                yield row
+
+
+def _with_media_columns(row: Row, folder: Path) -> tuple[Row, list[Path]]:
+    """A row of metadata with the columns `image` and `video`, and the files that it names."""
+    if not isinstance(row.value, Mapping):
+        return row, []
+    value: dict[str, Any] = {}
+    files: list[Path] = []
+    problem = row.problem
+    for name, content in row.value.items():
+        column, is_named, _ = str(name).rpartition("file_name")
+        names = content if isinstance(content, list) else [content]
+        if not is_named or not all(isinstance(item, str) for item in names):
+            column, content = name, content
+        else:
+            paths = [Path(os.path.normpath(folder / item)) for item in names]
+            files += paths
+            kind = kind_of(paths[0].name) if paths else ""
+            column = column.rstrip("_") or kind or name
+            content = [str(path) for path in paths]
+        if column in value:
+            problem = BadRowError("several media columns", f"{name} and {column}")
+        value[column] = content
+    return replace(row, value=value, problem=problem), files
 
 
 def _is_plain(config: Any) -> bool:
@@ -598,12 +775,9 @@ def _dataset(source: str) -> Iterator[Row]:
     ).is_file()
     number = 0
     try:
-        for file in _own_files(folder, split) if folder.is_dir() and not saved else ():
-            for row in read(str(file)):
-                number += 1
-                yield replace(
-                    row, source=source, dataset=Path(name).name, number=number
-                )
+        for row in _own_rows(folder, split) if folder.is_dir() and not saved else ():
+            number += 1
+            yield replace(row, source=source, dataset=Path(name).name, number=number)
         if number:
             return
         split = split or "train"
@@ -615,7 +789,9 @@ def _dataset(source: str) -> Iterator[Row]:
                 )
             data = loaded[split] if isinstance(loaded, Mapping) else loaded
         else:
-            data = datasets.load_dataset(name, subset or None, split=split)
+            data = datasets.load_dataset(
+                name, subset or None, split=split, **_as_text(name, subset, split)
+            )
         # Arrow rows hold images as encoded bytes, not decoded.
         for table in data.with_format("arrow").iter(batch_size=1):
             for value, problem in _values(table):

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,7 @@ def by_ticks(run: Run) -> Evaluated:
     """All clocks count operations."""
     with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
         patch.setattr(clock, "time", ticks)
+        patch.setattr(side_by_side, "time", ticks)
         return run(*FEW)
 
 
@@ -263,6 +265,31 @@ def test_a_slow_baseline_is_in_doubt(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert "a step of plain decoding takes" in found.text
     assert any("a step of plain decoding takes" in one for one in found.group.warnings)
     assert not found.group.rankings[0].ranked
+
+
+def test_the_best_of_several_decodings_of_a_side_is_in_doubt(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def best_of_three(decode: Callable[[], Iterator[Cycle]], device: Any) -> Timed:
+        return min(
+            (timed(decode, device) for _ in range(3)), key=lambda one: one.seconds
+        )
+
+    timed = clock.timed
+    monkeypatch.setattr(side_by_side, "timed", best_of_three)
+    found = by_ticks(run)
+    assert any("something else ran" in text for text in found.group.warnings)
+    assert not found.group.rankings[0].ranked
+
+
+def test_seeds_that_differ_between_the_sides_are_exposed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = count(7)
+    monkeypatch.setattr(side_by_side, "prompt_seed", lambda *_: next(seeds))
+    found = run(*FEW, "--temperature", "1")
+    assert found.status == 1
+    assert "sampled with other seeds" in found.text
 
 
 def test_a_pass_that_plain_decoding_wastes_is_exposed(

@@ -26,7 +26,7 @@ from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
 from vlmdistill.drafters.lookahead import Window
-from vlmdistill.pipelines.bench import calibration
+from vlmdistill.pipelines.bench import calibration, side_by_side
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
 from vlmdistill.pipelines.bench.records import Evaluation, new_file, write
 from vlmdistill.pipelines.bench.statistics import figures
@@ -68,6 +68,7 @@ def by_ticks(
     """An evaluation whose clocks, of the decoders and around them, count operations."""
     with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
         patch.setattr(clock, "time", ticks)
+        patch.setattr(side_by_side, "time", ticks)
         plant(patch)
         (made,) = evaluate(workspace, ["lookahead"], SETTINGS)
     return made
@@ -81,6 +82,45 @@ def honest(workspace: Workspace) -> Evaluation:
 def work() -> None:
     for _ in range(WORK):
         torch.zeros(1)
+
+
+Command = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def command(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """`eval` in a workspace without evaluations: what it prints on both streams."""
+    model = workspace.model
+    alone = Workspace.of(model, tmp_path / "runs")
+    alone.root.mkdir(parents=True)
+    shutil.copy(workspace.prompts, alone.prompts)
+    where = ("--threads", "1", "--model", model, "--runs", str(alone.root.parent))
+
+    def run(*arguments: str) -> tuple[str, str]:
+        capsys.readouterr()
+        assert main(["eval", *arguments, *where]) == 0
+        shown = capsys.readouterr()
+        return shown.out, shown.err
+
+    return run
+
+
+def test_a_tree_that_no_response_has_room_for_is_warned_of(command: Command) -> None:
+    few = ("--max-new-tokens", "8", "--limit", "1")
+    assert "chain-12" in command("specvlm", "--tree", "chain-12", *few)[1]
+    assert "in vain" not in command("specvlm", "--tree", "chain-7", *few)[1]
+    assert "in vain" not in command("lookahead", *few)[1]
+
+
+def test_where_nothing_was_drafted_there_is_no_tau(command: Command) -> None:
+    table, said = command("lookahead", "--max-new-tokens", "1")
+    assert "0.00" not in table
+    assert "nothing was drafted" in said
+    facts = json.loads(command("lookahead", "--max-new-tokens", "1", "--json")[0])
+    (at,) = facts["lookahead"]["temperatures"]
+    assert (at["tau"], at["accepted"], at["decode_speedup"]) == (None, None, None)
 
 
 def slowly(decode: Callable[..., Iterator[Cycle]]) -> Callable[..., Iterator[Cycle]]:

@@ -25,8 +25,9 @@ from vlmdistill.pipelines.bench.records import (
     PromptResult,
     RankCount,
     Stock,
+    Turn,
 )
-from vlmdistill.pipelines.bench.sampled import RANKS, ranks, surprise
+from vlmdistill.pipelines.bench.sampled import RANKS, prompt_seed, ranks, surprise
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.comparison import group, rank
 from vlmdistill.pipelines.report.page import read
@@ -124,6 +125,114 @@ def generated(seconds: float) -> Change:
     return lambda one: replace(
         one, stock=Stock(tokens=one.plain.tokens, seconds=seconds)
     )
+
+
+def in_turn(at: Measurement) -> Measurement:
+    """Plain decoding and the drafter in alternation, a prompt every four seconds."""
+    prompts = []
+    for number, prompt in enumerate(at.prompts):
+        drafted_first = number % 2
+        seconds = [prompt.plain.seconds, prompt.drafted.seconds]
+        turn = Turn(
+            started=1_700_000_000.0 + 4 * number,
+            ended=1_700_000_000.0 + 4 * number + sum(seconds),
+            seconds=tuple(seconds[::-1] if drafted_first else seconds),
+            plain=drafted_first,
+            drafted=1 - drafted_first,
+        )
+        prompts.append(replace(prompt, turn=turn))
+    return replace(at, prompts=tuple(prompts))
+
+
+def slower(share: float, decoded: Decoding) -> Decoding:
+    names = ("seconds", "prefill_seconds", "decode_seconds")
+    scaled = {name: share * getattr(decoded, name) for name in names}
+    return replace(decoded, **scaled)
+
+
+def scaled(share: float) -> Change:
+    """All seconds of the record by one factor, except those of the machine's clock."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        assert one.turn is not None
+        seconds = tuple(share * spent for spent in one.turn.seconds)
+        return replace(
+            one,
+            plain=slower(share, one.plain),
+            drafted=slower(share, one.drafted),
+            turn=replace(one.turn, seconds=seconds),
+        )
+
+    return planted
+
+
+def not_rotated(one: PromptResult) -> PromptResult:
+    assert one.turn is not None
+    plain_first = (one.plain.seconds, one.drafted.seconds)
+    return replace(one, turn=replace(one.turn, plain=0, drafted=1, seconds=plain_first))
+
+
+def best_of_three(one: PromptResult) -> PromptResult:
+    assert one.turn is not None
+    ended = one.turn.ended + 2 * one.drafted.seconds
+    return replace(one, turn=replace(one.turn, ended=ended))
+
+
+@pytest.mark.parametrize(
+    "plant", [scaled(0.5), scaled(0.9), scaled(1.2), not_rotated, best_of_three]
+)
+def test_times_that_do_not_fill_the_clock_are_in_doubt(plant: Change) -> None:
+    honest = in_turn(measured(noise=0.05))
+    assert not doubted(evaluation("wren", honest))
+    assert doubted(evaluation("wren", changed(honest, plant)))
+
+
+def test_a_lone_record_that_is_faster_than_the_machine_is_in_doubt() -> None:
+    """Its turns were scaled with the rest."""
+    honest = evaluation("wren", measured(), calibrations=(calibration(), calibration()))
+    assert not doubted(honest)
+
+    def faster(one: PromptResult) -> PromptResult:
+        return replace(
+            one, plain=slower(0.4, one.plain), drafted=slower(0.4, one.drafted)
+        )
+
+    made = evaluation(
+        "wren", changed(measured(), faster), calibrations=honest.calibrations
+    )
+    assert doubted(made)
+
+
+@pytest.mark.parametrize("side", ["plain", "drafted"])
+def test_seconds_that_are_recorded_twice_must_agree(side: str) -> None:
+    def planted(one: PromptResult) -> PromptResult:
+        changes: dict[str, Any] = {side: slower(0.9, getattr(one, side))}
+        return replace(one, **changes)
+
+    honest = in_turn(measured())
+    assert audit.failures(evaluation("wren", honest)) == []
+    assert audit.failures(evaluation("wren", changed(honest, planted)))
+
+
+@pytest.mark.parametrize("side", ["plain", "drafted"])
+def test_one_seed_for_all_prompts_is_a_failure(side: str) -> None:
+    def seeded(at: Measurement, other: bool = False) -> Measurement:
+        prompts = []
+        for number, prompt in enumerate(at.prompts):
+            seed = prompt_seed(3, number)
+            both = replace(
+                prompt,
+                plain=replace(prompt.plain, seed=seed),
+                drafted=replace(prompt.drafted, seed=seed),
+            )
+            wrong = replace(getattr(prompt, side), seed=prompt_seed(3, 0))
+            prompts.append(replace(both, **{side: wrong}) if other else both)
+        return replace(at, prompts=tuple(prompts))
+
+    at = measured(1.0)
+    assert audit.failures(evaluation("wren", seeded(at), seed=3)) == []
+    failures = audit.failures(evaluation("wren", seeded(at, other=True), seed=3))
+    assert any("other seeds" in text for text in failures)
 
 
 @pytest.mark.parametrize("side", ["plain", "drafted"])

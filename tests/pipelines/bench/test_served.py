@@ -350,6 +350,86 @@ def site() -> Iterator[str]:
         yield f"http://127.0.0.1:{http.server_port}"
 
 
+class Toy(BaseHTTPRequestHandler):
+    """A server of a target that quotes prompts in its errors, knows 40 positions, and may give NaN."""
+
+    finite = True
+    room = 8  # tokens after a prompt
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "toy"}]} if "models" in self.path else "")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "What is 3?" in json.dumps(asked["messages"]):
+            self.answer(400, {"error": {"message": "cannot read What is 3?"}})
+        elif asked.get("max_tokens", 0) > self.room:
+            message = "'max_tokens' or 'max_completion_tokens' is too large"
+            self.answer(400, {"error": {"message": message}})
+        elif asked.get("logprobs"):
+            token = {"token": "!", "logprob": -0.5 if self.finite else None}
+            self.answer(200, {"choices": [{"logprobs": {"content": [token]}}]})
+        else:
+            text = {"delta": {"content": "!" * 8}, "finish_reason": "length"}
+            events = [{"choices": [text]}, {"usage": {"completion_tokens": 8}}]
+            lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+            self.send("".join([*lines, "data: [DONE]\n\n"]).encode())
+
+    def answer(self, status: int, body: Any) -> None:
+        self.send(json.dumps(body).encode(), status)
+
+    def send(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def toy(**changes: Any) -> ThreadingHTTPServer:
+    return ThreadingHTTPServer(("127.0.0.1", 0), type("Changed", (Toy,), changes))
+
+
+def test_what_a_server_says_of_a_prompt_is_shown_and_not_recorded(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with web.serving(toy()) as http:
+        engine = ("--engine", f"openai:http://127.0.0.1:{http.server_port}")
+        more = ("--served-model", "toy", "--name", "quoting", "--max-new-tokens", "8")
+        assert main(arguments(workspace, *engine, *more)) == 1
+    assert "cannot read What is 3?" in capsys.readouterr().err
+    (failed,) = record(workspace, "quoting").failed
+    assert failed.reason == "HTTP 400"
+    (file,) = records(workspace, "quoting")
+    assert "What is" not in file.read_text()
+
+
+def test_a_response_ends_at_the_last_position_of_a_server(workspace: Workspace) -> None:
+    """As in this process, where `--max-new-tokens` may be more than the target has room for."""
+    with web.serving(toy()) as http:
+        made = evaluate_server(
+            workspace,
+            f"http://127.0.0.1:{http.server_port}",
+            Settings(max_new_tokens=512, limit=3),
+            served_model="toy",
+            name="long",
+        )
+    assert [one.tokens for one in made.loads[0].server.requests] == [8, 8, 8]
+    assert not made.failed
+
+
+def test_a_server_whose_logits_are_not_finite_is_refused(
+    workspace: Workspace, failing: Callable[..., str]
+) -> None:
+    more = ("--served-model", "toy", "--name", "nan", "--max-new-tokens", "8")
+    with web.serving(toy(finite=False)) as http:
+        engine = ("--engine", f"openai:http://127.0.0.1:{http.server_port}")
+        assert "not finite" in failing(*arguments(workspace, *engine, *more))
+    assert not records(workspace, "nan")
+
+
 def test_a_server_that_cannot_be_used_is_one_line(
     workspace: Workspace,
     server: Served,

@@ -121,7 +121,7 @@ def test_a_finished_training_is_shown_with_its_evaluation(
     folder = workspace.drafter("sparrow")
     folder.mkdir()
     facts = {
-        "format": 2,
+        "format": 3,
         "drafter": "sparrow",
         "config": {},
         "target": {},

@@ -97,7 +97,9 @@ def test_what_is_too_old_is_in_no_file_and_all_else_is(workspace: Workspace) -> 
     keys = {one.key: one.time for one in prompt_table.read(workspace.prompts)}
     old = next(key for key, when in keys.items() if when and when < NEW - DAY)
     showing = evaluation(
-        "hawk", measured(shown=(shown(old, prompt="Is Zebedee there?"),))
+        "hawk",
+        measured(shown=(shown(old, prompt="Is Zebedee there?"),)),
+        not_again="Zebedee cannot be read",
     )
     file = records.new_file(workspace.reports, "hawk")
     records.write(showing, file)
@@ -108,7 +110,9 @@ def test_what_is_too_old_is_in_no_file_and_all_else_is(workspace: Workspace) -> 
     for name in (
         ".prompts.parquet.0123abcd.tmp",
         "responses/.part-0.parquet.0123abcd.tmp",
+        "served/hawk.log",
     ):
+        (workspace.root / name).parent.mkdir(exist_ok=True)
         (workspace.root / name).write_text("Zebedee")  # of a run that was killed
     state = sample(0).features[Feature("hidden", "text")].tobytes()[:64]
     images = [one.read_bytes() for one in (workspace.root / MEDIA).iterdir()]
@@ -488,7 +492,7 @@ def test_at_a_url_images_leave_that_other_machines_have_harvested_and_do_not_com
 
     def images(workspace: Workspace) -> int:
         assert workspace.parts
-        return len(workspace.parts.there.list_files(MEDIA))
+        return len(workspace.parts.remote.list_files(MEDIA))
 
     own = write(
         tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}]

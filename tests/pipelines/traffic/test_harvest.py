@@ -379,6 +379,25 @@ def test_headers_of_another_form_are_not_taken_for_none(
     assert made.dropped == {"unreadable headers": 1}
 
 
+def test_headers_that_are_named_twice_hide_nothing(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    plain = asked("What?")
+    lines = [
+        exchange(0, headers={}, Headers={"x-list": "no"}),
+        exchange(1, headers={}, request={**plain, "Extra-Headers": {"x-list": "no"}}),
+        exchange(2, headers={}, request={**plain, "User": "ann"}),
+        exchange(3, headers='{"x-list": "no", "x-list": "yes"}'),
+    ]
+    made = taken(workspace, lines, deny={"x-list": "no", "user": "ann"})
+    assert made.dropped == {"unreadable headers": 3, "a key twice": 1}
+    text = json.dumps(exchange(4, headers={"x-list": "yes"}))
+    twice = text.replace('{"x-list"', '{"x-list": "no", "x-list"')
+    (tmp_path / "twice.jsonl").write_text(twice + "\n")
+    made = harvest(workspace, [str(tmp_path / "twice.jsonl")])
+    assert made.dropped == {"a key twice": 1}
+
+
 def test_a_user_that_is_no_text_is_unknown(workspace: Workspace) -> None:
     lines = [
         exchange(0, request=asked("What?", user=user))
@@ -829,3 +848,20 @@ def test_of_what_is_dropped_no_list_has_a_line(workspace: Workspace) -> None:
     )
     assert (made.kept, made.dropped) == (1, {"unreadable image": 1})
     assert not workspace.prompts.with_suffix(".skipped.jsonl").read_text()
+
+
+def test_an_image_of_an_import_keeps_no_harvested_one(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    shown = data_url(1)
+    taken(workspace, [exchange(0, request=asked("What is this?", shown))])
+    (harvested,) = (workspace.root / MEDIA).iterdir()
+    row = {"image": shown, "question": "Which board is this?"}
+    import_prompts([str(write(tmp_path / "mine.jsonl", [row]))], workspace.prompts)
+    prompts = prompt_table.read(workspace.prompts)
+    imported = [prompt for prompt in prompts if prompt.time is None]
+    assert [Path(path).name for path in imported[0].files] == [harvested.name]
+    assert traffic.unnamed(workspace, prompts) == {}
+    assert [*traffic.unnamed(workspace, imported)] == [harvested.name]
+    assert not harvested.exists()
+    assert Path(imported[0].files[0]).exists()

@@ -168,7 +168,7 @@ def test_a_replaced_view_replaces_its_copy(root: Path) -> None:
     assert Store.open(root).view("v")["words"].to_list() == [3, 4, 5]
 
 
-def test_the_name_of_a_lost_unit_is_not_given_to_other_samples(
+def test_the_name_of_a_lost_shard_is_not_given_to_other_samples(
     root: Path, tmp_path: Path
 ) -> None:
     (root / "commits" / "u0.json").unlink()
@@ -182,7 +182,7 @@ def test_the_name_of_a_lost_unit_is_not_given_to_other_samples(
     assert not verify(root).damage
 
 
-def test_a_lost_unit_that_is_written_again_is_whole_again(root: Path) -> None:
+def test_a_lost_shard_that_is_written_again_is_whole_again(root: Path) -> None:
     (root / "commits" / "u0.json").unlink()
     write(Store.open(root), "u0", range(3))
     assert not verify(root).findings

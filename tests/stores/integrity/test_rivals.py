@@ -44,7 +44,7 @@ def first_call(
     ("url", "kind"), [("{tmp}/there", Local), ("memory://{name}", Remote)]
 )
 @pytest.mark.parametrize("method", ["publish", "create"])
-def test_a_unit_name_taken_while_a_shard_is_copied_costs_no_sample(
+def test_a_name_taken_while_a_shard_is_copied_costs_no_sample(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     url: str,
@@ -116,7 +116,7 @@ def test_samples_that_do_not_stay_are_not_reported_as_copied(tmp_path: Path) -> 
     assert send(tmp_path / "here", tmp_path / "there").copied == 2
 
 
-def test_a_writer_does_not_rely_on_a_unit_that_is_removed_while_it_compares(
+def test_a_writer_does_not_rely_on_a_shard_that_is_removed_while_it_compares(
     tmp_path: Path,
 ) -> None:
     store = make(tmp_path, [range(3)])

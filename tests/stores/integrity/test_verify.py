@@ -229,7 +229,7 @@ def test_rows_that_are_not_finite_are_told_by_the_writer_and_by_verify(
     assert found.name.endswith(TEXT)
 
 
-def test_samples_that_differ_from_unit_to_unit_are_told(store: Store) -> None:
+def test_samples_that_differ_from_shard_to_shard_are_told(store: Store) -> None:
     write(store, "u1", [3, 4])  # 3 is there already, and is the same
     assert not verify(store.path).findings
     other = sample(4)
@@ -261,7 +261,7 @@ def test_a_view_whose_numbers_contradict_is_found_and_not_read(
         store.view("v")
 
 
-def test_a_store_that_has_lost_a_unit_is_not_read_as_a_smaller_one(
+def test_a_store_that_has_lost_a_shard_is_not_read_as_a_smaller_one(
     store: Store,
 ) -> None:
     write(store, "u1", range(4, 6))

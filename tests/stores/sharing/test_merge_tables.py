@@ -82,7 +82,7 @@ def test_meta_columns_of_other_types_are_refused_by_name(tmp_path: Path) -> None
     assert len(Store.open(tmp_path / "one").index) == 1
 
 
-def test_a_column_of_two_types_within_a_store_says_which_unit_to_write_anew(
+def test_a_column_of_two_types_within_a_store_says_which_shard_to_write_anew(
     tmp_path: Path,
 ) -> None:
     store = make(tmp_path / "one")

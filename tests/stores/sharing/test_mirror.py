@@ -40,7 +40,7 @@ def machine(where: Callable[[], Local | Remote], tmp_path: Path) -> Machine:
 
 
 def files(copy: Mirror) -> dict[str, str]:
-    return {name: (copy.folder / name).read_text() for name in copy.here()}
+    return {name: (copy.folder / name).read_text() for name in copy.local_files()}
 
 
 def write(copy: Mirror, **texts: str) -> None:

@@ -204,7 +204,7 @@ def test_a_damaged_shard_that_lies_there_already_does_not_count_as_the_copy(
     )
 
 
-def test_units_of_the_longest_names_are_copied_by_view_and_beside_others(
+def test_shards_of_the_longest_names_are_copied_by_view_and_beside_others(
     tmp_path: Path,
 ) -> None:
     name = "u" * 200

@@ -79,7 +79,7 @@ class Given:
             workspace=Workspace(self.model, store.parent),
             prompts=self.prompts,
             responses=self.responses,
-            part=CaptureStore(store),
+            store=CaptureStore(store),
             settings=settings,
             workers=HERE,
             sampling=SamplingSettings(max_new_tokens=tokens),
