@@ -114,7 +114,7 @@ class RoundPlan(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Whether the candidate is published, or good enough on some prompts, and why."""
 
     publishes: bool
@@ -200,7 +200,7 @@ class _Round:
         if store is None or self.plan.fresh < self.how.fewest:
             few = f"{self.plan.fresh} samples of traffic are new to {self.plan.base}"
             reason = f"{few}: a round needs {self.how.fewest}"
-            return self._end(Verdict(False, reason))
+            return self._end(Judgement(False, reason))
         samples = f"{self.plan.fresh} new samples and {self.plan.known} known ones"
         self.say(f"training   on {samples}")
         if not (self.workspace.drafter(self.plan.drafter) / "config.json").exists():
@@ -312,7 +312,7 @@ class _Round:
             seconds = seconds_per_step(self._run(TIMED, view), folder)
         return max(1, round(60 * minutes / seconds))
 
-    def _judge(self) -> Verdict:
+    def _judge(self) -> Judgement:
         """Measure base and candidate on held-out prompts; whether the candidate is published, and why."""
         self.facts = {"steps": self.plan.steps}
         new_prompts, old_prompts = self._held_out()
@@ -323,20 +323,20 @@ class _Round:
             prompts = _comparable(held_out)
             if len(prompts) < FEWEST:
                 few = f"{len(prompts)} of {len(held_out)} held-out prompts of the {side} traffic"
-                return Verdict(
+                return Judgement(
                     False, f"{few} can be compared, and an interval needs {FEWEST}"
                 )
             candidate, base = self._evaluate(side, prompts)
             problem = _contradiction(candidate, base)
             if problem:
-                return Verdict(False, problem)
+                return Judgement(False, problem)
             verdicts.append(self._compare(side, candidate, base, len(prompts)))
         reasons = "; ".join(verdict.reason for verdict in verdicts)
-        return Verdict(all(verdict.publishes for verdict in verdicts), reasons)
+        return Judgement(all(verdict.publishes for verdict in verdicts), reasons)
 
     def _compare(
         self, side: str, candidate: Evaluation, base: Evaluation, prompts: int
-    ) -> Verdict:
+    ) -> Judgement:
         """Whether the candidate is good enough on a side; the numbers become facts of the round."""
         candidate_results = candidate.temperatures[0]
         base_results = base.temperatures[0]
@@ -385,7 +385,7 @@ class _Round:
             )
         return candidate, base
 
-    def _end(self, verdict: Verdict) -> DrafterRound:
+    def _end(self, verdict: Judgement) -> DrafterRound:
         """Record the round; from then on the candidate is in use, if it is published."""
         plan = self.plan
         facts = {
@@ -421,19 +421,19 @@ def _contradiction(candidate: Evaluation, base: Evaluation) -> str:
     return ""
 
 
-def _verdict(side: str, ratio: Interval | None, tolerance: float) -> Verdict:
+def _verdict(side: str, ratio: Interval | None, tolerance: float) -> Judgement:
     """Whether the candidate is good enough on a side, and why."""
     if ratio is None:
         few = f"too few prompts of each kind to compare on the {side} ones"
-        return Verdict(False, few)
+        return Judgement(False, few)
     if side == "new":
         is_good = ratio.low > 1
-        judgement = "better" if is_good else "not surely better"
+        outcome = "better" if is_good else "not surely better"
     else:
         is_good = ratio.low >= 1 - tolerance
-        judgement = "not worse" if is_good else "maybe worse"
+        outcome = "not worse" if is_good else "maybe worse"
     interval = f"{ratio.low:.3f} to {ratio.high:.3f} times the tokens per call"
-    return Verdict(is_good, f"{judgement} on the {side} prompts, {interval}")
+    return Judgement(is_good, f"{outcome} on the {side} prompts, {interval}")
 
 
 def _comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
