@@ -394,7 +394,7 @@ def test_a_table_of_one_endless_line_is_refused(
 def test_parquet_that_unpacks_to_far_more_than_it_has_is_refused(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_rows, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(parquet_rows, "LARGE_CHUNK", 2**20)
     path = tmp_path / "a.parquet"
     question = ["What?", "Who?"]
     for value in ("a" * 2**22, [None] * 2**19):
