@@ -35,6 +35,7 @@ from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import rates
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores import progress
 from vlmdistill.stores.errors import DataError
@@ -346,13 +347,14 @@ def measure(
 ) -> list[Evaluation]:
     """Evaluate all drafters unless that is done; each with its own draft tree if none is given."""
     settings = replace(plan.evaluation, trees=(tree,) if tree else ())
-    if found := evaluate.kept(workspace, plan.drafters, settings):
+    drafters = open_drafters(workspace, plan.drafters)
+    if found := evaluate.kept(workspace, drafters, settings):
         return found
     if not plan.anyway:
         forecast.evaluation(workspace, plan.drafters, settings, timed=False).check(
             workspace.reports
         )
     with bar("decoding", "prompts", str(workspace.reports)) as report:
-        found = evaluate.evaluate(workspace, plan.drafters, settings, on_prompt=report)
+        found = evaluate.evaluate(workspace, drafters, settings, on_prompt=report)
     log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
     return found

@@ -45,7 +45,7 @@ from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.stores.errors import DataError, PromptError
 
 CLIENT_GONE = 499  # nginx's status for it
-COUNTS = (  # of `bench.records.Decoding`, that a response tells
+COUNTS = (  # of `bench.records.DecodingCounts`, that a response tells
     *("tokens", "calls", "accepted", "seconds", "prefill_seconds", "decode_seconds"),
     *("chain_tried", "chain_accepted"),
 )

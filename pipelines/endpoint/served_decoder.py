@@ -14,7 +14,7 @@ from vlmdistill.drafters.core.target import room
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import decode
-from vlmdistill.pipelines.bench.records import Decoding, chain_counts
+from vlmdistill.pipelines.bench.records import DecodingCounts, chain_counts
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
 from vlmdistill.pipelines.streaming.response import open_pair, recorded
@@ -81,12 +81,12 @@ class ServedResponse:
     )
 
     @property
-    def decoding(self) -> Decoding:
+    def decoding(self) -> DecodingCounts:
         """What it took so far; the EOS counts as a token."""
         seconds = sum(cycle.seconds for cycle in self.cycles)
         prefill = sum(cycle.seconds for cycle in self.cycles[:1])
         tried, accepted = chain_counts([cycle.chain for cycle in self.cycles[1:]])
-        return Decoding(
+        return DecodingCounts(
             tokens=sum(len(cycle.ids) for cycle in self.cycles),
             calls=max(0, len(self.cycles) - 1),
             accepted=sum(cycle.accepted for cycle in self.cycles),

@@ -227,10 +227,8 @@ def prefill(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
 
 
 def milliseconds(result: DrafterResult, phases: Sequence[str]) -> dict[str, float]:
-    """The time of each phase of a cycle, or of a response's prefill; empty if it was not measured."""
+    """The time of each phase of a cycle, or of a response's prefill."""
     found = result.figures
-    if found.budget is None:
-        return {}
     count = max(1, found.calls if phases == CYCLE else found.prompts)
     spent = {phase: max(0.0, getattr(found.budget, phase)) for phase in phases}
     return {

@@ -19,7 +19,7 @@ from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training, sta
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
     FEWEST_OF_KIND,
-    PartRates,
+    SectionRates,
     figures,
 )
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
@@ -119,9 +119,11 @@ class GroupView:
         return [(name, results) for name, results in divided if len(results) > 1]
 
     @property
-    def parts(self) -> list[tuple[DrafterResult, PartRates]]:
+    def parts(self) -> list[tuple[DrafterResult, SectionRates]]:
         """The parts of the responses, where there are several."""
-        return [(one, part) for one in self.group.results for part in one.figures.parts]
+        return [
+            (one, part) for one in self.group.results for part in one.figures.sections
+        ]
 
     @property
     def samples(self) -> list[ShownPrompt]:

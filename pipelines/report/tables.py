@@ -104,14 +104,14 @@ def divided(results: Sequence[DrafterResult]) -> list[list[str]]:
                             *rates,
                         ]
                     )
-        for within in one.figures.parts:
+        for within in one.figures.sections:
             shown = [
                 str(within.prompts),
                 f"{within.tau:.2f}",
                 f"{within.accepted:.2f}",
                 "-",
             ]
-            rows.append([one.name, f"{one.temperature:g}", within.part, *shown])
+            rows.append([one.name, f"{one.temperature:g}", within.section, *shown])
     return rows
 
 

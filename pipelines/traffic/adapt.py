@@ -47,6 +47,7 @@ from vlmdistill.pipelines.traffic.logs import unread_line
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.traffic.replay import replay
 from vlmdistill.pipelines.workspace import versions
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
@@ -387,7 +388,7 @@ class _Round:
             title = f"{self.plan.drafter}-{side}"
             one, other = evaluate.evaluate(
                 self.workspace,
-                names,
+                open_drafters(self.workspace, names),
                 settings,
                 prompts_file=file,
                 title=title,

@@ -39,6 +39,7 @@ from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.progress import Progress, silent
@@ -413,7 +414,7 @@ def evaluate(
             )
         made = bench.evaluate(
             workspace,
-            drafters,
+            open_drafters(workspace, drafters),
             settings,
             title=name,
             on_prompt=_of(progress, "evaluate"),

@@ -19,13 +19,21 @@ import pytest
 from PIL import Image
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import PLAIN, RESPONSE, TIMED, measured, shown
+from tests.pipelines.bench.made_up import (
+    PLAIN,
+    RESPONSE,
+    SOFTWARE,
+    TIMED,
+    measured,
+    shown,
+)
 from tests.pipelines.report.html_page import Page, make
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
+    FORMAT,
     Check,
     Measurement,
-    ResponsePart,
+    ResponseSection,
     TargetId,
     TrainedSettings,
     TrainedStage,
@@ -378,9 +386,11 @@ def test_rows_of_each_kind_and_dataset_add_up(
 
 
 def test_parts_of_the_responses_have_rows(workspace: Workspace, save: Save) -> None:
-    early = ResponsePart(context=0, thinking=True, calls=20, tokens=80, accepted=60)
-    late = ResponsePart(context=512, thinking=False, calls=12, tokens=24, accepted=12)
-    save("sparrow", measured(count=8, parts=(early, late)))
+    early = ResponseSection(context=0, thinking=True, calls=20, tokens=80, accepted=60)
+    late = ResponseSection(
+        context=512, thinking=False, calls=12, tokens=24, accepted=12
+    )
+    save("sparrow", measured(count=8, sections=(early, late)))
     rows = {
         row["part"]: row for row in Page(make(workspace).page).rows if "part" in row
     }
@@ -503,7 +513,7 @@ def test_csv_has_no_formulas(workspace: Workspace, save: Save) -> None:
         ({"dtype": "bfloat16"}, "dtype"),
         ({"threads": 2}, "threads"),
         ({"attention": "eager"}, "attention"),
-        ({"compiled": False}, "compiled"),
+        ({"compiled": True}, "compiled"),
         (
             {"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")},
             "target",
@@ -710,7 +720,8 @@ def test_evaluations_of_servers_are_a_section_of_their_own(
         baseline=run(2.5, counts=ServerCounts()),
     )
     made_up = ServedEvaluation(
-        format=1,
+        format=FORMAT,
+        software=SOFTWARE,
         name="in-vllm",
         url="http://127.0.0.1:8000",
         model="demo",
