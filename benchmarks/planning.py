@@ -19,7 +19,7 @@ from vlmdistill.pipelines.data.features import capturer, shard_plan
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.stores.integrity.verify import verify
-from vlmdistill.stores.manifest import units
+from vlmdistill.stores.manifest import committed_shards
 from vlmdistill.stores.schema import Sample, content_hash
 from vlmdistill.stores.store import Store
 
@@ -227,9 +227,11 @@ def simulate(folder: Path, samples: int, workers: int) -> None:
             flush=True,
         )
     there = Store.open(path / "store")
-    rows = sum(there.commit(unit).rows["sample"] for unit in units(there.backend))
+    rows = sum(
+        there.commit(shard).rows["sample"] for shard in committed_shards(there.backend)
+    )
     print(
-        f"{rows} samples in {len(units(there.backend))} shards, {len(there)} of {samples} keys, "
+        f"{rows} samples in {len(committed_shards(there.backend))} shards, {len(there)} of {samples} keys, "
         f"{len(verify(path / 'store').findings)} findings, {time.perf_counter() - start:.0f} s"
     )
     if not rows == len(there) == samples:

@@ -64,7 +64,7 @@ def measure(requests: int, tokens: int) -> dict[str, Any]:
         more = ("--middleware", "benchmarks.recording.Sometimes")
         target, log = EMBEDDED["demo"], Path(folder) / "vllm.log"
         with vllm_server(
-            target, "demo", "float32", log, whole_images=False, more=more
+            target, "demo", "float32", log, whole_images=False, arguments=more
         ) as url:
             for number in range(-4, requests):
                 body = asked(scenes.draw(scenes.random_scene(rng, "drafter")), tokens)

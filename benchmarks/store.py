@@ -38,6 +38,7 @@ from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.manifest import CacheRecord
 from vlmdistill.stores.schema import (
+    SCHEMA_VERSION,
     Array,
     Feature,
     FrozenTables,
@@ -50,7 +51,9 @@ from vlmdistill.stores.views.filters import filter_store
 
 FEATURE = Feature.parse("hidden.text")
 BUDGET = 8192  # tokens of a batch
-UNIT = 100  # samples that are written in a turn, and then forced to the disk: a shard
+SHARD_SAMPLES = (
+    100  # samples that are written in a turn, and then forced to the disk: a shard
+)
 TURN = 25  # samples that a reader reads before the next has its turn: more than a processor's cache holds
 PART = 1 << 18  # bytes that are checked while they are in the processor's cache
 GOALS = {
@@ -88,6 +91,7 @@ def origin(width: int) -> tuple[Provenance, TargetInfo, FrozenTables]:
     provenance = Provenance(
         target="made up", config_hash="0", weights_hash="0", processor_hash="0", template_hash="0",
         features=(FEATURE.name,), dtype="bfloat16",
+        revision="", sampling="", code_version="", engine="transformers", thinking="",
     )  # fmt: skip
     info = TargetInfo(
         name="made up", family="none", hidden_size=width, intermediate_size=1, num_layers=1, num_heads=1,
@@ -387,8 +391,8 @@ def at_once(kind: Any, keys: Sequence[str]) -> None:
 def writing(kind: Any, given: Sequence[Sample]) -> list[Callable[[], object]]:
     """Writing these samples, many at a time."""
     return [
-        partial(kind.write, given[start : start + UNIT])
-        for start in range(0, len(given), UNIT)
+        partial(kind.write, given[start : start + SHARD_SAMPLES])
+        for start in range(0, len(given), SHARD_SAMPLES)
     ]
 
 
@@ -511,7 +515,7 @@ def view_of_a_million(folder: Path) -> float:
     )
     write_table(
         store.backend,
-        CacheRecord(schema=1, shards={"one": store.commit("one").shard}),
+        CacheRecord(schema=SCHEMA_VERSION, shards={"one": store.commit("one").folder}),
         rows,
     )
     text = "words > 5 and code_ratio < 0.05"

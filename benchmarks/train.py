@@ -6,7 +6,7 @@
 One packed batch, forward and backward, on one thread: 600 visual and 400 text tokens, 300 of them supervised.
 The official step (`benchmarks/official_step.py`) has the same weights. It runs twice: with torch's default
 products, and with those of our step, when the ratio is of the algorithm alone. The losses agree, but for
-ViSpec's second pass, whose input differs (docs/methods.md). The floor is the products with the LM head alone:
+ViSpec's second pass, whose input differs (docs/papers.md). The floor is the products with the LM head alone:
 drafter and gradient for each row and hop, target for each row. Rounds run all of them in turn; a figure is
 the median of processor seconds, a ratio the median of the ratios within a round.
 

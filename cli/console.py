@@ -1,4 +1,4 @@
-"""What all commands share: common options, results on stdout, progress and logs on stderr."""
+"""Shared by all commands: common options, results on stdout, progress and logs on stderr."""
 
 import json
 import logging
@@ -229,18 +229,19 @@ Compiled = Annotated[
 
 
 def _known_trackers(names: Sequence[str]) -> list[str]:
-    if unknown := [name for name in names if name not in TRACKERS]:
-        raise typer.BadParameter(
-            f"there is no tracker '{unknown[0]}': choose from {', '.join(TRACKERS)}"
-        )
+    for name in names:
+        if name not in TRACKERS:
+            raise typer.BadParameter(
+                f"there is no tracker '{name}': choose from {', '.join(TRACKERS)}"
+            )
     return list(names)
 
 
 quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 """Whether to print results, errors and warnings alone."""
 
-held: ContextVar[ExitStack] = ContextVar("held")
-"""What is closed at the end of the command."""
+cleanup: ContextVar[ExitStack] = ContextVar("cleanup")
+"""Contexts that the end of the command closes."""
 
 
 opened: ContextVar["Workspace | None"] = ContextVar("opened", default=None)
@@ -251,18 +252,18 @@ def workspace(model: str, runs: str | None) -> "Workspace":
     """The workspace of a target, which is closed at the end of the command."""
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
-    found = Workspace.of(model, runs)
-    opened.set(found)
-    return held.get().enter_context(found)
+    of_target = Workspace.of(model, runs)
+    opened.set(of_target)
+    return cleanup.get().enter_context(of_target)
 
 
 def beside(error: str) -> str:
-    """What is beside the command's workspace, if that is empty and an error names it: its end."""
-    found = opened.get()
-    if found is None or str(found.root) not in error:
+    """If an error names the command's workspace and that is empty, the workspaces beside it, to append."""
+    of_command = opened.get()
+    if of_command is None or str(of_command.root) not in error:
         return ""
-    there = found.beside()
-    return f"; {there}" if there else ""
+    others = of_command.beside()
+    return f"; {others}" if others else ""
 
 
 def loading(attention: str, dtype: str, *, compiled: bool = False) -> "Options":
@@ -293,30 +294,31 @@ def result(facts: Mapping[str, Any], as_json: bool) -> None:
         return
     width = max(map(len, facts), default=0)
     for name, value in facts.items():
-        if isinstance(value, Mapping):
-            value = (
-                ", ".join(f"{key} {_short(count)}" for key, count in value.items())
-                or "none"
-            )
-        elif isinstance(value, tuple | list):
-            value = ", ".join(map(_short, value)) or "none"
-        echo(f"{name.replace('_', ' '):<{width}}  {_short(value)}")
+        words = name.replace("_", " ")
+        echo(f"{words:<{width}}  {_value_text(value)}")
+
+
+def _value_text(value: Any) -> str:
+    """A value in one line."""
+    if isinstance(value, Mapping):
+        counts = [f"{key} {_short(count)}" for key, count in value.items()]
+        return ", ".join(counts) or "none"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_short, value)) or "none"
+    return _short(value)
 
 
 def rows(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> None:
     """Print a table on stdout in aligned columns, plain enough for grep and cut."""
-    cells = [[_short(cell) for cell in line] for line in [header, *lines]]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-    for line in cells:
-        echo(
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-            ).rstrip()
-        )
+    table = [[_short(cell) for cell in line] for line in [header, *lines]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        echo("  ".join(padded).rstrip())
 
 
 def echo(text: str) -> None:
-    """Print a line on stdout, without what controls a terminal: names may come from others."""
+    """Print a line on stdout. Control characters are escaped, since names may come from others."""
     typer.echo(plain(hints.in_text(text)))
 
 
@@ -332,12 +334,12 @@ def remark(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Lines of text with all that controls a terminal escaped."""
+    """Lines of text in which control characters are escaped."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 class CommandTerminated(SystemExit):
-    """SIGTERM has ended the command; once all is closed it ends the process, as it does without a handler."""
+    """SIGTERM has ended the command. When all is closed, the process dies of it, as without a handler."""
 
 
 class CommandStopped(SystemExit):
@@ -349,7 +351,7 @@ class CommandStopped(SystemExit):
 
 
 @contextmanager
-def progress(what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
+def progress(action: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
     """Show progress on stderr: a bar on a terminal, else a line every `QUIET_SECONDS`.
 
     If results are kept in `kept_in` as they come, an interrupt raises CommandStopped with that path.
@@ -362,49 +364,45 @@ def progress(what: str, unit: str, kept_in: str = "") -> Iterator[Progress]:
         show(done, total, remark)
 
     try:
-        with _shown(what, unit) as show:
+        with _shown(action, unit) as show:
             yield report
     except (KeyboardInterrupt, SystemExit) as stop:
         if not kept_in:
             raise
-        code = (
-            stop.code
-            if isinstance(stop, SystemExit) and isinstance(stop.code, int)
-            else SIGINT_STATUS
-        )
+        code = getattr(stop, "code", None)
+        if not isinstance(code, int):
+            code = SIGINT_STATUS
         raise CommandStopped(
             code, f"stopped: {kept}; run the same command to continue"
         ) from None
 
 
-def _shown(what: str, unit: str) -> AbstractContextManager[Progress]:
+def _shown(action: str, unit: str) -> AbstractContextManager[Progress]:
     if quiet.get():
         return nullcontext(silent)
-    return _bar(what, unit) if sys.stderr.isatty() else nullcontext(_Lines(what, unit))
+    if sys.stderr.isatty():
+        return _bar(action, unit)
+    return nullcontext(_Lines(action, unit))
 
 
 class _Lines:
     """Prints a line of progress now and then."""
 
-    def __init__(self, what: str, unit: str) -> None:
-        self.what, self.unit, self.speed, self.last = (
-            what,
-            unit,
-            _Speed(),
-            time.monotonic(),
-        )
+    def __init__(self, action: str, unit: str) -> None:
+        self.action = action
+        self.unit = unit
+        self.speed = _Speed()
+        self.last = time.monotonic()
 
     def __call__(self, done: int, total: int, remark: str = "") -> None:
-        rate, left = self.speed(done, total)
-        if time.monotonic() - self.last >= QUIET_SECONDS:
-            self.last = time.monotonic()
-            parts = [
-                f"{self.what}: {done}/{total or '?'} {self.unit}",
-                rate,
-                left,
-                remark,
-            ]
-            note(", ".join(part for part in parts if part))
+        rate, time_left = self.speed(done, total)
+        now = time.monotonic()
+        if now - self.last < QUIET_SECONDS:
+            return
+        self.last = now
+        count = f"{self.action}: {done}/{total or '?'} {self.unit}"
+        parts = [count, rate, time_left, remark]
+        note(", ".join(part for part in parts if part))
 
 
 class _Speed:
@@ -414,24 +412,28 @@ class _Speed:
     """
 
     def __init__(self) -> None:
-        self.marks: deque[tuple[float, int]] = deque(
-            maxlen=RECENT
-        )  # time and work done, a second apart
+        # Time and work done, a second apart.
+        self.marks: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        self.last_mark = -1.0
 
     def __call__(self, done: int, total: int) -> tuple[str, str]:
         now = time.monotonic()
-        if not self.marks or now - self.marks[-1][0] >= 1:
+        if not self.marks or now - self.last_mark >= 1:
             self.marks.append((now, done))
-        start, first = self.marks[0]
-        rate = (done - first) / max(1e-9, now - start)
+            self.last_mark = now
+        start, done_at_start = self.marks[0]
+        seconds = max(1e-9, now - start)
+        rate = (done - done_at_start) / seconds
         if not rate:
             return "", ""
-        shown = f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
-        return shown, f"{_clock((total - done) / rate)} left" if total else ""
+        rate_text = f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
+        if not total:
+            return rate_text, ""
+        return rate_text, f"{_clock((total - done) / rate)} left"
 
 
 @contextmanager
-def _bar(what: str, unit: str) -> Iterator[Progress]:
+def _bar(action: str, unit: str) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -447,31 +449,32 @@ def _bar(what: str, unit: str) -> Iterator[Progress]:
         MofNCompleteColumn(),
         TextColumn(unit + " {task.fields[remark]}"),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.fields[time_left]}"),
     )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, speed = bar.add_task(what, total=None, remark="", left=""), _Speed()
+        task = bar.add_task(action, total=None, remark="", time_left="")
+        speed = _Speed()
 
         def show(done: int, total: int, remark: str = "") -> None:
-            rate, left = speed(done, total)
+            rate, time_left = speed(done, total)
             bar.update(
                 task,
                 completed=done,
                 total=total or None,
                 remark=f"{rate} {remark}".strip(),
-                left=left,
+                time_left=time_left,
             )
 
         yield show
 
 
-def waiting(what: str) -> AbstractContextManager[object]:
-    """On a terminal, show what the command waits for."""
+def waiting(reason: str) -> AbstractContextManager[object]:
+    """On a terminal, show why the command waits."""
     if quiet.get() or not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console
 
-    return Console(stderr=True).status(what)
+    return Console(stderr=True).status(reason)
 
 
 class _Line(logging.Formatter):
@@ -480,7 +483,7 @@ class _Line(logging.Formatter):
 
 
 class _ToStderr(logging.Handler):
-    """Lines to what is the standard error when they come, also after it was replaced."""
+    """Logs to the current `sys.stderr`, even if it has been replaced since."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -496,9 +499,10 @@ def log_to_stderr(debug: bool) -> None:
         handler = _ToStderr()
         handler.setFormatter(_Line("%(message)s"))
         logger.addHandler(handler)
-    logger.setLevel(
-        logging.DEBUG if debug else logging.WARNING if quiet.get() else logging.INFO
-    )
+    if debug:
+        logger.setLevel(logging.DEBUG)
+    else:
+        logger.setLevel(logging.WARNING if quiet.get() else logging.INFO)
     logger.propagate = False
 
 
@@ -507,6 +511,8 @@ def _short(value: Any) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"

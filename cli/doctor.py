@@ -1,5 +1,6 @@
 """`vlmdistill doctor`: check that every machine has what the stages need."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,8 @@ from vlmdistill.cli import console
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.cluster.doctor import MachineReport
+
+CHECKS = ("model", "media", "store")  # with a column each
 
 
 def doctor(
@@ -69,52 +72,35 @@ def doctor(
             wait,
         )
     if as_json:
-        console.result(
-            {name: vars(report) for name, report in reports.items()}, as_json
-        )
+        facts = {name: vars(report) for name, report in reports.items()}
+        console.result(facts, as_json)
     else:
+        software = ("python", *PACKAGES)
         console.rows(
-            (
-                "machine",
-                "python",
-                *PACKAGES,
-                "model",
-                "media",
-                "store",
-                "free disk",
-                "GPUs",
-                "clock",
-            ),
-            [
-                (
-                    name,
-                    *(one.versions.get(what) or "-" for what in ("python", *PACKAGES)),
-                    *(_state(one, check) for check in ("model", "media", "store")),
-                    console.size(one.free_bytes) if one.free_bytes else "-",
-                    "; ".join(
-                        f"{one.gpus.count(kind)} x {kind}"
-                        for kind in sorted(set(one.gpus))
-                    )
-                    or "none",
-                    f"{one.clock:+.1f} s",
-                )
-                for name, one in reports.items()
-            ],
+            ("machine", *software, *CHECKS, "free disk", "GPUs", "clock"),
+            [_row(name, report, software) for name, report in reports.items()],
         )
-    failures = [
-        (name, why) for name, one in reports.items() for why in one.failures.values()
-    ]
-    for name, why in failures:
-        console.note(f"{name}: {why}")
-    if failures:
+    failed = False
+    for name, report in reports.items():
+        for advice in report.failures.values():
+            console.note(f"{name}: {advice}")
+            failed = True
+    if failed:
         raise typer.Exit(1)
 
 
+def _row(name: str, report: "MachineReport", software: Sequence[str]) -> list[str]:
+    """The line of a machine in the table."""
+    versions = [report.versions.get(package) or "-" for package in software]
+    states = [_state(report, check) for check in CHECKS]
+    disk = console.size(report.free_bytes) if report.free_bytes else "-"
+    kinds = sorted(set(report.gpus))
+    gpus = "; ".join(f"{report.gpus.count(kind)} x {kind}" for kind in kinds)
+    clock = f"{report.clock:+.1f} s"
+    return [name, *versions, *states, disk, gpus or "none", clock]
+
+
 def _state(report: "MachineReport", check: str) -> str:
-    return (
-        "failed"
-        if check in report.failures
-        else "ok"
-        if check in report.checked
-        else "-"
-    )
+    if check in report.failures:
+        return "failed"
+    return "ok" if check in report.checked else "-"

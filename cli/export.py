@@ -1,5 +1,6 @@
 """`vlmdistill export`: write a trained drafter for serving engines."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,31 +43,35 @@ def export(
 
     workspace = console.workspace(model, runs)
     folder = workspace.trained(drafter)
-    # A drafter of elsewhere has a target of its own, unless --model is the folder of it.
-    known = (
-        folder.resolve().is_relative_to(workspace.root.resolve())
-        or checkpoint_folder(model) is not None
-    )
-    target = describe(folder)["provenance"]["target"]
-    source = context.get_parameter_source("model")
-    given = source is not None and source.name != "DEFAULT"
-    if given and not known and target not in (model, HUB.get(model)):
+    provenance = describe(folder)["provenance"]
+    # A drafter from elsewhere has a target of its own, unless --model is the folder of that target.
+    in_workspace = folder.resolve().is_relative_to(workspace.root.resolve())
+    is_of_model = in_workspace or checkpoint_folder(model) is not None
+    names_another = provenance["target"] not in (model, HUB.get(model))
+    if not is_of_model and names_another and _is_given(context, "model"):
         raise typer.BadParameter(
-            f"{folder} was trained for {target}, not for {model}", param_hint="--model"
+            f"{folder} was trained for {provenance['target']}, not for {model}",
+            param_hint="--model",
         )
     from vlmdistill.drafters.checkpoints.export import export as write
 
     written = write(folder, out, dtype)
     console.result(asdict(written), as_json)
-    served = model if known else written.target
-    if otherwise := _otherwise(served, describe(folder)["provenance"]):
-        console.note(f"warning: {otherwise}")
-    for line in commands(served, written):
+    target = model if is_of_model else written.target
+    if difference := _served_difference(target, provenance):
+        console.note(f"warning: {difference}")
+    for line in commands(target, written):
         console.note(line)
 
 
-def _otherwise(model: str, trained: dict[str, Any]) -> str:
-    """What the target does to prompts otherwise than in training; empty where nothing of it is here."""
+def _is_given(context: typer.Context, option: str) -> bool:
+    """Whether an option does not have its default value."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _served_difference(model: str, provenance: dict[str, Any]) -> str:
+    """How the target treats prompts otherwise than in training; empty if its files are not here."""
     from vlmdistill.pipelines.targets.checkpoints.folder import locate
     from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise
     from vlmdistill.stores.errors import TargetError
@@ -76,13 +81,13 @@ def _otherwise(model: str, trained: dict[str, Any]) -> str:
         folder = locate(model).folder
     except TargetError:
         return ""
-    return served_otherwise(Provenance.from_dict(trained), folder) if folder else ""
+    if not folder:
+        return ""
+    return served_otherwise(Provenance.from_dict(provenance), folder)
 
 
 def commands(model: str, written: "Exported") -> list[str]:
     """How each engine is started with what was written for a target."""
-    import shlex
-
     import torch
 
     from vlmdistill.pipelines.cluster.engine_environment import engine_python
@@ -97,24 +102,24 @@ def commands(model: str, written: "Exported") -> list[str]:
     except TargetError:
         program = "vllm"
     target = str(EMBEDDED.get(model) or HUB.get(model) or absolute_model(model))
-    caching, whole = not written.drops_visual, written.whole_images
     serve = serve_command(
         target,
         written.dtype,
         written,
         program=program,
-        caching=caching,
-        whole_images=whole,
+        caching=not written.drops_visual,
+        whole_images=written.whole_images,
     )
     settings = "" if torch.cuda.is_available() else "VLLM_CPU_KVCACHE_SPACE=1 "  # GiB
     lines = [f"vLLM:   {settings}{shlex.join(serve)}"]
     if "sglang" in written.engines:
-        launch = ["python", "-m", "sglang.launch_server", "--model-path", target]
-        launch += ["--sampling-defaults", "openai", "--speculative-algorithm"]
-        launch += [
-            written.method.upper(),
-            "--speculative-draft-model-path",
-            str(Path(written.out).absolute()),
-        ]
-        lines.append(f"SGLang: {shlex.join(launch)}")
+        lines.append(f"SGLang: {_sglang_command(target, written)}")
     return lines
+
+
+def _sglang_command(target: str, written: "Exported") -> str:
+    command = ["python", "-m", "sglang.launch_server", "--model-path", target]
+    command += ["--sampling-defaults", "openai"]
+    command += ["--speculative-algorithm", written.method.upper()]
+    command += ["--speculative-draft-model-path", str(Path(written.out).absolute())]
+    return shlex.join(command)

@@ -76,40 +76,45 @@ def features(
     """
     from vlmdistill.pipelines.data.features import capture_store
     from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
-    from vlmdistill.pipelines.data.prompts import prompt_table
     from vlmdistill.pipelines.data.responses import dataset
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     if responses and max_new_tokens:
         raise typer.BadParameter(
-            "it generates none: leave out --max-new-tokens", param_hint="--responses"
+            "it has no effect with --responses: remove one of them",
+            param_hint="--max-new-tokens",
         )
     if import_ and dry_run:
         raise typer.BadParameter(
             "it imports nothing: leave out --import", param_hint="--dry-run"
         )
     workspace = console.workspace(model, runs)
-    checkpoint(model)  # what is cheap to check comes before Ray and torch
+    checkpoint(model)  # cheap checks come before Ray and torch
     settings = CaptureSettings(
         drafters=capture_store.drafters(drafters),
         dtype=dtype,
         encoding=capture_store.encodings(encoding or ()),
         batch_tokens=batch_tokens,
     )
-    file, there = prompts or workspace.prompts, responses or workspace.responses
-    if import_ and not file.exists():
+    prompts = prompts or workspace.prompts
+    if import_ and not prompts.exists():
         from vlmdistill.pipelines.prompts import import_sources
 
         with console.progress("importing", "rows") as report:
-            import_sources(workspace, [import_], file, progress=report)
-    job = CaptureJob(
-        workspace=workspace,
-        prompts=prompt_table.load(file, model, split, limit),
-        responses=there,
-        part=capture_store.CaptureStore(store or workspace.features),
+            import_sources(workspace, [import_], prompts, progress=report)
+    sampling = None
+    if not responses:
+        sampling = dataset.sampling(workspace.responses, max_new_tokens)
+    job = CaptureJob.of(
+        workspace,
+        prompts=prompts,
+        split=split,
+        limit=limit,
+        responses=responses,
+        store=store,
         settings=settings,
         workers=console.worker_options(workers, wait, attention, target_dtype, engine),
-        sampling=None if responses else dataset.sampling(there, max_new_tokens),
+        sampling=sampling,
     )
     if dry_run:
         forecasts.show_capture(job, rate, as_json, features=True)
@@ -118,8 +123,8 @@ def features(
     from vlmdistill.pipelines.cluster.reporting import check_failed
 
     done = flow.capture_features(job, bar=console.progress, anyway=anyway)
-    failed = (
-        done.failed if as_json else len(done.failed)
-    )  # a key may fail in either stage
-    console.result({**vars(done.features), "failed": failed}, as_json)
+    facts = vars(done.features)
+    # Those of both stages; a key may fail in either.
+    failed = done.failed if as_json else len(done.failed)
+    console.result(facts | {"failed": failed}, as_json)
     check_failed(done.failed, len(job.prompts), allow_failed)

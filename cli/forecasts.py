@@ -1,8 +1,7 @@
-"""What `--dry-run` prints: the forecast of a command, as lines or as JSON."""
+"""The output of `--dry-run`: the forecast of a command, as lines or as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from vlmdistill.cli import console
@@ -12,9 +11,12 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.planning.forecast import (
         CaptureForecast,
         EvalForecast,
+        PlannedTraining,
         RunForecast,
         TrainForecast,
     )
+
+UNKNOWN_TOKENS = "unknown until some responses exist: try --limit"
 
 
 def show_capture(
@@ -23,114 +25,130 @@ def show_capture(
     """Print what `responses`, or also `features`, would do; `rates` are those of --rate."""
     from vlmdistill.pipelines.planning import forecast
 
-    found = forecast.capture(job, forecast.Speeds.of(job.workspace.root, rates or ()))
-    console.result(_facts(found) if as_json else _capture(found, features), as_json)
-    if features and (found.bytes or 0) > (found.free_bytes or inf):
+    speeds = forecast.Speeds.of(job.workspace.root, rates or ())
+    planned = forecast.capture(job, speeds)
+    if as_json:
+        console.result(_facts(planned), as_json)
+    else:
+        console.result(_capture(planned, features), as_json)
+    if planned.bytes is None or planned.free_bytes is None:
+        return
+    if features and planned.bytes > planned.free_bytes:
         console.note(
             "warning: the features do not fit on the disk: name another --store, or fewer methods in --for"
         )
 
 
-def show_training(found: "TrainForecast", as_json: bool) -> None:
+def show_training(planned: "TrainForecast", as_json: bool) -> None:
     """Print what `train` would do."""
     from vlmdistill.pipelines.planning.resources import shown
 
-    lines = {
-        "memory": shown(found.memory),
-        "disk_bytes": console.size(found.disk_bytes),
-        "seconds": _time(found.seconds, _unmeasured("train")),
-    }
-    console.result(_facts(found) | ({} if as_json else lines), as_json)
+    facts: dict[str, Any] = _facts(planned)
+    if not as_json:
+        facts["memory"] = shown(planned.memory)
+        facts["disk_bytes"] = console.size(planned.disk_bytes)
+        facts["seconds"] = _time(planned.seconds, _unmeasured("train"))
+    console.result(facts, as_json)
 
 
-def show_evaluation(found: "EvalForecast", as_json: bool) -> None:
+def show_evaluation(planned: "EvalForecast", as_json: bool) -> None:
     """Print what `eval` would do."""
     from vlmdistill.pipelines.planning.resources import shown
 
-    lines: dict[str, Any] = {"memory": shown(found.memory)}
-    if found.seconds is None:
-        lines["seconds"] = "unknown: a drafter was not measured on this machine"
-    console.result(_facts(found) | ({} if as_json else lines), as_json)
+    facts: dict[str, Any] = _facts(planned)
+    if not as_json:
+        facts["memory"] = shown(planned.memory)
+        if planned.seconds is None:
+            facts["seconds"] = "unknown: a drafter was not measured on this machine"
+    console.result(facts, as_json)
 
 
-def show_run(found: "RunForecast", as_json: bool) -> None:
+def show_run(planned: "RunForecast", as_json: bool) -> None:
     """Print what each stage of `run` would do, and the time of all."""
     from vlmdistill.pipelines.planning.resources import shown
 
     if as_json:
-        console.result(_facts(found), as_json)
+        console.result(_facts(planned), as_json)
         return
-    console.result(_capture(found.capture), as_json=False)
-    header = ("training", "steps", "parameters", "time", "memory", "disk")
-    lines = [
-        (
-            name,
-            "by epochs" if one.steps is None else one.steps,
-            one.parameters,
-            "done" if one.finished else _time(one.seconds),
-            console.size(one.memory.total),
-            console.size(one.disk_bytes),
+    console.result(_capture(planned.capture), as_json=False)
+    if planned.training:
+        console.echo("")
+        console.rows(
+            ("training", "steps", "parameters", "time", "memory", "disk"),
+            [_training_row(*training) for training in planned.training.items()],
         )
-        for name, one in found.training.items()
-    ]
-    if lines:
         console.echo("")
-        console.rows(header, lines)
-        console.echo("")
+    evaluation = planned.evaluation
     facts = {
-        "decodings": f"{found.evaluation.decodings} of each of {found.evaluation.prompts} held-out prompts",
-        "time_of_decoding": _time(found.evaluation.seconds),
-        "memory_of_decoding": shown(found.evaluation.memory),
-        "time": _time(found.seconds),
+        "decodings": f"{evaluation.decodings} of each of {evaluation.prompts} held-out prompts",
+        "time_of_decoding": _time(evaluation.seconds),
+        "memory_of_decoding": shown(evaluation.memory),
+        "time": _time(planned.seconds),
     }
     console.result(facts, as_json=False)
-    if found.seconds is None:
+    if planned.seconds is None:
         console.note(
             "times are unknown where nothing was measured here: state rates with --rate train=N"
         )
 
 
-def _capture(found: "CaptureForecast", features: bool = True) -> dict[str, Any]:
+def _training_row(name: str, training: "PlannedTraining") -> list[Any]:
+    return [
+        name,
+        "by epochs" if training.steps is None else training.steps,
+        training.parameters,
+        "done" if training.finished else _time(training.seconds),
+        console.size(training.memory.total),
+        console.size(training.disk_bytes),
+    ]
+
+
+def _capture(planned: "CaptureForecast", features: bool = True) -> dict[str, Any]:
+    """The lines on responses, and on features if they are captured, too."""
+    lines = _response_lines(planned)
+    return lines | _feature_lines(planned) if features else lines
+
+
+def _response_lines(planned: "CaptureForecast") -> dict[str, Any]:
     from vlmdistill.pipelines.planning.resources import shown
 
-    about = "some " if found.to_generate else ""
-
-    def some(tokens: int | None) -> str:
-        return (
-            "unknown until some responses exist: try --limit"
-            if tokens is None
-            else f"{about}{tokens}"
-        )
-
-    disk = (
-        ""
-        if found.free_bytes is None
-        else f"; {console.size(found.free_bytes)} are free"
-    )
-    lines = {
-        "prompts": found.prompts,
-        "responses": f"{found.responses} exist, {found.to_generate} to generate",
-        "tokens_to_generate": f"{some(found.likely_tokens)}; at most {found.most_tokens}",
-        "target": "its weights are not here"
-        if found.weights_bytes is None
-        else f"weights of {console.size(found.weights_bytes)}",
-        "time_of_responses": _time(found.response_seconds, _unmeasured("responses")),
-        "memory_of_responses": shown(found.response_memory),
+    target = "its weights are not here"
+    if planned.weights_bytes is not None:
+        target = f"weights of {console.size(planned.weights_bytes)}"
+    likely_tokens = _estimate(planned, planned.likely_tokens)
+    return {
+        "prompts": planned.prompts,
+        "responses": f"{planned.responses} exist, {planned.to_generate} to generate",
+        "tokens_to_generate": f"{likely_tokens}; at most {planned.most_tokens}",
+        "target": target,
+        "time_of_responses": _time(planned.response_seconds, _unmeasured("responses")),
+        "memory_of_responses": shown(planned.response_memory),
     }
-    if features:
-        lines |= {
-            "samples": f"{found.samples} exist, {found.to_capture} to capture",
-            "text_tokens": some(found.text_tokens),
-            "visual_tokens": some(found.visual_tokens),
-            "features": found.features,
-            "bytes": (
-                some(None) if found.bytes is None else about + console.size(found.bytes)
-            )
-            + disk,
-            "time_of_features": _time(found.feature_seconds, _unmeasured("features")),
-            "memory_of_features": shown(found.feature_memory),
-        }
-    return lines
+
+
+def _feature_lines(planned: "CaptureForecast") -> dict[str, Any]:
+    from vlmdistill.pipelines.planning.resources import shown
+
+    size = None if planned.bytes is None else console.size(planned.bytes)
+    disk = _estimate(planned, size)
+    if planned.free_bytes is not None:
+        disk += f"; {console.size(planned.free_bytes)} are free"
+    return {
+        "samples": f"{planned.samples} exist, {planned.to_capture} to capture",
+        "text_tokens": _estimate(planned, planned.text_tokens),
+        "visual_tokens": _estimate(planned, planned.visual_tokens),
+        "features": planned.features,
+        "bytes": disk,
+        "time_of_features": _time(planned.feature_seconds, _unmeasured("features")),
+        "memory_of_features": shown(planned.feature_memory),
+    }
+
+
+def _estimate(planned: "CaptureForecast", amount: int | str | None) -> str:
+    """An amount; with `some`, if it depends on responses that do not exist yet."""
+    if amount is None:
+        return UNKNOWN_TOKENS
+    return f"some {amount}" if planned.to_generate else str(amount)
 
 
 def _time(seconds: float | None, unknown: str = "unknown") -> str:
@@ -143,16 +161,15 @@ def _unmeasured(stage: str) -> str:
     return f"unknown: no run here has measured it; --rate {stage}=TOKENS_PER_SECOND states it"
 
 
-def _facts(found: Any) -> Any:
+def _facts(planned: Any) -> Any:
     """A forecast, or a part of it, as JSON."""
     from vlmdistill.pipelines.planning.resources import Memory, facts
 
-    if isinstance(found, Memory):
-        return facts(found)
-    if is_dataclass(found):
-        return {one.name: _facts(getattr(found, one.name)) for one in fields(found)}
-    return (
-        {name: _facts(one) for name, one in found.items()}
-        if isinstance(found, dict)
-        else found
-    )
+    if isinstance(planned, Memory):
+        return facts(planned)
+    if is_dataclass(planned):
+        names = [field.name for field in fields(planned)]
+        return {name: _facts(getattr(planned, name)) for name in names}
+    if isinstance(planned, dict):
+        return {name: _facts(part) for name, part in planned.items()}
+    return planned

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 SUGGESTED = re.compile(r"(`?)\bvlmdistill ([a-z]+)([^`\n]*)")
-OPTIONS = {
-    "--model": ("--model", "-m"),
-    "--runs": ("--runs",),
-}  # by the name that is written
+NAMES = {"--model": "--model", "-m": "--model", "--runs": "--runs"}
+"""By the spelling of an option, the name that is suggested."""
 
 repeated: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("repeated")
 """By command, the options that it takes of those that were given, and their values."""
@@ -17,15 +15,18 @@ repeated: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("repeated")
 
 def given(words: Sequence[str]) -> dict[str, str]:
     """The options of the workspace in a command line, and their values."""
-    found = {}
-    for name, spellings in OPTIONS.items():
-        for number, word in enumerate(words):
-            option, equals, value = word.partition("=")
-            if option in spellings and equals:
-                found[name] = value
-            elif word in spellings and number + 1 < len(words):
-                found[name] = words[number + 1]
-    return found
+    options = dict[str, str]()
+    following = [*words[1:], None]
+    for word, next_word in zip(words, following, strict=False):
+        spelling, equals, value = word.partition("=")
+        name = NAMES.get(spelling)
+        if name is None:
+            continue
+        if equals:
+            options[name] = value
+        elif next_word is not None:
+            options[name] = next_word
+    return options
 
 
 def completed(command: str) -> str:
@@ -33,18 +34,12 @@ def completed(command: str) -> str:
     match = SUGGESTED.match(command)
     if match is None:
         return command
-    written = {
-        name
-        for name, spellings in OPTIONS.items()
-        if {*spellings} & {*match[3].split()}
-    }
-    options = repeated.get({}).get(match[2], {})
-    more = [
-        f" {name} {shlex.quote(value)}"
-        for name, value in options.items()
-        if name not in written
-    ]
-    return command + "".join(more)
+    verb, arguments = match[2], match[3].split()
+    written = {NAMES[word] for word in arguments if word in NAMES}
+    for name, value in repeated.get({}).get(verb, {}).items():
+        if name not in written:
+            command += f" {name} {shlex.quote(value)}"
+    return command
 
 
 def in_text(text: str) -> str:

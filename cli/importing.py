@@ -1,4 +1,4 @@
-"""`vlmdistill import`: a published drafter as one of this toolkit."""
+"""`vlmdistill import`: write a published drafter as one of this toolkit."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,13 +25,13 @@ def import_drafter(
 ) -> None:
     """Write a checkpoint in its authors' format as a drafter that `eval` and `export` accept.
 
-    It must be of the target given by --model. What would compute something else here is refused by the name
-    of its tensor or setting.
+    It must be of the target given by --model. A tensor or setting that would make it compute something else
+    here is refused by its name.
     """
     from vlmdistill.drafters import catalogue
     from vlmdistill.stores.errors import DataError
 
-    catalogue.check(drafter)  # what is cheap to check comes before torch
+    catalogue.check(drafter)  # before torch is loaded
     if not (folder / "config.json").is_file():
         raise DataError(
             f"{folder} has no config.json: give the folder of a published drafter"
@@ -42,8 +42,7 @@ def import_drafter(
     workspace = console.workspace(model, runs)
     published.read(folder, drafter)  # fails before the target is loaded
     target, head = load_embedding(workspace.model)
-    origin = target.provenance((), "float32")
+    provenance = target.provenance((), "float32")
     out = workspace.drafter(name or drafter)
-    console.result(
-        published.load(folder, drafter, head, target.info, out, origin), as_json
-    )
+    facts = published.load(folder, drafter, head, target.info, out, provenance)
+    console.result(facts, as_json)

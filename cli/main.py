@@ -31,8 +31,8 @@ from vlmdistill.cli.generate import generate
 from vlmdistill.cli.harvest import harvest
 from vlmdistill.cli.importing import import_drafter
 from vlmdistill.cli.listing import list_names
+from vlmdistill.cli.plan import plan
 from vlmdistill.cli.prompts import prompts
-from vlmdistill.cli.replay import replay
 from vlmdistill.cli.report import report
 from vlmdistill.cli.responses import responses
 from vlmdistill.cli.run import run
@@ -50,6 +50,7 @@ from vlmdistill.stores.errors import (
 
 GROUPS = {"target": target.app, "store": store.app}
 COMMANDS = (
+    plan,
     prompts,
     responses,
     features,
@@ -61,7 +62,6 @@ COMMANDS = (
     serve,
     export,
     harvest,
-    replay,
     adapt,
     follow,
     forget,
@@ -70,30 +70,19 @@ COMMANDS = (
     list_names,
     doctor,
 )
-KEYWORDS = {
-    evaluate: "eval",
-    import_drafter: "import",
-    list_names: "list",
-}  # no names of functions
+# Names that a Python function cannot or should not have.
+KEYWORDS = {evaluate: "eval", import_drafter: "import", list_names: "list"}
 VERBS = {KEYWORDS.get(verb, verb.__name__): verb for verb in COMMANDS}
 
 KEPT = "finished work is kept; run the same command to continue"
-OF_THE_DISK = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.EROFS,
-    errno.EFBIG,
-)  # no fault of a program
-LEFT = {
-    **dict.fromkeys(
-        ("responses", "features", "merge", "push", "pull", "run", "harvest", "adapt"),
-        KEPT,
-    ),
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+"""Errors of the disk, which no bug causes."""
+KEEPING = ("responses", "features", "merge", "push", "pull", "run", "harvest", "adapt")
+AFTER_INTERRUPT = dict.fromkeys(KEEPING, KEPT) | {
     "prompts": "nothing was imported",
     "train": "no step was done",
 }
-"""What an interrupted command leaves, if it does not report that itself."""
+"""What remains after an interrupt, for commands that do not report that themselves."""
 
 app = typer.Typer(
     name="vlmdistill",
@@ -148,14 +137,15 @@ def _with_local_paths(verb: Callable[..., None]) -> Callable[..., None]:
     """The command, which rejects URLs given for path options (pathlib would collapse `//`)."""
 
     @functools.wraps(verb)
-    def run(**given: Any) -> None:
-        for name, value in given.items():
-            for path in value if isinstance(value, list) else [value]:
+    def run(**arguments: Any) -> None:
+        for name, value in arguments.items():
+            values = value if isinstance(value, list) else [value]
+            for path in values:
                 if isinstance(path, Path) and re.match(r"\w+:/", str(path)):
                     raise typer.BadParameter(
                         f"{path} is a URL: give a local path", param_hint=f"--{name}"
                     )
-        verb(**given)
+        verb(**arguments)
 
     return run
 
@@ -168,24 +158,48 @@ for _name, _verb in VERBS.items():
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit status: 0 done, 1 failed, 2 usage, 130 interrupted, 143 terminated."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    anywhere = [option for option in ("--debug", "--quiet") if option in given]
-    debug = "--debug" in anywhere
-    given = [*anywhere, *(argument for argument in given if argument not in anywhere)]
-    return _status(lambda: _run(given), given, debug)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    # These two may stand anywhere; typer takes them before the subcommand.
+    anywhere = [option for option in ("--debug", "--quiet") if option in words]
+    words = [*anywhere, *(word for word in words if word not in anywhere)]
+    try:
+        with without_panics():
+            _run(words)
+    except SystemExit as stop:
+        return _after_exit(stop, words)
+    except BrokenPipeError:
+        # The reader of our output has ended.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except StoppedError as stop:
+        console.note(f"interrupted: {one_line(stop)}")
+        return 128 + stop.signal
+    except FOR_USER as error:
+        _report(error, words, debug="--debug" in anywhere)
+        return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        requirement = _requirement(package)
+        if "--debug" in anywhere or not requirement:
+            raise
+        console.note(
+            f"error: the package {package} is not installed: pip install '{requirement}'"
+        )
+        return 1
+    return 0
 
 
-def _run(given: Sequence[str]) -> None:
-    options = hints.given(given)
+def _run(words: Sequence[str]) -> None:
+    options = hints.given(words)
     hints.repeated.set({name: _taken(verb, options) for name, verb in VERBS.items()})
     console.opened.set(None)
-    with ExitStack() as held:
-        console.held.set(held)
-        app(given, prog_name="vlmdistill")
+    with ExitStack() as cleanup:
+        console.cleanup.set(cleanup)
+        app(words, prog_name="vlmdistill")
 
 
 def _taken(verb: Callable[..., None], options: Mapping[str, str]) -> dict[str, str]:
-    """Those of the options that a command takes."""
+    """The options that a command accepts."""
     names = inspect.signature(verb).parameters
     return {
         name: value
@@ -194,79 +208,66 @@ def _taken(verb: Callable[..., None], options: Mapping[str, str]) -> dict[str, s
     }
 
 
-def _status(run: Callable[[], object], given: Sequence[str], debug: bool) -> int:
-    """The exit status of what is run, whose errors are printed."""
-    try:
-        with without_panics():
-            run()
-    except SystemExit as stop:
-        if isinstance(stop, console.CommandTerminated):
-            signal.raise_signal(signal.SIGTERM)
-        if isinstance(stop, console.CommandStopped):
-            console.note(stop.message)
-        elif stop.code in (console.SIGINT_STATUS, console.SIGTERM_STATUS):
-            left = [LEFT[word] for word in given[:3] if word in LEFT]
-            console.note(": ".join(["interrupted", *left[:1]]))
-        return stop.code if isinstance(stop.code, int) else 0
-    except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the reader of our output has ended
-        return 1
-    except StoppedError as stop:
-        console.note(f"interrupted: {one_line(stop)}")
-        return 128 + stop.signal
-    except FOR_USER as error:
-        if debug:
-            traceback.print_exc()
-        surprise = (
-            isinstance(error, OSError) and not debug and not _is_users(error, given)
-        )
-        surprise = surprise and getattr(error, "errno", None) not in OF_THE_DISK
-        log = _logged() if surprise else ""
-        console.note(f"error: {_line(error)}{console.beside(str(error))}{log}")
-        return 1
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if debug or not (source := _source(package)):
-            raise
-        console.note(
-            f"error: the package {package} is not installed: pip install '{source}'"
-        )
-        return 1
-    return 0
+def _after_exit(stop: SystemExit, words: Sequence[str]) -> int:
+    """The exit status of a command that has ended itself, or was interrupted or terminated."""
+    if isinstance(stop, console.CommandTerminated):
+        signal.raise_signal(signal.SIGTERM)
+    if isinstance(stop, console.CommandStopped):
+        console.note(stop.message)
+    elif stop.code in (console.SIGINT_STATUS, console.SIGTERM_STATUS):
+        verbs = [word for word in words[:3] if word in AFTER_INTERRUPT]
+        remains = f": {AFTER_INTERRUPT[verbs[0]]}" if verbs else ""
+        console.note(f"interrupted{remains}")
+    return stop.code if isinstance(stop.code, int) else 0
 
 
-def _source(package: str) -> str:
-    """What to install for a package that this one needs, by its metadata: an extra, or the package."""
+def _report(
+    error: VlmdistillError | OSError, words: Sequence[str], debug: bool
+) -> None:
+    """Print an error meant for the user, and where the traceback of a surprising one is."""
+    if debug:
+        traceback.print_exc()
+    log = ""
+    if isinstance(error, OSError) and not debug and _is_surprise(error, words):
+        log = _logged()
+    console.note(f"error: {_line(error)}{console.beside(str(error))}{log}")
+
+
+def _is_surprise(error: OSError, words: Sequence[str]) -> bool:
+    """Whether an error may come from a bug: it is not of the disk, and not of a file of the user."""
+    return error.errno not in DISK_ERRORS and not _is_of_users_file(error, words)
+
+
+def _requirement(package: str) -> str:
+    """The requirement that installs a missing dependency: one of our extras, or the package; else empty."""
     from importlib import metadata
 
+    line_of_package = re.compile(
+        rf"{re.escape(package)}\b[^;]*(?:;.*extra == [\"'](\w+)[\"'])?$"
+    )
     for line in metadata.requires("vlmdistill") or ():
-        if found := re.match(
-            rf"{re.escape(package)}\b[^;]*(?:;.*extra == [\"'](\w+)[\"'])?$", line
-        ):
-            return f"vlmdistill[{found[1]}]" if found[1] else package
+        if match := line_of_package.match(line):
+            extra = match[1]
+            return f"vlmdistill[{extra}]" if extra else package
     return ""
 
 
-def _is_users(error: OSError, given: Sequence[str]) -> bool:
-    """Whether the error is of a file below the current folder, or below or above a path of the command line.
-
-    Any other may come from a bug.
-    """
+def _is_of_users_file(error: OSError, words: Sequence[str]) -> bool:
+    """Whether the file is below the current folder, or below or above a path of the command line."""
     if not isinstance(error.filename, str) or "\0" in error.filename:
         return False
     file = Path(error.filename).resolve()
-    paths = [
-        Path(word.rpartition("=")[2]).resolve()
-        for word in ("", *given)
-        if "\0" not in word
-    ]
-    return any(file.is_relative_to(path) or path.is_relative_to(file) for path in paths)
+    for word in ("", *words):
+        if "\0" in word:
+            continue
+        path = Path(word.rpartition("=")[2]).resolve()
+        if file.is_relative_to(path) or path.is_relative_to(file):
+            return True
+    return False
 
 
 def _logged() -> str:
-    """Write the traceback of the current error to a new file of the temporary folder; what to say of it."""
+    """Write the traceback of the current error to a new temporary file; the end of the error's line."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="vlmdistill-", suffix=".log", delete=False

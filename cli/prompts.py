@@ -166,6 +166,14 @@ def prompts(
         summary = import_sources(workspace, sources, out, kind, choices, report)
     facts = summary.to_dict()
     console.result(facts if as_json else _without_empty(facts), as_json)
+    if summary.hidden_media:
+        names = ", ".join(
+            f"{name} ({count})" for name, count in summary.hidden_media.most_common(5)
+        )
+        console.note(
+            f"warning: columns hold or name images or videos that no prompt shows: {names}: if they belong "
+            "to the questions, put all into a list `images` or `videos`"
+        )
     foreign = [name for name in summary.datasets if not name.startswith("demo-")]
     if workspace.model in EMBEDDED and foreign:
         console.note(
@@ -186,7 +194,7 @@ def prompts(
 def _split_again(
     workspace: "Workspace", share: float, out: Path | None, as_json: bool
 ) -> None:
-    from vlmdistill.pipelines.data.prompts.importing import resplit
+    from vlmdistill.pipelines.data.prompts.splitting import resplit
     from vlmdistill.pipelines.data.responses import dataset
 
     summary = resplit(

@@ -67,28 +67,28 @@ def responses(
     reason, but not used. A prompt that fails, such as one with an unreadable image, is retried on another
     machine; the exit status is 1 if any prompt fails in the end.
     """
-    from vlmdistill.pipelines.data.features.capture_store import CaptureStore
     from vlmdistill.pipelines.data.features.capturer import CaptureJob
-    from vlmdistill.pipelines.data.prompts import prompt_table
     from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
     from vlmdistill.pipelines.data.responses.quality import Filters
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)
-    checkpoint(model)  # what is cheap to check comes before Ray and torch
-    job = CaptureJob(
-        workspace=workspace,
-        prompts=prompt_table.load(prompts or workspace.prompts, model, split, limit),
-        responses=out or workspace.responses,
-        part=CaptureStore(workspace.features),
+    checkpoint(model)  # cheap checks come before Ray and torch
+    sampling = SamplingSettings(
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        thinking=thinking or "",
+    )
+    job = CaptureJob.of(
+        workspace,
+        prompts=prompts,
+        split=split,
+        limit=limit,
+        responses=out,
         workers=console.worker_options(workers, wait, attention, target_dtype, engine),
-        sampling=SamplingSettings(
-            temperature=temperature,
-            top_p=top_p,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            thinking=thinking or "",
-        ),
+        sampling=sampling,
         batch=batch_size,
     )
     if dry_run:

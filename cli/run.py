@@ -68,11 +68,12 @@ def run(
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.planning.forecast import Speeds
 
+    temperatures = temperature or [0.0, 1.0]
     plan = flow.Plan(
         drafters=names,
         recipe=recipe,
         settings=settings or (),
-        temperatures=tuple(dict.fromkeys(temperature or (0.0, 1.0))),
+        temperatures=tuple(dict.fromkeys(temperatures)),
         max_new_tokens=max_new_tokens,
         eval_limit=limit,
         batch=batch_size,
@@ -85,8 +86,9 @@ def run(
         anyway=anyway,
     )
     if dry_run:
-        found = flow.dry_run(workspace, plan, Speeds.of(workspace.root, rate or ()))
-        forecasts.show_run(found, as_json)
+        speeds = Speeds.of(workspace.root, rate or ())
+        planned = flow.dry_run(workspace, plan, speeds)
+        forecasts.show_run(planned, as_json)
         return
     evaluations = flow.run(workspace, plan, console.remark, console.progress)
     report(model=model, runs=runs, as_json=as_json)

@@ -60,7 +60,7 @@ FeaturesOption = Annotated[
 
 @app.command()
 def info(store: Path, as_json: console.Json = False) -> None:
-    """Show what a store holds, where it comes from, its size, and what each drafter would read."""
+    """Show the content, origin and size of a store, and the bytes that each drafter would read."""
     from vlmdistill.stores import summary
     from vlmdistill.stores.store import Store
 
@@ -70,59 +70,82 @@ def info(store: Path, as_json: console.Json = False) -> None:
     if as_json:
         console.result(facts, True)
         return
-    origin, target = facts["provenance"], facts["target"]
-    more = f", and {facts['shadowed']} duplicates" if facts["shadowed"] else ""
-    sizes = {"features": sum(one["bytes"] for one in facts["fields"].values())}
-    sizes |= {of: facts[f"{of}_bytes"] for of in ("index", "head", "records")}
-    parts = [f"{of} {console.size(size)}" for of, size in sizes.items()]
+    _print_store(facts)
+    _print_features(facts)
+    _print_datasets(facts)
+    _print_drafters(facts)
+
+
+def _print_store(facts: Mapping[str, Any]) -> None:
+    origin = facts["provenance"]
+    target = facts["target"]
+    shadowed = facts["shadowed"]
+    duplicates = f", and {shadowed} duplicates" if shadowed else ""
+    views = []
+    for name, kept in facts["views"].items():
+        views.append(_view(name, kept, facts["views_there"][name]))
     console.result(
         {
             "store": facts["path"],
             "target": f"{origin['target']} ({target['family']}, width {target['hidden_size']})",
-            "samples": f"{facts['samples']} in {facts['units']} shards{more}",
-            "size": f"{console.size(facts['bytes'])}: {', '.join(parts)}",
+            "samples": f"{facts['samples']} in {facts['shards']} shards{duplicates}",
+            "size": _sizes(facts),
             "dtype": origin["dtype"],
             "engine": origin["engine"],
             "sampling": origin["sampling"] or "not recorded",
-            "views": [
-                _view(name, kept, facts["views_there"][name])
-                for name, kept in facts["views"].items()
-            ],
+            "views": views,
             "runs": facts["runs"],
         },
         False,
     )
+
+
+def _sizes(facts: Mapping[str, Any]) -> str:
+    """The size of a store, and of its features, index, head and records."""
+    feature_bytes = sum(field["bytes"] for field in facts["fields"].values())
+    sizes = {"features": feature_bytes}
+    for kind in ("index", "head", "records"):
+        sizes[kind] = facts[f"{kind}_bytes"]
+    listed = [f"{kind} {console.size(size)}" for kind, size in sizes.items()]
+    return f"{console.size(facts['bytes'])}: {', '.join(listed)}"
+
+
+def _print_features(facts: Mapping[str, Any]) -> None:
     typer.echo()
-    features = [
-        (name, f["rows"], console.size(f["bytes"]), f.get("encoding", "raw"), _error(f))
-        for name, f in facts["fields"].items()
-    ]
-    console.rows(("feature", "rows", "size", "encoding", "error"), features)
+    rows = []
+    for name, field in facts["fields"].items():
+        size = console.size(field["bytes"])
+        encoding = field.get("encoding", "raw")
+        rows.append((name, field["rows"], size, encoding, _error(field)))
+    console.rows(("feature", "rows", "size", "encoding", "error"), rows)
+    total = facts["samples"]
     for annex in facts["annexes"]:
-        if annex["samples"] < facts["samples"]:
-            lacking, total = facts["samples"] - annex["samples"], facts["samples"]
-            console.note(
-                f"{lacking} of {total} samples lack {', '.join(annex['features'])}"
-            )
+        lacking = total - annex["samples"]
+        if lacking > 0:
+            features = ", ".join(annex["features"])
+            console.note(f"{lacking} of {total} samples lack {features}")
+
+
+def _print_datasets(facts: Mapping[str, Any]) -> None:
     typer.echo()
-    datasets = [
-        (name or "-", *list(d.values())[:-1], console.size(d["bytes"]))
-        for name, d in facts["datasets"].items()
-    ]
-    console.rows(("dataset", "samples", "text", "visual", "response", "size"), datasets)
-    if facts.get("drafters"):
-        typer.echo()
-        size = console.size
-        drafters = [
-            (
-                name,
-                size(d["bytes"]),
-                size(d["bytes_per_sample"]),
-                ", ".join(d["missing"]) or "none",
-            )
-            for name, d in facts["drafters"].items()
-        ]
-        console.rows(("drafter", "reads", "per sample", "missing"), drafters)
+    rows = []
+    for name, dataset in facts["datasets"].items():
+        *counts, size = dataset.values()
+        rows.append((name or "-", *counts, console.size(size)))
+    console.rows(("dataset", "samples", "text", "visual", "response", "size"), rows)
+
+
+def _print_drafters(facts: Mapping[str, Any]) -> None:
+    if not facts.get("drafters"):
+        return
+    typer.echo()
+    rows = []
+    for name, cost in facts["drafters"].items():
+        read = console.size(cost["bytes"])
+        per_sample = console.size(cost["bytes_per_sample"])
+        missing = ", ".join(cost["missing"]) or "none"
+        rows.append((name, read, per_sample, missing))
+    console.rows(("drafter", "reads", "per sample", "missing"), rows)
 
 
 @app.command()
@@ -137,27 +160,23 @@ def stats(store: Path, view: ViewOption = None, as_json: console.Json = False) -
         console.result(columns, True)
         return
     shown = ["count", "mean", "min", "p50", "p90", "max"]
-    if any(c["not_finite"] for c in columns.values()):
+    if any(column["not_finite"] for column in columns.values()):
         shown.insert(1, "not_finite")
-    lines = [
-        (
-            name,
-            *("-" if c[what] is None else c[what] for what in shown),
-            _plot(c["histogram"]),
-        )
-        for name, c in columns.items()
-    ]
-    console.rows(
-        ("column", *(what.replace("_", " ") for what in shown), "distribution"), lines
-    )
+    rows = []
+    for name, column in columns.items():
+        values = ["-" if column[fact] is None else column[fact] for fact in shown]
+        rows.append((name, *values, _plot(column["histogram"])))
+    heads = [fact.replace("_", " ") for fact in shown]
+    console.rows(("column", *heads, "distribution"), rows)
 
 
 @app.command()
 def verify(
     store: Path,
-    at_once: Annotated[
+    threads: Annotated[
         int | None,
         typer.Option(
+            "--at-once",
             min=1,
             help="Shards to read at once; default: one per core, up to 4, and 16 of a URL.",
         ),
@@ -168,67 +187,58 @@ def verify(
     from vlmdistill.stores.integrity import verify as integrity
 
     with console.progress("verify", "bytes") as report:
-        found = integrity.verify(store, threads=at_once, progress=report)
-    kinds = Counter(finding.kind for finding in found.findings)
-    listed = [asdict(finding) for finding in found.findings]
+        verified = integrity.verify(store, threads=threads, progress=report)
+    kinds = Counter(finding.kind for finding in verified.findings)
+    findings = [asdict(finding) for finding in verified.findings]
+    facts = {"files": verified.files, "bytes": verified.bytes}
     if as_json:
-        console.result(
-            {
-                "files": found.files,
-                "bytes": found.bytes,
-                "counts": kinds,
-                "findings": listed,
-            },
-            True,
-        )
+        console.result({**facts, "counts": kinds, "findings": findings}, True)
     else:
-        console.result(
-            {
-                "files": found.files,
-                "bytes": console.size(found.bytes),
-                "findings": kinds,
-            },
-            False,
-        )
-        if listed:
-            console.rows(
-                ("kind", "file", "what"), [tuple(f.values()) for f in listed[:LISTED]]
-            )
-        if len(listed) > LISTED:
-            typer.echo(f"and {len(listed) - LISTED} more: --json lists all")
-    if found.damage:
-        hidden = sum(finding.kind == "unreadable" for finding in found.damage)
-        counts = (
-            (len(found.damage) - hidden, "files are damaged or missing"),
-            (hidden, "cannot be read"),
-        )
-        what = " and ".join(f"{count} {how}" for count, how in counts if count)
-        raise StoreError(f"{what}, the first {found.damage[0].name}. {_advice(found)}")
+        size = console.size(verified.bytes)
+        console.result({**facts, "bytes": size, "findings": kinds}, False)
+        if findings:
+            rows = [tuple(finding.values()) for finding in findings[:LISTED]]
+            console.rows(("kind", "file", "what"), rows)
+        if len(findings) > LISTED:
+            typer.echo(f"and {len(findings) - LISTED} more: --json lists all")
+    if verified.damage:
+        raise StoreError(_damage(verified))
 
 
-def _advice(found: "Verification") -> str:
+def _damage(verified: "Verification") -> str:
+    """The number of damaged files, the first of them, and how to repair them."""
+    unreadable = sum(finding.kind == "unreadable" for finding in verified.damage)
+    damaged = len(verified.damage) - unreadable
+    counts = []
+    if damaged:
+        counts.append(f"{damaged} files are damaged or missing")
+    if unreadable:
+        counts.append(f"{unreadable} cannot be read")
+    first = verified.damage[0].name
+    return f"{' and '.join(counts)}, the first {first}. {_advice(verified)}"
+
+
+def _advice(verified: "Verification") -> str:
     """How to repair all damage, each step once."""
     from vlmdistill.stores.manifest import ANNEXES, STORE
 
-    advice = dict[str, str]()
-    for finding in found.damage:
-        parts = finding.name.split("/")
-        annex = (
-            f"{parts[0]}/{parts[1]}/" if parts[0] == ANNEXES and len(parts) > 2 else ""
-        )
-        folder = parts[2] if annex else parts[0]
+    advice = dict[str, str]()  # by the kind of damage
+    for finding in verified.damage:
+        folders = finding.name.split("/")
+        annex = ""
+        if folders[0] == ANNEXES and len(folders) > 2:
+            annex = f"{folders[0]}/{folders[1]}/"
+        name = finding.name[len(annex) :]
+        folder = name.split("/")[0]
         if finding.kind == "unreadable":
             advice["unreadable"] = UNREADABLE
-        elif finding.name in found.copies:
-            advice.setdefault(
-                "record", RESTORE_RECORD.format(annex, finding.name[len(annex) :])
-            )
+        elif finding.name in verified.copies:
+            advice.setdefault("record", RESTORE_RECORD.format(annex, name))
         elif folder == ANNEXES or (annex and folder == STORE):
             advice[finding.name] = RECAPTURE.format(annex or finding.name)
         else:
-            folder = (
-                "shards" if folder == "commits" else folder
-            )  # or its record, which has no copy
+            if folder == "commits":  # a record without a copy
+                folder = "shards"
             advice[folder] = REMEDIES.get(folder, RESTORE)
     return " ".join(dict.fromkeys(advice.values()))
 
@@ -270,23 +280,16 @@ def filter_(
         view = filter_store(
             opened, name, expressions=where or (), filters=named or (), base=base
         )
-    facts = {
-        "view": view.name,
-        "rows": view.rows,
-        "kept": view.kept,
-        "dropped": dict(view.dropped),
-    }
     if as_json:
-        console.result(facts, True)
+        dropped = dict(view.dropped)
+        facts = {"view": view.name, "rows": view.rows, "kept": view.kept}
+        console.result({**facts, "dropped": dropped}, True)
     else:
-        console.result(
-            {"view": view.name, "kept": f"{view.kept} of {view.rows}"}, False
-        )
+        kept = f"{view.kept} of {view.rows}"
+        console.result({"view": view.name, "kept": kept}, False)
         if view.dropped:
-            console.rows(
-                ("dropped", "reason"),
-                [(count, reason) for reason, count in view.dropped.items()],
-            )
+            rows = [(count, reason) for reason, count in view.dropped.items()]
+            console.rows(("dropped", "reason"), rows)
     if not view.kept:
         console.note(f"warning: the view {view.name} keeps none of {view.rows} samples")
 
@@ -308,23 +311,26 @@ def merge(
     sources = list(dict.fromkeys(sources))
     with console.progress("merge", "samples") as report:
         reports = merge_stores(target, sources, progress=report)
-    facts = {source: asdict(one) for source, one in zip(sources, reports, strict=True)}
+    facts = {}
+    for source, copied in zip(sources, reports, strict=True):
+        facts[source] = asdict(copied)
     if as_json:
         console.result(facts, True)
         return
     counts = ("copied", "present", "duplicates")
-    lines = [
-        (source, *map(one.get, counts), len(one["conflicts"]))
-        for source, one in facts.items()
-    ]
-    console.rows(("store", *counts, "conflicts"), lines)
-    for source, one in facts.items():
-        for what in ("conflicts", "replaced", "left"):
-            if one[what]:
-                console.echo(f"{what} of {source}: {_some(one[what])}")
-        if one["annexes"]:
+    rows = []
+    for source, copied_facts in facts.items():
+        values = [copied_facts[count] for count in counts]
+        rows.append((source, *values, len(copied_facts["conflicts"])))
+    console.rows(("store", *counts, "conflicts"), rows)
+    for source, copied_facts in facts.items():
+        for kind in ("conflicts", "replaced", "left"):
+            if copied_facts[kind]:
+                console.echo(f"{kind} of {source}: {_some(copied_facts[kind])}")
+        annexes = copied_facts["annexes"]
+        if annexes:
             console.echo(
-                f"samples of {source} that got features of an annex: {_listed(one['annexes'])}"
+                f"samples of {source} that got features of an annex: {_listed(annexes)}"
             )
 
 
@@ -394,25 +400,26 @@ def gc(
     from vlmdistill.stores.sharing.retention import expire, time_of
     from vlmdistill.stores.store import Store
 
-    opened, facts = Store.open(store), dict[str, object]()
+    opened = Store.open(store)
+    facts = dict[str, object]()
     removed = list[Removed]()
     if older_than is not None:
         age = seconds(older_than, "--older-than")
         expired = expire(opened, time_of(opened) - age, dry_run=dry_run)
-        removed += [Removed(*one) for one in expired.removed.items()]
+        removed += [Removed(name, size) for name, size in expired.removed.items()]
         facts = {"samples": len(expired.keys), "untimed": expired.untimed}
     removed += collect(opened, grace=grace, dry_run=dry_run)
     total = sum(item.bytes for item in removed)
     if as_json:
-        names = [asdict(item) for item in removed]
+        items = [asdict(item) for item in removed]
         console.result(
-            {"removed": names, "bytes": total, "dry_run": dry_run, **facts}, True
+            {"removed": items, "bytes": total, "dry_run": dry_run, **facts}, True
         )
         return
     for item in removed:
         console.echo(item.name)
-    done = "would remove" if dry_run else "removed"
-    console.result({done: f"{len(removed)}, {console.size(total)}", **facts}, False)
+    action = "would remove" if dry_run else "removed"
+    console.result({action: f"{len(removed)}, {console.size(total)}", **facts}, False)
 
 
 def _send(
@@ -421,17 +428,17 @@ def _send(
     from vlmdistill.stores.schema import Feature
     from vlmdistill.stores.sharing.merge import send
 
-    chosen = (
-        [Feature.parse(name.strip()) for name in features.split(",")]
-        if features is not None
-        else None
-    )
+    chosen = None
+    if features is not None:
+        chosen = [Feature.parse(name.strip()) for name in features.split(",")]
     with console.progress("copy", "samples") as report:
         copied = send(source, target, view=view, features=chosen, progress=report)
     facts = asdict(copied)
-    named = {what: _some(facts[what]) for what in ("conflicts", "replaced", "left")}
-    named["annexes"] = _listed(facts["annexes"])
-    console.result(facts if as_json else {**facts, **named}, as_json)
+    if not as_json:
+        for kind in ("conflicts", "replaced", "left"):
+            facts[kind] = _some(facts[kind])
+        facts["annexes"] = _listed(facts["annexes"])
+    console.result(facts, as_json)
 
 
 def _listed(counts: Sequence[int]) -> str:
@@ -440,12 +447,10 @@ def _listed(counts: Sequence[int]) -> str:
 
 def _some(names: Sequence[str]) -> str:
     """The first names, and the number of the others."""
-    more = (
-        f" and {len(names) - LISTED} more: --json lists all"
-        if len(names) > LISTED
-        else ""
-    )
-    return (", ".join(names[:LISTED]) or "none") + more
+    listed = ", ".join(names[:LISTED]) or "none"
+    if len(names) > LISTED:
+        return f"{listed} and {len(names) - LISTED} more: --json lists all"
+    return listed
 
 
 def _needs(info: "TargetInfo") -> "Mapping[str, frozenset[Feature]]":
@@ -460,7 +465,9 @@ def _view(name: str, kept: int | None, present: int | None) -> str:
     """The samples of a view, and how many of them are still in the store if some are not."""
     if kept is None:
         return f"{name} unreadable"
-    return f"{name} {kept}" + (f" ({present} present)" if present != kept else "")
+    if present != kept:
+        return f"{name} {kept} ({present} present)"
+    return f"{name} {kept}"
 
 
 def _error(feature: Mapping[str, Any]) -> str:
@@ -468,6 +475,8 @@ def _error(feature: Mapping[str, Any]) -> str:
 
 
 def _plot(histogram: Mapping[str, Any] | None) -> str:
+    """A histogram as a row of bars; a bin that is not empty has at least the lowest bar."""
     counts = histogram["counts"] if histogram else ()
-    most = max(counts, default=0)
-    return "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in counts)
+    largest = max(counts, default=0)
+    steps = len(BARS) - 1
+    return "".join(BARS[-(-count * steps // largest)] for count in counts)

@@ -1,44 +1,47 @@
 """`vlmdistill target`: the target models."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlmdistill.cli import console
 
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.planning.resources import Memory
+    from vlmdistill.pipelines.targets.describe import FeatureCost, TargetDescription
+
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="List or describe target models."
 )
+
+STATES = {None: "not here", True: "here", False: "incomplete"}  # of a target's weights
 
 
 @app.command("list")
 def list_targets(as_json: console.Json = False) -> None:
     """List the targets that have a name, and the supported model families."""
-    from vlmdistill.pipelines.targets.checkpoints.folder import known
+    from dataclasses import asdict
+
+    from vlmdistill.pipelines.targets.checkpoints.folder import named_targets
     from vlmdistill.pipelines.targets.families import FAMILIES, SHOWN
 
-    targets = known()
+    targets = named_targets()
+    families = sorted((*FAMILIES, *SHOWN))
     if as_json:
-        console.result(
-            {"targets": targets, "families": sorted((*FAMILIES, *SHOWN))}, as_json
-        )
+        records = {name: asdict(target) for name, target in targets.items()}
+        console.result({"targets": records, "families": families}, as_json)
         return
-    states = {None: "not here", True: "here", False: "incomplete"}
-    lines = [
-        (
-            name,
-            one["family"],
-            _parameters(one["parameters"]),
-            states[one["found"]],
-            one["origin"],
-        )
-        for name, one in targets.items()
-    ]
+    lines = []
+    for name, target in targets.items():
+        parameters = _parameters(target.parameters)
+        state = STATES[target.found]
+        lines.append((name, target.family, parameters, state, target.origin))
     console.rows(("name", "family", "parameters", "weights", "checkpoint"), lines)
-    shown = ", ".join(sorted((*FAMILIES, *SHOWN)))
     console.remark(
-        f"or a checkpoint folder or hub id of these families: {shown}; or of any other vision-language model "
-        "of transformers that passes `vlmdistill target check`"
+        f"or a checkpoint folder or hub id of these families: {', '.join(families)}; "
+        "or of any other vision-language model of transformers that passes "
+        "`vlmdistill target check`"
     )
 
 
@@ -72,62 +75,34 @@ def show(
     locate(name)  # before torch
     from vlmdistill.pipelines.targets.describe import describe
 
-    facts = describe(name, text_tokens, visual_tokens, image_count)
-    needs = {}
+    description = describe(name, text_tokens, visual_tokens, image_count)
+    stages: dict[str, Memory] = {}
     if gpus is not None:
-        from vlmdistill.pipelines.planning import forecast, resources
+        from vlmdistill.pipelines.planning import forecast
 
-        needs = forecast.fits(name, gpus, gpu_memory << 30)
-        facts["fits"] = {
-            stage: {**resources.facts(one), "fits": not one.lacking}
-            for stage, one in needs.items()
-        }
+        stages = forecast.fits(name, gpus, gpu_memory << 30)
     if as_json:
+        facts = description.to_dict()
+        if stages:
+            facts["fits"] = _fits(stages)
         console.result(facts, as_json)
         return
-    target, parts, hashes = facts["target"], facts["parameters"], facts["hashes"]
-    lines = {
-        "name": name,
-        "checkpoint": facts["origin"],
-        "weights": f"{facts['folder']}, {console.size(facts['weights_bytes'])}"
-        if facts["found"]
-        else facts["lacking"],
-        "family": f"{target['family']} ({facts['class']})",
-        "parameters": f"{_parameters(parts['all'])}, of which vision {_parameters(parts['vision'])}",
-        "text_model": f"{target['num_layers']} layers of width {target['hidden_size']}, MLP of "
-        f"{target['intermediate_size']}, {target['num_heads']} heads of {target['head_dim']}, "
-        f"{target['num_kv_heads']} for keys and values",
-        "vocabulary": f"{target['vocab_size']}, {'one table' if facts['tied'] else 'two tables'} of "
-        f"{console.size(facts['head_bytes'])} in a store of bfloat16, "
-        f"{console.size(2 * facts['head_bytes'])} of float32, the dtype on a CPU",
-        "positions": f"{'M-RoPE' if facts['rope_axes'] > 1 else 'RoPE'}, up to {target['max_position']}",
-        "captured": facts["captured"],
-    }
-    console.result({**lines, **({"hashes": hashes} if hashes else {})}, as_json)
+    console.result(_overview(description), as_json)
     console.echo(
-        f"\nsize of a sample of {text_tokens} text and {visual_tokens} visual tokens, in bfloat16:"
+        f"\nsize of a sample of {text_tokens} text and {visual_tokens} visual tokens, "
+        "in bfloat16:"
     )
-    table = [
-        (
-            drafter,
-            *(
-                console.size(cost[part])
-                for part in ("bytes", "text_bytes", "visual_bytes")
-            ),
-            _features(cost["features"]) or "nothing",
-        )
-        for drafter, cost in facts["drafters"].items()
-    ]
-    console.rows(("drafter", "bytes", "text", "visual", "features"), table)
-    if needs:
+    costs = [_cost_row(*item) for item in description.drafters.items()]
+    console.rows(("drafter", "bytes", "text", "visual", "features"), costs)
+    if stages:
         console.echo(
             f"\nmemory of a process in bfloat16, with {gpus} x {gpu_memory} GiB free:"
         )
-        stages = [
-            (stage, console.size(one.total), one.verdict)
-            for stage, one in needs.items()
+        needs = [
+            (stage, console.size(memory.total), memory.verdict)
+            for stage, memory in stages.items()
         ]
-        console.rows(("stage", "bytes", "here"), stages)
+        console.rows(("stage", "bytes", "here"), needs)
 
 
 @app.command("check")
@@ -157,21 +132,67 @@ def check(
     for line in checking.lines(target):
         lines.append(line)
         if not as_json:
-            console.echo(
-                f"{'FAILED' if line.failed else 'ok':7} {line.name:10} {line.failed or line.what}"
-            )
+            state = "FAILED" if line.failed else "ok"
+            console.echo(f"{state:7} {line.name:10} {line.failed or line.what}")
     if as_json:
-        console.result(
-            {"checks": [{"name": one.name, "failed": one.failed} for one in lines]},
-            as_json,
-        )
-    if lines[-1].failed:
+        checks = [{"name": line.name, "failed": line.failed} for line in lines]
+        console.result({"checks": checks}, as_json)
+    last = lines[-1]
+    if last.failed:
         raise TargetError(
-            f"{name} is not supported as it is: {lines[-1].name}: {lines[-1].failed}"
+            f"{name} is not supported as it is: {last.name}: {last.failed}"
         )
     console.remark(
         f"{name} passes: {type(target).__name__}, family {target.family.name}"
     )
+
+
+def _fits(stages: Mapping[str, "Memory"]) -> dict[str, Any]:
+    """The memory of each stage as JSON, and whether it fits."""
+    from vlmdistill.pipelines.planning import resources
+
+    fits = {}
+    for stage, memory in stages.items():
+        fits[stage] = {**resources.facts(memory), "fits": not memory.lacking}
+    return fits
+
+
+def _overview(description: "TargetDescription") -> dict[str, Any]:
+    """The lines of `target show` above its tables."""
+    size = console.size
+    target = description.target
+    weights = description.lacking
+    if description.weights_bytes is not None:
+        weights = f"{description.folder}, {size(description.weights_bytes)}"
+    counts = description.parameters
+    tables = "one table" if description.tied else "two tables"
+    head_bytes = description.head_bytes
+    rope = "M-RoPE" if description.rope_axes > 1 else "RoPE"
+    lines: dict[str, Any] = {
+        "name": description.name,
+        "checkpoint": description.origin,
+        "weights": weights,
+        "family": f"{target.family} ({description.model_class})",
+        "parameters": f"{_parameters(counts.all)}, of which vision "
+        f"{_parameters(counts.vision)}",
+        "text_model": f"{target.num_layers} layers of width {target.hidden_size}, "
+        f"MLP of {target.intermediate_size}, "
+        f"{target.num_heads} heads of {target.head_dim}, "
+        f"{target.num_kv_heads} for keys and values",
+        "vocabulary": f"{target.vocab_size}, {tables} of {size(head_bytes)} in a store "
+        f"of bfloat16, {size(2 * head_bytes)} of float32, the dtype on a CPU",
+        "positions": f"{rope}, up to {target.max_position}",
+        "captured": description.captured,
+    }
+    if description.hashes:
+        lines["hashes"] = description.hashes
+    return lines
+
+
+def _cost_row(drafter: str, cost: "FeatureCost") -> tuple[str, ...]:
+    sizes = (cost.bytes, cost.text_bytes, cost.visual_bytes)
+    features = _features(cost.features) or "nothing"
+    return (drafter, *map(console.size, sizes), features)
 
 
 def _features(names: list[str]) -> str:
@@ -180,9 +201,8 @@ def _features(names: list[str]) -> str:
     for name in names:
         source, _, where = name.partition(".")
         sources[where].append(source)
-    return ", ".join(
-        f"{'+'.join(some)}.{where}" for where, some in sources.items() if some
-    )
+    groups = [f"{'+'.join(group)}.{where}" for where, group in sources.items() if group]
+    return ", ".join(groups)
 
 
 def _parameters(count: float) -> str:

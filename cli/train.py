@@ -1,91 +1,112 @@
 """`vlmdistill train`: train a drafter on a feature store."""
 
 import os
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from vlmdistill.cli import console, forecasts
 
+if TYPE_CHECKING:
+    from vlmdistill.drafters.training.run import Run
+
+Drafter = Annotated[str, typer.Argument(help="Name of a drafter, such as sparrow.")]
+Name = Annotated[
+    str | None,
+    typer.Option(help="Name of the trained drafter; default: the same as DRAFTER."),
+]
+
+# Data
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR:SIZE",
+        help="Keep what is read of a store behind a URL in a local folder: /scratch/cache:500GB.",
+    ),
+]
+View = Annotated[str | None, typer.Option(help="Train on this view of the store only.")]
+
+# Settings
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A training setting, such as steps=100; may be repeated.",
+    ),
+]
+Init = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FROM",
+        help="Initialize from this drafter or published checkpoint (matching weights only).",
+    ),
+]
+ShowConfig = Annotated[
+    bool,
+    typer.Option(
+        "--show-config",
+        help="Only print all settings, as a file that --recipe takes; needs no store.",
+    ),
+]
+
+# Machine
+Ranks = Annotated[int, typer.Option(min=1, help="Training processes on this machine.")]
+Zero = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=2,
+        help="DeepSpeed ZeRO stage; stage 3 has nothing to shard in one layer.",
+    ),
+]
+Dtype = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option(help="Dtype of training; auto: bfloat16 on a GPU, else float32."),
+]
+
+# Checkpoints
+SaveEvery = Annotated[
+    int, typer.Option(min=1, help="Optimizer steps between checkpoints.")
+]
+CheckpointsUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Copy each checkpoint there, and continue from it on any machine: s3://bucket/runs.",
+    ),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Start over and replace an earlier run of this name."),
+]
+
 
 def train(
-    drafter: Annotated[str, typer.Argument(help="Name of a drafter, such as sparrow.")],
+    drafter: Drafter,
     model: console.Model = "demo",
     store: console.StoreName = None,
-    cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR:SIZE",
-            help="Keep what is read of a store behind a URL in a local folder: /scratch/cache:500GB.",
-        ),
-    ] = None,
-    view: Annotated[
-        str | None, typer.Option(help="Train on this view of the store only.")
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Name of the trained drafter; default: the same as DRAFTER."),
-    ] = None,
+    cache: Cache = None,
+    view: View = None,
+    name: Name = None,
     recipe: console.Recipe = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A training setting, such as steps=100; may be repeated.",
-        ),
-    ] = None,
-    init: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FROM",
-            help="Initialize from this drafter or published checkpoint (matching weights only).",
-        ),
-    ] = None,
+    settings: Settings = None,
+    init: Init = None,
     seed: console.Seed = 0,
-    ranks: Annotated[
-        int, typer.Option(min=1, help="Training processes on this machine.")
-    ] = 1,
-    zero: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=2,
-            help="DeepSpeed ZeRO stage; stage 3 has nothing to shard in one layer.",
-        ),
-    ] = 0,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
-        typer.Option(help="Dtype of training; auto: bfloat16 on a GPU, else float32."),
-    ] = "auto",
-    save_every: Annotated[
-        int, typer.Option(min=1, help="Optimizer steps between checkpoints.")
-    ] = 200,
+    ranks: Ranks = 1,
+    zero: Zero = 0,
+    dtype: Dtype = "auto",
+    save_every: SaveEvery = 200,
     held_out: console.HeldOut = 0.02,
-    checkpoints: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Copy each checkpoint there, and go on from it on any machine: s3://bucket/runs.",
-        ),
-    ] = None,
+    checkpoints: CheckpointsUrl = None,
     tracker: console.Trackers = None,
-    show_config: Annotated[
-        bool,
-        typer.Option(
-            "--show-config",
-            help="Only print all settings, as a file that --recipe takes; needs no store.",
-        ),
-    ] = False,
+    show_config: ShowConfig = False,
     dry_run: console.DryRun = False,
     rate: console.Rate = None,
     anyway: console.Anyway = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Start over and replace an earlier run of this name."
-        ),
-    ] = False,
+    force: Force = False,
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -94,34 +115,27 @@ def train(
     To continue a run that was stopped or killed, run the same command again. Ctrl-C and SIGTERM save a
     checkpoint first. To train on several machines, start this command with torchrun on each.
     """
-    import dataclasses
+    from dataclasses import replace
 
     from vlmdistill.drafters import catalogue
 
-    catalogue.check(drafter)  # what is cheap to check comes before torch
+    # Names are checked before torch is loaded.
+    catalogue.check(drafter)
     if recipe and not recipe.endswith(".toml"):
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
-    from vlmdistill.drafters.checkpoints.description import describe
-    from vlmdistill.drafters.core.settings import to_dict
-    from vlmdistill.drafters.training import recipes
     from vlmdistill.pipelines import train as pipeline
 
     plan = pipeline.planned(
         workspace, drafter, recipe, settings or (), name=name, seed=seed
     )
     if show_config:
-        if as_json:
-            console.result(to_dict(plan.config), as_json)
-        else:
-            typer.echo(recipes.as_file(drafter, plan.config), nl=False)
+        _show_config(drafter, plan, as_json)
         return
-    copies = (
-        f"{checkpoints.rstrip('/')}/{workspace.root.name}/{plan.out.name}"
-        if checkpoints
-        else None
-    )
-    plan = dataclasses.replace(
+    if checkpoints:
+        folder = f"{workspace.root.name}/{plan.out.name}"
+        plan = replace(plan, checkpoints=f"{checkpoints.rstrip('/')}/{folder}")
+    plan = replace(
         plan,
         store=store or plan.store,
         cache=cache,
@@ -132,44 +146,68 @@ def train(
         held_out=held_out,
         trackers=tuple(tracker or ()),
         init=workspace.trained(init).absolute() if init else None,
-        checkpoints=copies or plan.checkpoints,
     )
-    if dry_run:
-        from vlmdistill.pipelines.planning import forecast
+    from vlmdistill.pipelines.planning import forecast
 
-        found = forecast.training(
-            plan, forecast.Speeds.of(workspace.root, rate or ()), ranks
-        )
-        forecasts.show_training(found, as_json)
+    if dry_run:
+        speeds = forecast.Speeds.of(workspace.root, rate or ())
+        expected = forecast.training(plan, speeds, ranks)
+        forecasts.show_training(expected, as_json)
         return
     if not anyway:
-        from vlmdistill.pipelines.planning import forecast
-
         forecast.check_training(plan, ranks)
     with console.progress(f"training {plan.out.name}", "steps") as report:
-        folder = pipeline.launch(plan, ranks, force, report)
+        out = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":
-        training = describe(folder)["training"]
-        step = training.get("saved_step", training["steps"])
-        measured: dict[str, Any] = next(
-            (one for one in training["history"] if one["step"] == step), {}
-        )
-        agreement = measured.get("held_out_agreement", [])
-        shares = (
-            " ".join(f"{share:.3f}" for share in agreement) or "nothing was held out"
-        )
-        facts = {"drafter": str(folder), "steps": training["steps"], "saved_step": step}
-        if warm := training.get("init"):
-            counts = {
-                name: len(warm[name]) for name in ("taken", "zero", "fresh", "unused")
-            }
-            facts |= {"init": warm["from"], "init_weights": counts}
-        facts |= {
-            "samples": training["samples"],
-            "held_out_agreement": agreement if as_json else shares,
-        }
-        console.result(
-            facts
-            | {name: measured[name] for name in ("predicted_tau",) if name in measured},
-            as_json,
-        )
+        console.result(_facts(out, as_json), as_json)
+
+
+def _show_config(drafter: str, plan: "Run", as_json: bool) -> None:
+    """Print all settings of a run: as JSON, or as a recipe file."""
+    from vlmdistill.drafters.core.settings import to_dict
+    from vlmdistill.drafters.training import recipes
+
+    if as_json:
+        console.result(to_dict(plan.config), as_json)
+    else:
+        typer.echo(recipes.as_file(drafter, plan.config), nl=False)
+
+
+def _facts(folder: Path, as_json: bool) -> dict[str, Any]:
+    """What to print of a trained drafter."""
+    from vlmdistill.drafters.checkpoints.description import describe
+
+    training = describe(folder)["training"]
+    facts = {
+        "drafter": str(folder),
+        "steps": training["steps"],
+        "saved_step": training["saved_step"],
+    }
+    if "init" in training:
+        facts |= _init_facts(training["init"])
+    measured = _measurement_of(training)
+    agreement = measured.get("held_out_agreement", [])
+    shares = " ".join(f"{share:.3f}" for share in agreement)
+    facts["samples"] = training["samples"]
+    facts["held_out_agreement"] = (
+        agreement if as_json else shares or "nothing was held out"
+    )
+    if "predicted_tau" in measured:
+        facts["predicted_tau"] = measured["predicted_tau"]
+    return facts
+
+
+def _init_facts(init: Mapping[str, Any]) -> dict[str, Any]:
+    """The drafter that a run began with, and how many of its weights were taken."""
+    groups = ("taken", "zero", "fresh", "unused")
+    counts = {group: len(init[group]) for group in groups}
+    return {"init": init["from"], "init_weights": counts}
+
+
+def _measurement_of(training: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The measurement of the saved weights; empty if nothing was held out."""
+    for entry in training["history"]:
+        if entry["step"] == training["saved_step"]:
+            measured: Mapping[str, Any] = entry
+            return measured
+    return {}

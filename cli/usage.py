@@ -20,9 +20,9 @@ WORDS = (  # of pydantic, and ours
 
 def worded(message: str, several: bool = False) -> str:
     """A message about a value; `several` says that its option may be repeated."""
-    for theirs, ours in WORDS:
-        if match := re.fullmatch(theirs, message):
-            message = match.expand(ours)
+    for pattern, words in WORDS:
+        if match := re.fullmatch(pattern, message):
+            message = match.expand(words)
             break
     if several and message.startswith("write"):
         message += "; repeat the option for several"

@@ -1,4 +1,4 @@
-"""Write docs/commands.md from the commands themselves: `python -m docs.commands`."""
+"""Write docs/commands.md from the commands themselves; `make docs` runs it."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ PAGE = Path(__file__).with_name("commands.md")
 INTRODUCTION = """\
 # Commands
 
-`python -m docs.commands` makes this page from the commands. Results go to stdout, progress and logs to
+Results go to stdout, progress and logs to
 stderr. Exit status 0 says that all work is done, 1 that something failed, 2 that the command line is wrong.
 `--help` after any command shows what is below. `--debug` adds the traceback to an error. Run
 `vlmdistill --install-completion` once, and the shell completes commands and options.

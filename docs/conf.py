@@ -11,6 +11,9 @@ version = release = metadata.version("vlmdistill")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["methods"]  # figures
+suppress_warnings = [
+    "toc.not_included"
+]  # the log and records of single questions: linked, not listed
 myst_heading_anchors = 4  # links to headings work as on GitHub
 default_role = "literal"  # single backticks in docstrings are code, as in the pages
 

@@ -6,7 +6,7 @@ Light to import, so that a wrong name fails before torch loads.
 import ast
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +23,6 @@ DRAFTERS = {
     "eagle2": "Eagle2",
     "eagle3": "Eagle3",
     "eaglevlm": "EagleVLM",
-    "hass": "Hass",
     "hivis": "HiViS",
     "lookahead": "Lookahead",
     "medusa": "Medusa",
@@ -38,7 +37,32 @@ DRAFTERS = {
 """Module -> class."""
 
 UNTRAINED = ("lookahead", "specvlm")
-"""Those that need no training."""
+"""Drafters that need no training."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A drafter with other settings, and a name of its own."""
+
+    drafter: str
+    settings: tuple[str, ...]
+    """As for `--set`."""
+    about: str = ""
+    """A line for lists of drafters; empty: the settings."""
+
+
+HASS = (
+    "batch_tokens=32768",
+    "warmup=0.01",
+    "detach=true",
+    "tree=60-5-10",
+    "stages.*.hops=3",
+    "stages.text.epochs=40",
+    "stages.multimodal.epochs=10",
+    "stages.multimodal.learning_rate=1e-5",
+    'stages.multimodal.losses={"regression":1.0,"cross_entropy":0.1,"top_k":1.0}',
+)
+"""The official code's hops, losses, epochs, learning rates, warm-up and batch."""
 
 DSPARK = (
     "markov=256",
@@ -48,107 +72,112 @@ DSPARK = (
 )
 
 VARIANTS = {
-    "dspark": ("dflash", DSPARK),
-    "msd_vata": ("msd", ("vata=true",)),
-    "semiar": ("specflash", ("compress=false",)),
-    "viscomp": ("specflash", ("group=1", "tree=chain-4")),
+    "dspark": Variant("dflash", DSPARK),
+    "hass": Variant("eagle2", HASS, "EAGLE-2's drafter, trained as it drafts"),
+    "msd_vata": Variant("msd", ("vata=true",)),
+    "semiar": Variant("specflash", ("compress=false",)),
+    "viscomp": Variant("specflash", ("group=1", "tree=chain-4")),
 }
-"""Baselines of the papers that are a drafter with other settings: name -> (drafter, settings)."""
+"""Methods and baselines of the papers that are another drafter with other settings."""
 
 NAMES = (*DRAFTERS, *VARIANTS)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings for every drafter, so that drafters compare."""
+    """Training settings that are the same for every drafter, so that drafters compare."""
 
     about: str
     settings: str = ""
-    """As for `--set`, with spaces between."""
+    """As for `--set`, separated by spaces."""
     epochs: Mapping[str, float] = field(default_factory=dict)
-    """By the name of a stage; a stage of another name keeps its paper's epochs."""
+    """By the name of a stage; other stages keep their paper's epochs."""
 
 
-_EQUAL = Recipe(
-    "as fair, with each paper's own schedule of images and text",
-    "steps=40000 stages.*.learning_rate=1e-4 batch_tokens=16384 tree=30-3-8 warmup=0.05",
+HALF_VISUAL = "stages.*.visual=[0.5,0.5]"
+EQUAL = (
+    "steps=40000 stages.*.learning_rate=1e-4 batch_tokens=16384 tree=30-3-8 warmup=0.05"
 )
-_SMALL = Recipe(
-    "as demo, with each paper's own schedule of images and text",
-    "steps=600 stages.*.learning_rate=2e-3 batch_tokens=2048 tree=chain-4 warmup=0.05 clip=1.0",
-    {"text": 1, "multimodal": 9},
+SMALL = (
+    "steps=600 stages.*.learning_rate=2e-3 batch_tokens=2048 tree=chain-4 "
+    "warmup=0.05 clip=1.0"
 )
+SMALL_EPOCHS = {"text": 1, "multimodal": 9}
 
-
-def _mixed(recipe: Recipe, about: str) -> Recipe:
-    return replace(
-        recipe, about=about, settings=f"{recipe.settings} stages.*.visual=[0.5,0.5]"
-    )
-
-
+FAIR = Recipe(
+    "the same steps, tree and share of images for all, to compare methods",
+    f"{EQUAL} {HALF_VISUAL}",
+)
+FAIR_PAPER = Recipe("as fair, with each paper's own schedule of images and text", EQUAL)
+DEMO = Recipe(
+    "as fair, for the embedded targets", f"{SMALL} {HALF_VISUAL}", SMALL_EPOCHS
+)
+DEMO_PAPER = Recipe(
+    "as demo, with each paper's own schedule of images and text", SMALL, SMALL_EPOCHS
+)
 RECIPES = {
     "paper": Recipe("each paper's own settings"),
-    "fair": _mixed(
-        _EQUAL, "the same steps, tree and share of images for all, to compare methods"
-    ),
-    "fair-paper": _EQUAL,
-    "demo": _mixed(_SMALL, "as fair, for the embedded targets"),
-    "demo-paper": _SMALL,
+    "fair": FAIR,
+    "fair-paper": FAIR_PAPER,
+    "demo": DEMO,
+    "demo-paper": DEMO_PAPER,
 }
 
 
 def check_recipe(name: str) -> None:
     """DataError on an unknown recipe."""
-    if name not in RECIPES:
-        near = did_you_mean(name, RECIPES)
-        raise DataError(
-            f"there is no recipe '{name}'{near}; choose from {', '.join(RECIPES)}"
-        )
+    if name in RECIPES:
+        return
+    near = did_you_mean(name, RECIPES)
+    choice = ", ".join(RECIPES)
+    raise DataError(f"there is no recipe '{name}'{near}; choose from {choice}")
 
 
 def about(name: str) -> str:
-    """What a drafter is, in one line: that of its class, and the settings of a variant."""
-    source = (Path(__file__).parent / f"{base(name)}.py").read_text(encoding="utf-8")
-    kind = next(
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == DRAFTERS[base(name)]
-    )
-    line = (ast.get_docstring(kind) or "").partition("\n")[0]
-    return (
-        f"{base(name)} with {' '.join(VARIANTS[name][1])}" if name in VARIANTS else line
-    )
+    """A drafter in one line: the first of its class, or the line of a variant."""
+    if name in VARIANTS:
+        variant = VARIANTS[name]
+        settings = " ".join(variant.settings)
+        return variant.about or f"{variant.drafter} with {settings}"
+    # Parsed, not imported: that would load torch.
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == DRAFTERS[name]:
+            docstring = ast.get_docstring(node) or ""
+            return docstring.partition("\n")[0]
+    return ""
 
 
 def check(name: str) -> None:
     """DataError on an unknown name."""
-    if name not in NAMES:
-        near = did_you_mean(name, NAMES)
-        raise DataError(
-            f"there is no drafter '{name}'{near}; choose from {', '.join(sorted(NAMES))}"
-        )
+    if name in NAMES:
+        return
+    near = did_you_mean(name, NAMES)
+    choice = ", ".join(sorted(NAMES))
+    raise DataError(f"there is no drafter '{name}'{near}; choose from {choice}")
 
 
 def listed(names: str) -> list[str]:
-    """The names of a list such as `sparrow,wren`; none for `all`. DataError on an unknown name."""
-    some = (
-        []
-        if names == "all"
-        else [*dict.fromkeys(one.strip() for one in names.split(",") if one.strip())]
-    )
-    for name in some:
+    """The names of a list such as `sparrow,wren`, without repetitions; none for `all`.
+
+    DataError on an unknown name.
+    """
+    if names == "all":
+        return []
+    stripped = [name.strip() for name in names.split(",")]
+    drafters = [*dict.fromkeys(filter(None, stripped))]
+    for name in drafters:
         check(name)
-    return some
+    return drafters
 
 
 def load(name: str) -> "type[Proposer]":
     """The class of a drafter or variant; DataError on an unknown name."""
     check(name)
-    module = base(name)
-    proposer: type[Proposer] = getattr(
-        importlib.import_module(f"vlmdistill.drafters.{module}"), DRAFTERS[module]
-    )
-    return proposer
+    drafter = base(name)
+    module = importlib.import_module(f"vlmdistill.drafters.{drafter}")
+    kind: type[Proposer] = getattr(module, DRAFTERS[drafter])
+    return kind
 
 
 def trained(name: str) -> "type[Drafter]":
@@ -167,8 +196,8 @@ def is_trained(name: str) -> bool:
 
 
 def base(name: str) -> str:
-    """The name of the drafter that a variant is made of; another name is returned as it is."""
-    return VARIANTS[name][0] if name in VARIANTS else name
+    """The drafter that a variant is made of; another name is returned as it is."""
+    return VARIANTS[name].drafter if name in VARIANTS else name
 
 
 def config(name: str) -> "DrafterConfig":
@@ -177,5 +206,5 @@ def config(name: str) -> "DrafterConfig":
     from vlmdistill.drafters.core.settings import override
 
     kind = load(name)
-    settings = VARIANTS[name][1] if name in VARIANTS else ()
+    settings = VARIANTS[name].settings if name in VARIANTS else ()
     return override(DrafterConfig(kind.Config(), kind.Training(), kind.tree), settings)

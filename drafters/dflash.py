@@ -1,23 +1,25 @@
 """DFlash -- DFlash: Block Diffusion for Flash Speculative Decoding, arXiv 2602.06036; DSpark is arXiv
 2607.05147.
 
-Idea: a drafter that guesses a whole block in one pass may be several layers deep. Each layer reads the
-target's fused states as keys and values of its own; a block is the last token and masks, which see each
-other.
-Differs from EAGLE by: no own states are fed back; context states that pass through no layer; several layers
-of Qwen3's shape; the loss on some positions of each sample (`anchors`).
-DSpark's switches: a Markov head, which adds to the scores of a token what the token before it says (`markov`,
-its rank), and a head that tells the chance of acceptance (`tells`).
-On images: `context=text` leaves visual positions out, so that drafting costs the same for any number of them
-and the features are those of `wren`; `context=all` reads the states at all positions, as served VLMs do.
+Idea: a drafter that guesses a whole block in one pass may be several layers deep. Each layer
+projects the target's fused states to keys and values of its own; a block is the last token
+and masks, which see each other.
+Differs from EAGLE by: no own states are fed back; context states that pass through no layer;
+several layers of Qwen3's shape; the loss on some positions of each sample (`anchors`).
+DSpark's switches: a Markov head, which adds to the scores of a token an embedding of the
+token before it (`markov`, its rank), and a confidence head, which estimates the chance of
+acceptance (`tells`).
+On images: `context=text` leaves visual positions out, so that drafting costs the same for
+any number of them and the features are those of `wren`; `context=all` reads the states at
+all positions, as served VLMs do.
 
-Shapes: N entries, R rows, J slots of a block, Q = R * J, G guesses of a block, D hidden, V vocabulary,
-K draft vocabulary.
+Shapes: N entries, R rows, J slots of a block, Q = R * J, G guesses of a block, D hidden,
+V vocabulary, K draft vocabulary, S the states of several layers side by side.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 import msgspec
 import torch
@@ -43,12 +45,14 @@ from vlmdistill.drafters.core.config import (
     at_least,
     depths,
     features,
+    states_of,
 )
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
 from vlmdistill.drafters.core.serving import (
     KEY,
     Feeding,
     ServedDrafter,
+    Visual,
     layer_settings,
     layer_weights,
     unserved,
@@ -58,8 +62,7 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 MASK = "mask_embedding.pt"
-"""The file of a mask that is learned, in published drafters."""
-
+"""The file of a learned mask, in published drafters."""
 
 LAYOUTS = {
     "DFlashDraftModel": False,
@@ -68,8 +71,7 @@ LAYOUTS = {
     "dflash": False,
     "dspark": True,
 }
-"""What z-lab, SpecForge, DeepSpec and speculators call theirs -> whether the anchor guesses unless said."""
-
+"""Architectures of z-lab, SpecForge, DeepSpec and speculators -> `from_anchor` by default."""
 
 NEUTRAL: dict[str, Any] = {
     "causal": False,
@@ -81,11 +83,29 @@ NEUTRAL: dict[str, Any] = {
     "logit_scale": 1.0,
     "use_aux_hidden_state": True,
 }
-"""Switches that vLLM knows -> the value that those have which are read."""
+"""Switches of vLLM's drafters -> the value that drafters here have."""
+
+DSPARK_NAMES = {
+    "markov_head.markov_w1": "markov_in",
+    "markov_head.markov_w2": "markov_out",
+    "confidence_head.proj": "tell",
+}
+PUBLISHED_NAMES = {
+    **{name: name for name in ("fc", "hidden_norm", "norm", "d2t")},
+    **layer_names("layers.*", "layers.*"),
+    "layers.*.input_layernorm": "input_norms.*",
+    "layers.*.self_attn.q_norm": "layers.*.q_norm",
+    "layers.*.self_attn.k_norm": "layers.*.k_norm",
+    **DSPARK_NAMES,
+    f"{MASK}:embedding": "mask_D",
+}
+
+PROJECTORS = (None, "dflash", "dspark")
+"""Values of `projector_type` that are read."""
 
 
 class PublishedBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """What `config.json` of a published drafter says of it."""
+    """What is read of the `config.json` of a published drafter."""
 
     architectures: tuple[str, ...] = ()
     speculators_model_type: str | None = None
@@ -96,6 +116,21 @@ class PublishedBlock(msgspec.Struct, frozen=True, kw_only=True):
     aux_hidden_state_layer_ids: tuple[int, ...] = ()
     sample_from_anchor: bool | None = None
     projector_type: str | None = None
+
+    @property
+    def layout(self) -> str:
+        """The name that `LAYOUTS` has it by."""
+        return self.speculators_model_type or ", ".join(self.architectures)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers that the states enter.
+
+        speculators names those, all others the layers that the states leave.
+        """
+        if self.speculators_model_type:
+            return self.aux_hidden_state_layer_ids
+        return tuple(layer + 1 for layer in self.target_layer_ids)
 
 
 class DFlash(FrequentTokens, Drafter):
@@ -110,19 +145,22 @@ class DFlash(FrequentTokens, Drafter):
         block: int = 8
         """Positions of one pass: the last token and masks."""
         from_anchor: bool = False
-        """The last token's own position guesses the next token (DSpark); else the first mask's does."""
+        """The next token is guessed at the last token's own position (DSpark); else at the
+        first mask's."""
         taps: tuple[int, ...] = ()
-        """Layers of the target whose inputs are read; none named: EAGLE-3's three."""
+        """Layers of the target whose inputs are read; none: EAGLE-3's three."""
         mask: int = -1
-        """The token whose embedding a mask has, as in released drafters; -1: a vector that is learned."""
+        """The token whose embedding a mask has, as in released drafters; -1: a learned
+        vector."""
         context: Literal["text", "all"] = "text"
         """Positions whose states are read: those of text, or visual ones too."""
         markov: int = 0
-        """Rank of what the token before adds to the scores; 0: nothing (DSpark: 256)."""
+        """Rank of the Markov head (DSpark: 256); 0: none."""
         tells: bool = False
-        """A head for the chance that a guess is accepted; train it with the loss `confidence`."""
+        """A head for the chance that a guess is accepted, trained by the loss `confidence`."""
         draft_vocab: int = 0
-        """Size of the draft vocabulary: the most frequent tokens of the training responses; 0: all tokens."""
+        """Tokens of the draft vocabulary, the most frequent ones of the training responses;
+        0: all tokens."""
         kv_heads: Literal["all", "target"] = "target"
         positions: Positions = "compact"
 
@@ -133,7 +171,8 @@ class DFlash(FrequentTokens, Drafter):
             at_least(self, -1, "mask")
             if self.context == "all" and self.positions == "compact":
                 raise DataError(
-                    "with context=all, set positions=expanded: compact ones count text alone"
+                    "context=all requires positions=expanded or target: "
+                    "compact positions count text tokens alone"
                 )
 
         @property
@@ -142,16 +181,16 @@ class DFlash(FrequentTokens, Drafter):
             return self.block if self.from_anchor else self.block - 1
 
         @property
-        def tells_confidence(self) -> bool:
-            """As set."""
-            return self.tells
+        def own_losses(self) -> frozenset[str]:
+            """The confidence head learns by `confidence`."""
+            return frozenset(["confidence"] if self.tells else [])
 
         def sources(self, info: TargetInfo) -> tuple[str, ...]:
             """The states that are fused; DataError for a layer that the target lacks."""
-            if any(not 0 <= tap < info.num_layers for tap in self.taps):
-                raise DataError(
-                    f"taps={[*self.taps]}: the target has layers 0 to {info.num_layers - 1}"
-                )
+            if not all(0 <= tap < info.num_layers for tap in self.taps):
+                taps = [*self.taps]
+                last = info.num_layers - 1
+                raise DataError(f"taps={taps}: the target has layers 0 to {last}")
             return tuple(f"layer{tap}" for tap in self.taps) or depths(info.num_layers)
 
         def needs(
@@ -159,9 +198,7 @@ class DFlash(FrequentTokens, Drafter):
         ) -> frozenset[Feature]:
             """The fused states of the context; last states to learn from."""
             where = ("text", "visual") if self.context == "all" else ("text",)
-            taps = features(
-                *(f"{source}.{rows}" for source in self.sources(info) for rows in where)
-            )
+            taps = states_of(self.sources(info), *where)
             return taps if decoding else taps | features("hidden.text")
 
     @dataclass(frozen=True, kw_only=True)
@@ -184,17 +221,7 @@ class DFlash(FrequentTokens, Drafter):
         )
 
     tree = Tree.parse("chain-7")
-    published_names: ClassVar[Mapping[str, str]] = {
-        **{name: name for name in ("fc", "hidden_norm", "norm", "d2t")},
-        **layer_names("layers.*", "layers.*"),
-        "layers.*.input_layernorm": "input_norms.*",
-        "layers.*.self_attn.q_norm": "layers.*.q_norm",
-        "layers.*.self_attn.k_norm": "layers.*.k_norm",
-        "markov_head.markov_w1": "markov_in",
-        "markov_head.markov_w2": "markov_out",
-        "confidence_head.proj": "tell",
-        f"{MASK}:embedding": "mask_D",
-    }
+    published_names: ClassVar[Mapping[str, str]] = PUBLISHED_NAMES
     published_settings: ClassVar[Mapping[str, str]] = {"d2t": "draft_vocab"}
     published_files: ClassVar[tuple[str, ...]] = (MASK,)
     config: Config
@@ -203,65 +230,47 @@ class DFlash(FrequentTokens, Drafter):
     def published_config(
         cls, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, Any]:
-        """Those of the layouts in `LAYOUTS`, which read the states of all positions."""
-        nested = (
-            raw.get(key) or {} for key in ("transformer_layer_config", "dflash_config")
-        )
+        """The settings of a drafter in one of the `LAYOUTS`; DataError if unsupported."""
         try:
-            layers, block = nested
-            every = {**layers, **raw, **block}
-            found = msgspec.convert(every, PublishedBlock)
+            flat = {
+                **(raw.get("transformer_layer_config") or {}),
+                **raw,
+                **(raw.get("dflash_config") or {}),
+            }
+            block = msgspec.convert(flat, PublishedBlock)
         except (msgspec.ValidationError, TypeError) as error:
             raise DataError(f"it does not describe a block drafter: {error}") from None
-        name = found.speculators_model_type or ", ".join(found.architectures)
-        if name not in LAYOUTS or found.projector_type not in (
-            None,
-            "dflash",
-            "dspark",
-        ):
-            odd = found.projector_type if name in LAYOUTS else name or "not named"
-            raise DataError(
-                f"its architecture is {odd}, and read are {', '.join(LAYOUTS)}"
-            )
-        for switch, neutral in NEUTRAL.items():
-            if (value := every.get(switch)) not in (None, neutral):
-                raise DataError(
-                    f"it has {switch}={value}, and drafters here have {neutral}"
-                )
-        # An id is the layer that a state leaves; for speculators, as here, the one that it enters.
-        left, entered = found.target_layer_ids, found.aux_hidden_state_layer_ids
-        taps = (
-            entered if found.speculators_model_type else tuple(one + 1 for one in left)
-        )
+        _check_layout(block, flat)
+        if not block.taps:
+            raise DataError("it has no target layer ids")
         learned = f"{MASK}:embedding" in tensors
-        for key, there in {
-            "target layer ids": taps,
-            "mask_token_id": learned or found.mask_token_id,
-        }.items():
-            if there in (None, ()):
-                raise DataError(f"it has no {key}")
-        markov = tensors.get("markov_head.markov_w1.weight")
-        anchored = found.sample_from_anchor
+        if not learned and block.mask_token_id is None:
+            raise DataError("it has no mask_token_id")
+        from_anchor = block.sample_from_anchor
+        if from_anchor is None:
+            from_anchor = LAYOUTS[block.layout]
+        markov_VX = tensors.get("markov_head.markov_w1.weight")
         return {
-            "layers": found.num_hidden_layers,
-            "block": found.block_size,
-            "from_anchor": LAYOUTS[name] if anchored is None else anchored,
-            "taps": taps,
-            "mask": -1 if learned else found.mask_token_id,
+            "layers": block.num_hidden_layers,
+            "block": block.block_size,
+            "from_anchor": from_anchor,
+            "taps": block.taps,
+            "mask": -1 if learned else block.mask_token_id,
             "context": "all",
             "positions": "expanded",
-            "markov": 0 if markov is None else markov.shape[-1],
+            "markov": 0 if markov_VX is None else markov_VX.shape[-1],
             "tells": "confidence_head.proj.weight" in tensors,
         }
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Those of the configuration."""
+        """The fused states of the context."""
         return self.config.sources(self.info)
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        width, eps = info.hidden_size, info.rms_norm_eps
+        width = info.hidden_size
+        eps = info.rms_norm_eps
         self.fc = nn.Linear(len(self.sources) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
         unbiased = replace(info, attention_bias=False)
@@ -274,15 +283,14 @@ class DFlash(FrequentTokens, Drafter):
         )
         self.norm = RMSNorm(width, eps)
         if config.mask < 0:
-            self.mask_D = nn.Parameter(torch.randn(width) * width**-0.5)
+            mask_D = torch.randn(width) * width**-0.5
+            self.mask_D = nn.Parameter(mask_D)
         elif config.mask >= info.vocab_size:
-            raise DataError(
-                f"mask={config.mask}: the target has tokens 0 to {info.vocab_size - 1}"
-            )
+            last = info.vocab_size - 1
+            raise DataError(f"mask={config.mask}: the target has tokens 0 to {last}")
         size = min(config.draft_vocab or info.vocab_size, info.vocab_size)
-        self.register_buffer(
-            "d2t", torch.zeros(size, dtype=torch.long) if config.draft_vocab else None
-        )
+        offset_K = torch.zeros(size, dtype=torch.long)
+        self.register_buffer("d2t", offset_K if config.draft_vocab else None)
         if config.markov:
             self.markov_in = nn.Embedding(info.vocab_size, config.markov)
             self.markov_out = nn.Linear(config.markov, size, bias=False)
@@ -291,43 +299,50 @@ class DFlash(FrequentTokens, Drafter):
             self.tell = nn.Linear(width + config.markov, 1)
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
-        """With `context=all`, the fused states before visual tokens are context, at expanded positions."""
+        """With `context=all`, the fused states before visual tokens are context, too."""
         if self.config.context == "text":
             return
-        seen_N, states_NS = batch.predecessors(self.sources, "visual")
-        tokens = batch.visual_tokens.only(seen_N)
-        self._read(states_NS, tokens.position_N - 1, tokens, cache)
+        token_N, states_NS = batch.predecessors(self.sources, "visual")
+        tokens = batch.visual_tokens.only(token_N)
+        self._write_context(states_NS, tokens.position_N - 1, tokens, cache)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """One pass makes the states of a block, [R, G * D]; later hops return them."""
         if entries.hop:
             return entries.hidden_ND
-        tokens, rows_R = entries.tokens, entries.tokens.rows_R
-        self._read(entries.hidden_ND, entries.rotary_N, tokens, cache)
-        ids_R, rotary_R = entries.ids_N, entries.rotary_N
-        if rows_R is not None:
-            ids_R, rotary_R = ids_R[rows_R], rotary_R[rows_R]
+        tokens = entries.tokens
+        self._write_context(entries.hidden_ND, entries.rotary_N, tokens, cache)
+        ids_R = tokens.wanted(entries.ids_N)
+        rotary_R = tokens.wanted(entries.rotary_N)
+
+        # Each row is a block: its token, then masks, at consecutive positions.
         slots = self.config.block
-        mask_D = (
-            self.mask_D if self.config.mask < 0 else self.embed_VD[self.config.mask]
-        )
-        mask_RJD = mask_D.expand(len(ids_R), slots - 1, -1)
-        x_QD = torch.cat([self.embed(ids_R)[:, None], mask_RJD], dim=1).flatten(0, 1)
-        rotary_Q = (
-            rotary_R[:, None] + torch.arange(1, slots + 1, device=x_QD.device)
-        ).flatten()
+        embed_RD = self.embed(ids_R)
+        masks_RJD = self._mask_D.expand(len(ids_R), slots - 1, -1)
+        block_RJD = torch.cat([embed_RD[:, None], masks_RJD], dim=1)
+        x_QD = block_RJD.flatten(0, 1)
+        offset_J = torch.arange(1, slots + 1, device=x_QD.device)
+        rotary_Q = (rotary_R[:, None] + offset_J).flatten()
         for number, layer in self._layers():
-            query_QHd, key_QKd, value_QKd = layer.qkv(
-                self.input_norms[number](x_QD), rotary_Q
-            )
+            normed_QD = self.input_norms[number](x_QD)
+            query_QHd, key_QKd, value_QKd = layer.qkv(normed_QD, rotary_Q)
             mixed_QHd = cache.layer(number).attend_block(
                 query_QHd, key_QKd, value_QKd, tokens
             )
             x_QD = layer.finish(x_QD, mixed_QHd)
-        x_RJD: Tensor = self.norm(x_QD).view(len(ids_R), slots, self.info.hidden_size)
-        return x_RJD[:, slots - self.config.max_hops :].flatten(1)
+        normed_QD: Tensor = self.norm(x_QD)
+        x_RJD = normed_QD.view(len(ids_R), slots, self.info.hidden_size)
+        first_guess = slots - self.config.max_hops
+        return x_RJD[:, first_guess:].flatten(1)
 
-    def _read(
+    @property
+    def _mask_D(self) -> Tensor:
+        """The embedding of a mask."""
+        if self.config.mask < 0:
+            return self.mask_D
+        return self.embed_VD[self.config.mask]
+
+    def _write_context(
         self, states_NS: Tensor, rotary_N: Tensor, tokens: TokenIndex, cache: KVCache
     ) -> None:
         """Write fused states as keys and values of every layer."""
@@ -343,7 +358,8 @@ class DFlash(FrequentTokens, Drafter):
     def estimate(self, state_NX: Tensor, hop: int) -> Tensor:
         """The state [N, D] of a guess among those of its block, [N, G * D]."""
         width = self.info.hidden_size
-        return state_NX[:, hop * width : (hop + 1) * width]
+        first = hop * width
+        return state_NX[:, first : first + width]
 
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """The target's LM head, and what the Markov head adds after a token (DSpark)."""
@@ -356,117 +372,166 @@ class DFlash(FrequentTokens, Drafter):
         return logits_NK + added_NK.float()
 
     def confidence(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor | None:
-        """DSpark's head: of the state of a guess and the Markov vector of the token before it."""
+        """DSpark's head on the state of a guess and the Markov vector of the token before it.
+
+        The logit [N] of the chance of acceptance; None without `tells`.
+        """
         if not self.config.tells:
             return None
-        parts = (
-            [estimate_ND, self.markov_in(last_N)]
-            if self.config.markov
-            else [estimate_ND]
-        )
-        told_N1: Tensor = self.tell(torch.cat(parts, dim=-1))
-        return told_N1[:, 0]
+        read_NX = estimate_ND
+        if self.config.markov:
+            read_NX = torch.cat([estimate_ND, self.markov_in(last_N)], dim=-1)
+        logit_N1: Tensor = self.tell(read_NX)
+        return logit_N1[:, 0]
 
     @property
     def lm_parameters(self) -> tuple[Tensor, ...]:
-        """The Markov and the confidence head."""
-        names = ("markov_in", "markov_out", "tell")
-        return tuple(
-            one
-            for name in names
-            if hasattr(self, name)
-            for one in getattr(self, name).parameters()
-        )
+        """The weights of the Markov head and of the confidence head."""
+        parameters: list[Tensor] = []
+        for name in ("markov_in", "markov_out", "tell"):
+            if hasattr(self, name):
+                parameters += getattr(self, name).parameters()
+        return tuple(parameters)
 
     def published(self) -> ServedDrafter:
-        """As vLLM's own DFlash and DSpark read it; `context=text` and DSpark's learned mask need the plugin.
+        """As vLLM's own DFlash and DSpark read it.
 
-        TrainingError when neither feeds it as it was trained.
+        `context=text` and DSpark's learned mask need the plugin. TrainingError when neither
+        feeds it as it was trained.
         """
-        config, info, taps = self.config, self.info, self.taps
-        whole, spark, learned = (
-            config.context == "all",
-            config.markov > 0,
-            config.mask < 0,
+        self._check_served()
+        config = self.config
+        info = self.info
+        settings = self._published_settings()
+        weights = self._published_weights()
+        files: dict[str, dict[str, Any]] = {}
+        name: Literal["dspark", "dflash"] = "dspark" if config.markov else "dflash"
+        if config.markov:
+            settings |= self._dspark_settings()
+            weights |= self._dspark_weights()
+        else:
+            settings |= self._dflash_settings()
+            if config.mask < 0:
+                mask = self._published_mask
+                files[MASK] = {"embedding": self.mask_D, "mask_token_id": mask}
+        visual: Visual = "states" if config.context == "all" else "dropped"
+        feeding = Feeding(drafter=name, visual=visual, draft_tokens=config.max_hops)
+        return ServedDrafter(
+            settings,
+            weights,
+            feeding,
+            name,
+            draft_vocabulary=info.vocab_size,
+            layers=self.taps,
+            files=files,
+            whole_block=True,
         )
-        served = {"positions": "expanded" if whole else "compact", "draft_vocab": 0}
-        for setting, value in (
-            served if spark else {**served, "from_anchor": False}
-        ).items():
-            if (trained := getattr(config, setting)) != value:
-                raise unserved(setting, trained, value)
-        if [*taps] != sorted({*taps}):  # vLLM keeps states in the order of the layers
-            raise unserved("taps", [*taps], sorted({*taps}))
-        weights = {
-            f"{name}.weight": getattr(self, name).weight
-            for name in ("fc", "hidden_norm", "norm")
-        }
-        for number, layer in self._layers():
-            prefix = f"layers.{number}"
-            weights[f"{prefix}.input_layernorm.weight"] = self.input_norms[
-                number
-            ].weight
-            weights |= layer_weights(layer, prefix)
-        # A learned mask replaces the embedding of a token that the target does not generate.
-        mask = info.visual_ids[0] if learned else config.mask
-        left = [
-            tap - 1 for tap in taps
-        ]  # of the layers that states leave, not of those that they enter
-        settings: dict[str, Any] = {
-            **layer_settings(self, next(self._layers())[1]),
+
+    def _check_served(self) -> None:
+        """TrainingError for a setting that vLLM would not run as it was trained."""
+        positions = "expanded" if self.config.context == "all" else "compact"
+        served: dict[str, object] = {"positions": positions, "draft_vocab": 0}
+        if not self.config.markov:
+            served["from_anchor"] = False
+        for setting, value in served.items():
+            own = getattr(self.config, setting)
+            if own != value:
+                raise unserved(setting, own, value)
+        # vLLM keeps states in the order of the layers.
+        taps = [*self.taps]
+        ascending = sorted({*self.taps})
+        if taps != ascending:
+            raise unserved("taps", taps, ascending)
+
+    @property
+    def _published_mask(self) -> int:
+        """The id of the mask; if it is learned, of a token that the target never generates."""
+        return self.info.visual_ids[0] if self.config.mask < 0 else self.config.mask
+
+    def _published_inputs(self) -> dict[str, Any]:
+        """The mask, and the layers that the fused states leave, not those that they enter."""
+        left = [tap - 1 for tap in self.taps]
+        return {"mask_token_id": self._published_mask, "target_layer_ids": left}
+
+    def _published_settings(self) -> dict[str, Any]:
+        """The settings that DFlash and DSpark have in common."""
+        config = self.config
+        _, first_layer = next(self._layers())
+        return {
+            **layer_settings(self, first_layer),
             "model_type": "qwen3",
             "num_hidden_layers": config.layers,
             "layer_types": ["full_attention"] * config.layers,
             "rope_scaling": None,
-            "num_target_layers": info.num_layers,
+            "num_target_layers": self.info.num_layers,
             "block_size": config.block,
         }
-        files: dict[str, dict[str, Any]] = {}
-        if spark:
-            settings |= {
-                "architectures": ["Qwen3DSparkModel"],
-                "mask_token_id": mask,
-                "target_layer_ids": left,
-                "is_causal": False,
-                "sample_from_anchor": config.from_anchor,
-                "markov_rank": config.markov,
-                "markov_head_type": "vanilla",
-                "enable_confidence_head": config.tells,
-                "confidence_head_with_markov": config.tells,
-            }
-            weights["markov_head.markov_w1.weight"] = self.markov_in.weight
-            weights["markov_head.markov_w2.weight"] = self.markov_out.weight
-            if config.tells:
-                weights |= {
-                    f"confidence_head.proj.{key}": one
-                    for key, one in self.tell.named_parameters()
-                }
-            if learned or not whole:
-                # Without the plugin, vLLM refuses a tensor that it does not know, instead of other drafts.
-                weights[KEY] = self.mask_D if learned else torch.empty(0)
-        else:
-            settings["architectures"] = [
-                "DFlashDraftModel" if whole else "DFlashVlmdistill"
-            ]
-            settings["dflash_config"] = {
-                "mask_token_id": mask,
-                "target_layer_ids": left,
-                "causal": False,
-            }
-            if learned:
-                files[MASK] = {"embedding": self.mask_D, "mask_token_id": mask}
-        name: Literal["dspark", "dflash"] = "dspark" if spark else "dflash"
-        return ServedDrafter(
-            settings,
-            weights,
-            Feeding(
-                drafter=name,
-                visual="states" if whole else "dropped",
-                draft_tokens=config.max_hops,
-            ),
-            name,
-            draft_vocabulary=info.vocab_size,
-            layers=taps,
-            files=files,
-            whole_block=True,
-        )
+
+    def _published_weights(self) -> dict[str, Tensor]:
+        """The weights that DFlash and DSpark have in common."""
+        weights: dict[str, Tensor] = {}
+        for name in ("fc", "hidden_norm", "norm"):
+            weights[f"{name}.weight"] = getattr(self, name).weight
+        for number, layer in self._layers():
+            prefix = f"layers.{number}"
+            norm = self.input_norms[number]
+            assert isinstance(norm, RMSNorm)
+            weights[f"{prefix}.input_layernorm.weight"] = norm.weight
+            weights |= layer_weights(layer, prefix)
+        return weights
+
+    def _dflash_settings(self) -> dict[str, Any]:
+        architecture = "DFlashDraftModel"
+        if self.config.context == "text":
+            architecture = "DFlashVlmdistill"  # of the plugin
+        return {
+            "architectures": [architecture],
+            "dflash_config": {**self._published_inputs(), "causal": False},
+        }
+
+    def _dspark_settings(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "architectures": ["Qwen3DSparkModel"],
+            **self._published_inputs(),
+            "is_causal": False,
+            "sample_from_anchor": config.from_anchor,
+            "markov_rank": config.markov,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": config.tells,
+            "confidence_head_with_markov": config.tells,
+        }
+
+    def _dspark_weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = {
+            "markov_head.markov_w1.weight": self.markov_in.weight,
+            "markov_head.markov_w2.weight": self.markov_out.weight,
+        }
+        if self.config.tells:
+            for key, weight in self.tell.named_parameters():
+                weights[f"confidence_head.proj.{key}"] = weight
+        learned = self.config.mask < 0
+        if learned or self.config.context == "text":
+            # vLLM without the plugin refuses a tensor that it does not know. Without this
+            # one it would load the drafter and draft other tokens.
+            weights[KEY] = self.mask_D if learned else torch.empty(0)
+        return weights
+
+
+def _check_layout(block: PublishedBlock, raw: Mapping[str, Any]) -> None:
+    """DataError for an architecture or a switch that drafters here do not have."""
+    if block.layout not in LAYOUTS:
+        _refuse_architecture(block.layout or "not named")
+    if block.projector_type not in PROJECTORS:
+        _refuse_architecture(block.projector_type)
+    for switch, neutral in NEUTRAL.items():
+        value = raw.get(switch)
+        if value not in (None, neutral):
+            raise DataError(
+                f"it has {switch}={value}, and drafters here have {neutral}"
+            )
+
+
+def _refuse_architecture(name: str | None) -> NoReturn:
+    choice = ", ".join(LAYOUTS)
+    raise DataError(f"its architecture is {name}, and read are {choice}")

@@ -1,13 +1,14 @@
 """EagleVLM -- SpecVLM: Fast Speculative Decoding in Vision-Language Models, 2025 (arXiv 2509.11815).
 
-Idea: EAGLE-2's drafter with an input norm (EagleVLM), and fewer visual tokens: a gate chooses one of four
-cheap compressors for each question, or none of them where text is enough (section 3.4, variant c).
+Idea: EAGLE-2's drafter with an input norm (EagleVLM), and fewer visual tokens: a gate chooses
+one of four cheap compressors for each question, or none where text is enough (section 3.4,
+variant c).
 Differs from EAGLE by: the norm, and compressed visual embeddings instead of visual tokens.
-Its ablations are switches: each compressor alone (table 4), all of them side by side (variant b), a weighted
-sum (variant a), and visual tokens as they are (`compressor=none`).
+Its ablations are switches: each compressor alone (table 4), all of them side by side (variant
+b), a weighted sum (variant a), and visual tokens as they are (`compressor=none`).
 
-Shapes: T text tokens, A of them of responses and one, U visual tokens, M visual spans, C entries of a span,
-B branches of the gate, D hidden.
+Shapes: T text tokens, A response tokens and an end mark, U visual tokens, M visual spans, C
+entries of a span, B branches of the gate, D hidden.
 """
 
 from dataclasses import dataclass
@@ -49,21 +50,22 @@ Choice = Literal[
 
 
 class EagleVLM(EagleDrafter):
-    """One decoder layer over text entries and what a compressor, chosen by the question, leaves of images."""
+    """One decoder layer over text and images compressed by what the question needs."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ModelConfig):
         """Sections 3.3 and 3.4, tables 3 and 4."""
 
         compressor: Choice = "select"
-        """Select: a gate chooses one of the four or none for each sample; weigh: it weighs prune, pool and
-        convolve, all of `kernel`; concat: all four; none: visual tokens are entries, as for EAGLE-2."""
+        """select: a gate chooses one of the four or none for each sample; weigh: it weighs
+        prune, pool and convolve, all of `kernel`; concat: all four; none: visual tokens are
+        entries, as for EAGLE-2."""
         ratio: int = 20
-        """Visual tokens for each one that pruning or pooling leaves."""
+        """Visual tokens for each entry of pruning or pooling."""
         kernel: int = 3
-        """Visual tokens for each convolved one; the paper advises at most 5."""
+        """Visual tokens for each entry of the convolution; the paper advises at most 5."""
         queries: int = 2
-        """Tokens that the resampler makes of a span."""
+        """Entries of the resampler for a span."""
 
         def __post_init__(self) -> None:
             at_least(self, 1, "ratio", "kernel", "queries")
@@ -91,11 +93,11 @@ class EagleVLM(EagleDrafter):
         self.block.layer.input_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         self.compressors = nn.ModuleList(_compressors(config, info))
         self.gate: nn.Linear | None = None
+        branches = len(self.compressors)
+        if config.compressor == "select":
+            branches += 1  # none of them
         if config.compressor in ("select", "weigh"):
-            self.gate = nn.Linear(
-                info.hidden_size,
-                len(self.compressors) + (config.compressor == "select"),
-            )
+            self.gate = nn.Linear(info.hidden_size, branches)
 
     @property
     def visual(self) -> Visual:
@@ -109,90 +111,110 @@ class EagleVLM(EagleDrafter):
 
     def compress(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
         """Section 3.4: the entries of all compressors, one after the other, [M, C, D]."""
-        return torch.cat([one(read_UD, span_U, spans) for one in self._all()], dim=1)
+        return torch.cat(self._compressed(read_UD, span_U, spans), dim=1)
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
         """The positions of the entries of all compressors, each spread over its span, [M, C]."""
-        return torch.cat([one.places(start_M, length_M) for one in self._all()], dim=1)
+        return torch.cat(self._places(start_M, length_M), dim=1)
+
+    def _compressed(self, read_UD: Tensor, span_U: Tensor, spans: int) -> list[Tensor]:
+        """The entries of each compressor, [M, C, D]."""
+        return [
+            compressor(read_UD, span_U, spans) for compressor in self._each_compressor()
+        ]
+
+    def _places(self, start_M: Tensor, length_M: Tensor) -> list[Tensor]:
+        """The positions of the entries of each compressor, [M, C]."""
+        return [
+            compressor.places(start_M, length_M)
+            for compressor in self._each_compressor()
+        ]
+
+    def _each_compressor(self) -> list[Compressor]:
+        return cast("list[Compressor]", [*self.compressors])
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
-        """Write what the gate leaves of visual tokens; without a gate, what `compress` makes of them."""
+        """Write the entries that the gate chooses; without a gate, those of `compress`."""
         if self.gate is None:
             super().condition(batch, cache)
             return
-        read_UD, known = batch.feature("embed", "visual"), batch.readable
-        span_U, spans = known.visual_tokens.span_N, len(known.start_M)
-        entries = [one(read_UD, span_U, spans) for one in self._all()]
-        places = [one.places(known.start_M, known.length_M) for one in self._all()]
-        asked_M = place(_asked(known), read_UD.device)
-        score_MB = self.gate(batch.feature("hidden", "text")[asked_M]).float()
+        read_UD = batch.feature("embed", "visual")
+        readable = batch.readable
+        start_M = readable.start_M
+        length_M = readable.length_M
+        span_U = readable.visual_tokens.span_N
+        entries = self._compressed(read_UD, span_U, len(start_M))
+        places = self._places(start_M, length_M)
+        question_M = place(_question_end(readable), read_UD.device)
+        question_MD = batch.feature("hidden", "text")[question_M]
+        score_MB = self.gate(question_MD).float()
+
         if self.config.compressor == "weigh":
             weight_MB = score_MB.softmax(-1).to(read_UD.dtype)
-            mixed_MCD = (weight_MB[:, None, None] * torch.stack(entries, dim=-1)).sum(
-                -1
-            )
+            entry_MCDB = torch.stack(entries, dim=-1)
+            mixed_MCD = (weight_MB[:, None, None] * entry_MCDB).sum(-1)
             self.write_compressed(mixed_MCD, places[0], batch, cache)
             return
-        if (
-            cache.generator is not None
-        ):  # Gumbel noise, one draw for all images of a sample
-            draw_TB = score_MB.new_empty(len(batch.ids_T), score_MB.shape[1])
+        if cache.generator is not None:
+            # Gumbel noise, one draw for all images of a sample.
+            branches = score_MB.shape[1]
+            draw_TB = score_MB.new_empty(len(batch.ids_T), branches)
             draw_TB.exponential_(generator=cache.generator)
-            score_MB = score_MB - draw_TB.clamp(min=TINY).log()[asked_M]
-        chance_MB, chosen_M1 = score_MB.softmax(-1), score_MB.argmax(-1)[:, None]
-        # Straight through: one, with the gradient of the chance.
-        through_MB = (1 + (chance_MB - chance_MB.detach())).to(read_UD.dtype)
-        entries = [
-            part_MCD * through_MB[:, one, None, None]
-            for one, part_MCD in enumerate(entries)
-        ]
-        chosen_M1 = place(
-            chosen_M1, span_U.device
-        )  # a wait for the GPU: it has chosen how many entries
-        places = [
-            torch.where(chosen_M1 == one, place_MC, -1)
-            for one, place_MC in enumerate(places)
-        ]
-        self.write_compressed(torch.cat(entries, 1), torch.cat(places, 1), batch, cache)
-
-    def _all(self) -> list[Compressor]:
-        return cast("list[Compressor]", [*self.compressors])
+            noise_TB = draw_TB.clamp(min=TINY).log()
+            score_MB = score_MB - noise_TB[question_M]
+        chance_MB = score_MB.softmax(-1)
+        chosen_M1 = score_MB.argmax(-1)[:, None]
+        # Straight-through estimator: a factor of one, with the gradient of the chance.
+        factor_MB = 1 + (chance_MB - chance_MB.detach())
+        factor_MB = factor_MB.to(read_UD.dtype)
+        # A wait for the GPU: how many entries there are depends on its choice.
+        chosen_M1 = place(chosen_M1, span_U.device)
+        for branch, (entry_MCD, place_MC) in enumerate(
+            zip(entries, places, strict=True)
+        ):
+            entries[branch] = entry_MCD * factor_MB[:, branch, None, None]
+            places[branch] = torch.where(chosen_M1 == branch, place_MC, -1)
+        entry_MCD = torch.cat(entries, dim=1)
+        place_MC = torch.cat(places, dim=1)
+        self.write_compressed(entry_MCD, place_MC, batch, cache)
 
     def published(self) -> ServedDrafter:
-        """As vLLM runs it; TrainingError with a gate, which reads the question after the image."""
+        """As vLLM runs it; TrainingError with a gate: it reads the question after the image."""
         if self.gate is not None:
             raise unserved("compressor", self.config.compressor, "pool")
         return super().published()
 
 
 def _compressors(config: EagleVLM.Config, info: TargetInfo) -> list[Compressor]:
-    """Those that the setting names, in the order of the gate."""
-    width, chosen = info.hidden_size, config.compressor
-    ratio = (
-        config.kernel if chosen == "weigh" else config.ratio
-    )  # what is summed has the same groups
-    every: dict[str, Compressor] = {
-        "prune": GroupCompressor(width, ratio, "prune"),
-        "pool": GroupCompressor(width, ratio, "pool"),
-        "convolve": GroupCompressor(width, config.kernel, "convolve"),
-        "resample": QueryCompressor(info, config.queries),
-    }
-    groups = {
-        "select": [*every],
-        "concat": [*every],
-        "weigh": ["prune", "pool", "convolve"],
+    """The compressors of the setting, in the order of the gate."""
+    width = info.hidden_size
+    choice = config.compressor
+    # A weighted sum needs the same groups of all.
+    ratio = config.kernel if choice == "weigh" else config.ratio
+    # All four are built, so that random weights do not depend on the choice.
+    prune = GroupCompressor(width, ratio, "prune")
+    pool = GroupCompressor(width, ratio, "pool")
+    convolve = GroupCompressor(width, config.kernel, "convolve")
+    resample = QueryCompressor(info, config.queries)
+    choices: dict[Choice, list[Compressor]] = {
+        "select": [prune, pool, convolve, resample],
+        "weigh": [prune, pool, convolve],
+        "concat": [prune, pool, convolve, resample],
+        "prune": [prune],
+        "pool": [pool],
+        "convolve": [convolve],
+        "resample": [resample],
         "none": [],
     }
-    return [every[name] for name in groups.get(chosen, [chosen])]
+    return choices[config.compressor]
 
 
-def _asked(batch: Batch) -> Tensor:
+def _question_end(batch: Batch) -> Tensor:
     """The last token of the prompt of each span's sample, as a text index: [M]."""
-    text = len(batch.ids_T)
-    first_M, end_M = (
-        torch.searchsorted(batch.segment_T, batch.segment_M, right=right)
-        for right in (False, True)
-    )
-    answer_A = torch.cat([batch.response_T.nonzero()[:, 0], end_M.new_full((1,), text)])
-    answer_M = answer_A[torch.searchsorted(answer_A, first_M)]
-    return torch.minimum(answer_M, end_M).sub(1).maximum(first_M)
+    first_M = torch.searchsorted(batch.segment_T, batch.segment_M)
+    end_M = torch.searchsorted(batch.segment_T, batch.segment_M, right=True)
+    response_A = batch.response_T.nonzero()[:, 0]
+    end_mark_1 = end_M.new_full((1,), len(batch.ids_T))
+    response_A = torch.cat([response_A, end_mark_1])
+    response_M = response_A[torch.searchsorted(response_A, first_M)]
+    return torch.minimum(response_M, end_M).sub(1).maximum(first_M)

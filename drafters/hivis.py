@@ -1,11 +1,12 @@
 """HiViS -- HiViS: Hiding Visual Tokens from the Drafter for Speculative Decoding in VLMs, 2025 (version 1).
 
-Idea: the target's text states already contain what the images show, so the drafter reads text and those
-states, and no visual token in training or in drafting (section 3.1, eqs. 2-3). Nothing refreshes the states
-while it drafts, so it learns to use its own: four self-feedback hops, each with a sequential embedding of the
-hop, on the rows that it can still predict (section 3.2, eqs. 5-7).
-Differs from EAGLE by: no visual positions; sequential embeddings; multi-step training with dynamic filtering,
-and HASS's top-K loss in addition to EAGLE's two.
+Idea: the target's text states already contain what the images show, so the drafter reads text
+and those states, and no visual token in training or in drafting (section 3.1, eqs. 2-3).
+Nothing refreshes the states while it drafts, so it learns to use its own: four self-feedback
+hops, each with a sequential embedding of the hop, on the rows that it can still predict
+(section 3.2, eqs. 5-7).
+Differs from EAGLE by: no visual positions; sequential embeddings; multi-step training with
+dynamic filtering, and HASS's top-K loss in addition to EAGLE's two.
 
 Shapes: N entries, R rows, D hidden.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, Tree
 from vlmdistill.drafters.core.config import (
+    EAGLE_AND_TOP_K,
     ModelConfig,
     Positions,
     Stage,
@@ -34,9 +36,11 @@ class HiViS(EagleDrafter):
         """Section 3.2, and the reading of eq. 3."""
 
         threshold: int = 3
-        """Guesses with a sequential embedding of their own; later ones share the last. 0: none has any."""
+        """Guesses with a sequential embedding of their own; later ones share the last. 0: none
+        has any."""
         last_visual: bool = False
-        """Pair the first token after an image with that image's last state: one state more for each image."""
+        """Pair the first token after an image with the image's last state, not with that of the
+        text before it: one more state for each image."""
         positions: Positions = "compact"
 
         def __post_init__(self) -> None:
@@ -45,7 +49,7 @@ class HiViS(EagleDrafter):
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
         ) -> frozenset[Feature]:
-            """Text states, and nothing of any image; under `last_visual`, the last state of each."""
+            """Text states; with `last_visual`, the last state of each image too."""
             text = features("hidden.text")
             return text | features("hidden.span") if self.last_visual else text
 
@@ -60,7 +64,7 @@ class HiViS(EagleDrafter):
                 epochs=40,
                 visual=(0.5, 0.5),
                 learning_rate=3e-5,
-                losses={"regression": 1.0, "cross_entropy": 0.1, "top_k": 1.0},
+                losses=EAGLE_AND_TOP_K,
             ),
             Stage(
                 name="stage2",
@@ -69,7 +73,7 @@ class HiViS(EagleDrafter):
                 hops=4,
                 keep_top=5,
                 learning_rate=1e-5,
-                losses={"regression": 1.0, "cross_entropy": 0.1, "top_k": 1.0},
+                losses=EAGLE_AND_TOP_K,
             ),
         )
 
@@ -78,9 +82,8 @@ class HiViS(EagleDrafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.sequence = GuessTable(
-            config.threshold, info.hidden_size
-        )  # the bias of `fc` is e_seq^0
+        # Hop 0 has the bias of `fc` for its embedding.
+        self.sequence = GuessTable(config.threshold, info.hidden_size)
 
     def fuse(
         self,

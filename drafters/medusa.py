@@ -1,10 +1,11 @@
 """Medusa -- Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, ICML 2024.
 
-Idea: no separate drafter; heads on the target's last state each guess one later token, all at once. Head n
-guesses x_{t+2+n} from h_t, since h_t itself gave x_{t+1}.
-Differs from EAGLE by: no embedding, no attention, no KV cache: the guesses of a tree level do not depend on
-the nodes above it, and a tree has at most as many levels as there are heads.
-On images: as the ViSpec paper runs it. h_t already contains them; no visual position is stored or read.
+Idea: no separate drafter; heads on the target's last state each guess one later token, all at
+once. Head n guesses x_{t+2+n} from h_t, since h_t itself gave x_{t+1}.
+Differs from EAGLE by: no embedding, no attention, no KV cache: the guesses of a tree level do
+not depend on the nodes above it, and a tree has at most as many levels as there are heads.
+On images: as the ViSpec paper runs it. h_t already contains them; no visual position is stored
+or read.
 
 Shapes: N entries, R rows, D hidden.
 """
@@ -22,6 +23,7 @@ from vlmdistill.drafters.core.config import (
     TrainConfig,
     at_least,
     features,
+    text_then_images,
 )
 from vlmdistill.drafters.core.serving import Feeding, ServedDrafter
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -55,29 +57,13 @@ class Medusa(Drafter):
     class Training(TrainConfig):
         """Medusa's losses, and the schedule with which the ViSpec paper trains it."""
 
-        stages: tuple[Stage, ...] = (
-            Stage(
-                name="text",
-                epochs=20,
-                visual=(0, 0),
-                hop_decay=0.8,
-                learning_rate=3e-5,
-                losses={"cross_entropy": 1.0},
-            ),
-            Stage(
-                name="multimodal",
-                epochs=20,
-                visual=(1, 1),
-                hop_decay=0.8,
-                learning_rate=3e-5,
-                losses={"cross_entropy": 1.0},
-            ),
+        stages: tuple[Stage, ...] = text_then_images(
+            3e-5, hop_decay=0.8, losses={"cross_entropy": 1.0}
         )
 
     tree = Tree(30, 3, 8)
-    published_names: ClassVar[
-        Mapping[str, str]
-    ] = {}  # published heads have LM heads of their own
+    # None can be read: published heads have LM heads of their own.
+    published_names: ClassVar[Mapping[str, str]] = {}
     config: Config
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
@@ -90,32 +76,34 @@ class Medusa(Drafter):
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """Return the target's state h_t of the last committed token, at every hop."""
-        rows_R = entries.tokens.rows_R
-        return entries.hidden_ND if rows_R is None else entries.hidden_ND[rows_R]
+        return entries.tokens.wanted(entries.hidden_ND)
 
     def estimate(self, state_ND: Tensor, hop: int) -> Tensor:
-        """Section 2.1.1: h + SiLU(W h + b), an estimate of the target's state `hop` + 1 tokens on."""
-        return state_ND + nn.functional.silu(self.heads[hop](state_ND))
+        """Section 2.1.1: h + SiLU(W h + b), the estimate of the state `hop` + 1 tokens later."""
+        guess_ND: Tensor = self.heads[hop](state_ND)
+        return state_ND + nn.functional.silu(guess_ND)
 
     def published(self) -> ServedDrafter:
-        """As vLLM's Medusa reads it, but for the LM head, which the target shares."""
-        heads = len(self.heads)
+        """As vLLM's Medusa reads it, but for the LM head, which is the target's."""
+        count = len(self.heads)
+        weights: dict[str, Tensor] = {}
+        for number, head in enumerate(self.heads):
+            for name, weight in head.named_parameters():
+                weights[f"blocks.{number}.layers.0.{name}"] = weight
+        settings = {
+            "architectures": ["MedusaVlmdistill"],
+            "model_type": "medusa",
+            "hidden_size": self.info.hidden_size,
+            "vocab_size": self.info.vocab_size,
+            "num_heads": count,
+            "num_hidden_layers": 1,
+            "medusa_fc_bias": True,
+        }
         return ServedDrafter(
-            {
-                "architectures": ["MedusaVlmdistill"],
-                "model_type": "medusa",
-                "hidden_size": self.info.hidden_size,
-                "vocab_size": self.info.vocab_size,
-                "num_heads": heads,
-                "num_hidden_layers": 1,
-                "medusa_fc_bias": True,
-            },
-            {
-                f"blocks.{number}.layers.0.{name}": weight
-                for number, head in enumerate(self.heads)
-                for name, weight in head.named_parameters()
-            },
-            Feeding(drafter="medusa", visual="unread", draft_tokens=heads),
-            "draft_model",  # vLLM knows it by `model_type`; its "medusa" fails on targets with images
+            settings,
+            weights,
+            Feeding(drafter="medusa", visual="unread", draft_tokens=count),
+            # vLLM knows it by `model_type`; its method "medusa" fails on targets with images.
+            "draft_model",
             draft_vocabulary=self.info.vocab_size,
         )

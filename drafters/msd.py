@@ -1,8 +1,8 @@
 """MSD -- Speculative Decoding Reimagined for Multimodal Large Language Models, 2025.
 
-Idea: text tokens follow from one another; visual tokens are all related to all. So text enters as in EAGLE,
-and visual tokens as raw embeddings (section 4.1, eqs. 8-10). A stage of text alone comes first; then the
-share of samples with images rises epoch by epoch (section 4.2).
+Idea: text tokens follow from one another; visual tokens are all related to all. So text enters
+as in EAGLE, and visual tokens as raw embeddings (section 4.1, eqs. 8-10). A stage of text alone
+comes first; then the share of samples with images rises epoch by epoch (section 4.2).
 Differs from EAGLE by: the input at visual positions, and the two stages.
 
 Shapes: N entries, R rows, U visual tokens, D hidden.
@@ -28,7 +28,7 @@ class MSD(EagleDrafter):
         vata: bool = False
         """Drop visual positions when drafting: MSD+VATA of the Sparrow paper (its table 4)."""
         input_norm: bool = False
-        """Norm the layer's input, as the official code does for Qwen2-VL alone."""
+        """Norm the layer's input, as the official code does for Qwen2-VL only."""
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
@@ -65,5 +65,5 @@ class MSD(EagleDrafter):
 
     @property
     def visual(self) -> Visual:
-        """Visual tokens enter as their embeddings, unfused (eq. 9); under `vata`, in training alone."""
+        """Visual tokens enter as their embeddings, unfused (eq. 9); with `vata` only in training."""
         return "dropped" if self.config.vata and not self.training else "raw"

@@ -1,10 +1,10 @@
 """Sparrow -- Sparrow: Text-Anchored Window Attention with Visual-Semantic Glimpsing for Speculative
 Decoding in Video LLMs, 2026.
 
-Idea: the target's text states already contain what the images show, so the drafter drops every visual token
-when it drafts (HSR-VATA, section 3.1, eqs. 1-2). In training the visual positions carry states of the
-target's middle layer (IVSB, section 3.2, eq. 3), and a second pass runs on the drafter's own states (MTP, eq.
-4).
+Idea: the target's text states already contain what the images show, so the drafter drops every
+visual token when it drafts (HSR-VATA, section 3.1, eqs. 1-2). In training the visual positions
+carry states of the target's middle layer (IVSB, section 3.2, eq. 3), and a second pass runs on
+the drafter's own states (MTP, eq. 4).
 Differs from EAGLE by: the input at visual positions, in training and in decoding.
 
 Shapes: N entries, R rows, U visual tokens, D hidden.
@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from vlmdistill.drafters.core import Batch, EagleDrafter, Head, KVCache, RMSNorm, Tree
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TwoPasses, features
+from vlmdistill.drafters.core.config import (
+    ModelConfig,
+    Stage,
+    TwoPasses,
+    features,
+    vispec_stages,
+)
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -30,63 +36,50 @@ class Sparrow(EagleDrafter):
         vata: bool = True
         """Drop visual positions when drafting (section 3.1)."""
         ivsb: bool = True
-        """Middle-layer states at visual positions (section 3.2); off: raw visual embeddings, as MSD."""
+        """Middle-layer states at visual positions (section 3.2); off: raw visual embeddings, as
+        in MSD."""
         middle_norm: bool = True
-        """A norm of our own on the middle-layer states; off: as they are, as eq. 3 has them."""
+        """Norm the middle-layer states, which the paper does not; off: as they are (eq. 3)."""
+
+        def visual_source(self, info: TargetInfo) -> str:
+            """The states that visual positions carry in training."""
+            return f"layer{info.num_layers // 2}" if self.ivsb else "embed"
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
         ) -> frozenset[Feature]:
-            """Text states, the last visual state of each span; in training the middle layer's visual ones."""
+            """Text states, the last visual state of each span; in training visual states too."""
             always = features("hidden.text", "hidden.span")
             if decoding and self.vata:
                 return always
-            source = f"layer{info.num_layers // 2}" if self.ivsb else "embed"
-            return always | features(f"{source}.visual")
+            return always | features(f"{self.visual_source(info)}.visual")
 
     @dataclass(frozen=True, kw_only=True)
     class Training(TwoPasses):
-        """Section 4, appendix C.3; losses of ViSpec's code."""
+        """Section 4, appendix C.3; stages and losses of ViSpec's code."""
 
-        stages: tuple[Stage, ...] = (
-            Stage(
-                name="text",
-                epochs=20,
-                visual=(0, 0),
-                learning_rate=3e-5,
-                losses={"regression": 1.0, "cross_entropy": 0.1, "list_mle": 0.01},
-            ),
-            Stage(
-                name="multimodal",
-                epochs=20,
-                visual=(1, 1),
-                hops=2,
-                learning_rate=3e-5,
-                losses={"l1": 10.0, "list_mle": 0.1},
-            ),
-        )
+        stages: tuple[Stage, ...] = vispec_stages(learning_rate=3e-5)
 
     tree = Tree(30, 4, 8)
     config: Config
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        normed = config.ivsb and config.middle_norm
-        self.visual_norm = (
-            RMSNorm(info.hidden_size, info.rms_norm_eps) if normed else nn.Identity()
-        )
+        self.visual_norm: nn.Module = nn.Identity()
+        if config.ivsb and config.middle_norm:
+            self.visual_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
-        """Visual tokens enter in training as the middle layer's states, unfused; in decoding not at all."""
+        """In training, write the visual states, unfused; in decoding nothing."""
         if self.config.vata and not self.training:
             return
-        source = f"layer{self.info.num_layers // 2}" if self.config.ivsb else "embed"
+        source = self.config.visual_source(self.info)
         x_UD = self.visual_norm(batch.feature(source, "visual"))
         tokens = batch.visual_tokens
         self.block.layer.write_kv(x_UD, tokens.position_N - 1, tokens, cache)
 
     def published(self) -> ServedDrafter:
-        """As vLLM runs it, without visual tokens; TrainingError for `vata=false`, which needs more states."""
+        """As vLLM runs it, without visual tokens; TrainingError for `vata=false`."""
         if not self.config.vata:
             raise unserved("vata", False, True)
         return super().published()

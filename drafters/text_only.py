@@ -1,8 +1,10 @@
 """Text-only -- On Speculative Decoding for Multimodal Large Language Models, CVPR 2024 workshops.
 
-Idea: a drafter that knows language alone speeds up a VLM, because most of a response is language.
-Differs from EAGLE by: no visual token is stored, read or drafted from, and training is on text alone.
-The drafter is EAGLE-2's layer on the target's text states, as in the MSD paper's baseline of this name.
+Idea: a drafter that knows only language speeds up a VLM, because most of a response is
+language.
+Differs from EAGLE by: no visual token is stored or read, and training is on text alone.
+The drafter is EAGLE-2's layer on the target's text states, as in the MSD paper's baseline of
+this name.
 
 Shapes: N entries, R rows, D hidden.
 """
@@ -29,7 +31,7 @@ class TextOnly(EagleDrafter):
 
     @dataclass(frozen=True, kw_only=True)
     class Training(TrainConfig):
-        """EAGLE's losses, and twice its epochs, since the other drafters have two stages."""
+        """EAGLE's losses, and twice its epochs: other drafters have two stages."""
 
         stages: tuple[Stage, ...] = (
             Stage(name="text", epochs=40, visual=(0, 0), learning_rate=3e-5),

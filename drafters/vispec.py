@@ -1,13 +1,15 @@
 """ViSpec -- ViSpec: Accelerating Vision-Language Models with Vision-Aware Speculative Decoding, 2025.
 
-Idea: a shallow drafter cannot use thousands of redundant visual tokens. Learnable queries compress each image
-to one token at a position of the image (section 4.1); one more query yields a global feature g, which joins
-every later text state until the next image (section 4.2, eq. 5). A second pass on the drafter's own states,
-and long sampled responses, keep it from copying the target's states (section 4.3).
-Differs from EAGLE by: the adaptor, whose compressed tokens are all that the KV cache holds of an image, and
-img_fc, which maps every hidden state together with g.
+Idea: a shallow drafter cannot use thousands of redundant visual tokens. Learnable queries
+compress each image to one token at a position of the image (section 4.1); one more query yields
+a global feature g, which joins every later text state until the next image (section 4.2, eq.
+5). A second pass on the drafter's own states, and long sampled responses, keep it from copying
+the target's states (section 4.3).
+Differs from EAGLE by: the adaptor, whose compressed tokens are all that the KV cache holds of
+an image, and img_fc, which maps every hidden state together with g.
 
-Shapes: N entries, U visual tokens, M visual spans, C compressed tokens of a span, Q queries, D hidden.
+Shapes: N entries, U visual tokens, M visual spans, C compressed tokens of a span, Q queries, D
+hidden.
 """
 
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ from vlmdistill.drafters.core.config import (
     TwoPasses,
     at_least,
     features,
+    vispec_stages,
 )
 from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -38,14 +41,14 @@ class ViSpec(EagleDrafter):
         """The paper's ablations; queries of the official code."""
 
         num_q: int = 2
-        """Learnable queries: the last one yields g, the others compressed tokens (table 2: 2, 5, 17, 65)."""
+        """Learnable queries: the last one yields g, the others compressed tokens (table 2: 2, 5,
+        17, 65)."""
         injection: bool = True
-        """Add g to later text (section 4.2); off: compressed tokens alone (table 3, second row)."""
+        """Join g to later text (section 4.2); off: compressed tokens alone (table 3, row 2)."""
 
         def __post_init__(self) -> None:
-            at_least(
-                self, 1 if self.injection else 2, "num_q"
-            )  # the adaptor needs one query
+            # The adaptor needs one query.
+            at_least(self, 1 if self.injection else 2, "num_q")
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
@@ -55,25 +58,9 @@ class ViSpec(EagleDrafter):
 
     @dataclass(frozen=True, kw_only=True)
     class Training(TwoPasses):
-        """Appendix A; losses and passes of the official code."""
+        """Appendix A; stages and losses of the official code."""
 
-        stages: tuple[Stage, ...] = (
-            Stage(
-                name="text",
-                epochs=20,
-                visual=(0, 0),
-                learning_rate=3e-6,
-                losses={"regression": 1.0, "cross_entropy": 0.1, "list_mle": 0.01},
-            ),
-            Stage(
-                name="multimodal",
-                epochs=20,
-                visual=(1, 1),
-                hops=2,
-                learning_rate=3e-6,
-                losses={"l1": 10.0, "list_mle": 0.1},
-            ),
-        )
+        stages: tuple[Stage, ...] = vispec_stages(learning_rate=3e-6)
 
     tree = Tree(30, 3, 8)
     published_names: ClassVar[Mapping[str, str]] = {
@@ -89,21 +76,19 @@ class ViSpec(EagleDrafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.adaptor = QueryCompressor(
-            info, config.num_q if config.injection else config.num_q - 1
-        )
+        width = info.hidden_size
+        queries = config.num_q if config.injection else config.num_q - 1
+        self.adaptor = QueryCompressor(info, queries)
         self.img_fc: nn.Linear | None = None
         if config.injection:
-            self.img_fc = nn.Linear(2 * info.hidden_size, info.hidden_size)
+            self.img_fc = nn.Linear(2 * width, width)
             with torch.no_grad():  # [I | 0]: at first an image changes no state
-                self.img_fc.weight.copy_(
-                    torch.eye(info.hidden_size, 2 * info.hidden_size)
-                )
+                self.img_fc.weight.copy_(torch.eye(width, 2 * width))
                 self.img_fc.bias.zero_()
 
     @property
     def compresses(self) -> Literal["embed"]:
-        """Visual embeddings; compressed tokens enter unfused, at the last positions of their span."""
+        """Visual embeddings; compressed tokens enter unfused."""
         return "embed"
 
     @property
@@ -119,7 +104,8 @@ class ViSpec(EagleDrafter):
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
         """The last positions of each span."""
         back_C = torch.arange(self.config.num_q - 1, 0, -1, device=start_M.device)
-        return torch.maximum((start_M + length_M)[:, None] - back_C, start_M[:, None])
+        end_M1 = (start_M + length_M)[:, None]
+        return torch.maximum(end_M1 - back_C, start_M[:, None])
 
     def fuse(
         self,

@@ -1,15 +1,18 @@
 """Wren -- a combination of what held in the papers' methods; no paper (docs/measurements/wren.md).
 
-Idea: with visual tokens hidden (HiViS), what an image shows must be in the target's text states, and the last
-layer's have the next token alone. So three depths of the target (EAGLE-3) join the last state of every
-committed token. Its own states have no depths, and each guess has a sequential embedding (HiViS) instead.
-Both halves of an entry are normed (EAGLE-3): own states then differ from the target's in direction alone.
-Differs from EAGLE by: no visual positions; the depths; normed entries; sequential embeddings; two stages of
-mixed data, the second through four of its own hops without cutting the gradient, and no noise.
+Idea: with visual tokens hidden (HiViS), what an image shows must be in the target's text
+states, and those of the last layer only serve the next token. So three depths of the target
+(EAGLE-3) join the last state of every committed token. The drafter's own states have no depths;
+each guess has a sequential embedding (HiViS) instead. Both halves of an entry are normed
+(EAGLE-3): own states then differ from the target's in direction only.
+Differs from EAGLE by: no visual positions; the depths; normed entries; sequential embeddings;
+two stages of mixed data, the second through four of its own hops without cutting the gradient,
+and no noise.
 On images: as HiViS; drafting costs the same for any number of visual tokens.
 
-With `cell`, the layer makes the first guess alone, and a cell without attention the later ones from its
-state, as the recurrent head of ReDrafter (arXiv 2403.09919) does from the target's.
+With `cell`, the layer makes the first guess only, and a cell without attention makes the later
+ones from its state, as the recurrent head of ReDrafter (arXiv 2403.09919) does from the
+target's.
 
 Shapes: N entries, R rows, D hidden.
 """
@@ -30,20 +33,21 @@ from vlmdistill.drafters.core import (
     Tree,
 )
 from vlmdistill.drafters.core.config import (
+    EAGLE_AND_TOP_K,
     ModelConfig,
     Positions,
     Stage,
     TrainConfig,
     at_least,
     depths,
-    features,
+    states_of,
 )
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
 class Wren(EagleDrafter):
-    """One decoder layer over text entries, with three more depths of the target where it has read."""
+    """One decoder layer over text entries, with three depths of the target in committed ones."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ModelConfig):
@@ -54,9 +58,11 @@ class Wren(EagleDrafter):
         normed: bool = True
         """Norm the embedding and the state of an entry."""
         threshold: int = 3
-        """Guesses with a sequential embedding of their own; later ones share the last. 0: none has any."""
+        """Guesses with a sequential embedding of their own; later ones share the last. 0: none
+        has any."""
         cell: int = 0
-        """Width, in hidden sizes, of a cell that makes all guesses but the first; 0: the layer makes all."""
+        """Width, in hidden sizes, of a cell that makes all guesses but the first; 0: the layer
+        makes all."""
         positions: Positions = "compact"
 
         def __post_init__(self) -> None:
@@ -65,14 +71,14 @@ class Wren(EagleDrafter):
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
         ) -> frozenset[Feature]:
-            """Text states of one depth or of four, and nothing of any image."""
-            return features(
-                "hidden.text", *(f"{source}.text" for source in self.more(info))
-            )
+            """Text states of one depth or of four."""
+            return states_of(self.sources(info), "text")
 
-        def more(self, info: TargetInfo) -> tuple[str, ...]:
-            """The states that join the last one."""
-            return depths(info.num_layers) if self.depths else ()
+        def sources(self, info: TargetInfo) -> tuple[str, ...]:
+            """The last state first, then the depths."""
+            if not self.depths:
+                return ("hidden",)
+            return ("hidden", *depths(info.num_layers))
 
     @dataclass(frozen=True, kw_only=True)
     class Training(TrainConfig):
@@ -80,18 +86,13 @@ class Wren(EagleDrafter):
 
         noise: float = 0.0
         stages: tuple[Stage, ...] = (
-            Stage(
-                name="stage1",
-                epochs=20,
-                visual=(0.5, 0.5),
-                losses={"regression": 1.0, "cross_entropy": 0.1, "top_k": 1.0},
-            ),
+            Stage(name="stage1", epochs=20, visual=(0.5, 0.5), losses=EAGLE_AND_TOP_K),
             Stage(
                 name="stage2",
                 epochs=20,
                 visual=(0.5, 0.5),
                 hops=4,
-                losses={"regression": 1.0, "cross_entropy": 0.1, "top_k": 1.0},
+                losses=EAGLE_AND_TOP_K,
             ),
         )
 
@@ -101,11 +102,12 @@ class Wren(EagleDrafter):
     @property
     def sources(self) -> tuple[str, ...]:
         """The last state first, then the depths."""
-        return ("hidden", *self.config.more(self.info))
+        return self.config.sources(self.info)
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        width, eps = info.hidden_size, info.rms_norm_eps
+        width = info.hidden_size
+        eps = info.rms_norm_eps
         self.embed_norm = RMSNorm(width, eps) if config.normed else nn.Identity()
         self.hidden_norm = RMSNorm(width, eps) if config.normed else nn.Identity()
         self.sequence = GuessTable(0 if config.cell else config.threshold, width)
@@ -118,21 +120,21 @@ class Wren(EagleDrafter):
             self.cell_out = nn.Linear(config.cell * width, width)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
-        """The layer's pass; with a cell, a guess is g_{t+1} = g_t + cell([norm(e_{t+1}) ; norm(g_t)]).
+        """The layer's pass; with a cell, later guesses are g_t + cell([norm(e_{t+1}) ; norm(g_t)]).
 
-        The cell attends to nothing and writes nothing to the cache: what it needs of the past is in g_t.
+        The cell attends to nothing and writes nothing to the cache: g_t contains the past.
         """
         if not (self.config.cell and entries.hop):
             return super().step(entries, cache)
         state_ND = entries.hidden_ND
         read_N2D = torch.stack([self.embed(entries.ids_N), state_ND], dim=1)
-        added_ND: Tensor = self.cell_out(
-            F.silu(self.cell_in(self.cell_norm(read_N2D).flatten(1)))
-        )
+        normed_N2D = self.cell_norm(read_N2D)
+        gate_NX = F.silu(self.cell_in(normed_N2D.flatten(1)))
+        added_ND: Tensor = self.cell_out(gate_NX)
         return state_ND + added_ND
 
     def published(self) -> ServedDrafter:
-        """As `EagleDrafter.published`; TrainingError with a cell, since engines attend in every pass."""
+        """As vLLM runs it; TrainingError with a cell: engines attend in every pass."""
         if self.config.cell:
             raise unserved("cell", self.config.cell, 0)
         return super().published()
@@ -140,9 +142,8 @@ class Wren(EagleDrafter):
     def combine(self, states_NS: Tensor) -> Tensor:
         """The part of `fc` that reads norm(h_t), and for committed tokens the depths; [N, D]."""
         width = self.info.hidden_size
-        x_ND = F.linear(
-            self.hidden_norm(states_NS[:, :width]), self.block.fc.weight[:, width:]
-        )
+        of_state_DD = self.block.fc.weight[:, width:]
+        x_ND = F.linear(self.hidden_norm(states_NS[:, :width]), of_state_DD)
         if states_NS.shape[1] > width:
             depths_N3D = states_NS[:, width:].reshape(-1, 3, width)
             x_ND = x_ND + self.depth_fc(self.depth_norm(depths_N3D).flatten(1))
@@ -155,7 +156,7 @@ class Wren(EagleDrafter):
         guess_1: Tensor,
         joined_ND: Tensor | None = None,
     ) -> Tensor:
-        """fc([norm(e_{t+1}) ; norm(h_t)]) + what only its hop has."""
+        """fc([norm(e_{t+1}) ; norm(h_t)]) + e_seq; `combine` has computed the half of h_t."""
         of_embed_DD = self.block.fc.weight[:, : self.info.hidden_size]
         x_ND = F.linear(self.embed_norm(embed_ND), of_embed_DD, self.block.fc.bias)
         offset_1D: Tensor = self.sequence(guess_1)

@@ -3,7 +3,7 @@
 Each stage does only what is missing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,7 +20,6 @@ from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
 from vlmdistill.pipelines.cluster.shared import Shared
 from vlmdistill.pipelines.data.features import capturer, synthesizer
-from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     CaptureJob,
     CaptureSettings,
@@ -29,7 +28,7 @@ from vlmdistill.pipelines.data.features.capturer import (
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.pipelines.data.responses.quality import Filters
-from vlmdistill.pipelines.data.responses.responder import Responder, ResponseSummary
+from vlmdistill.pipelines.data.responses.responder import ResponseSummary, ResponseWork
 from vlmdistill.pipelines.planning import forecast
 from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
@@ -45,13 +44,13 @@ class ProgressBar(Protocol):
     """Shows the progress of one stage."""
 
     def __call__(
-        self, what: str, unit: str, kept_in: str = ""
+        self, action: str, unit: str, kept_in: str = "", /
     ) -> AbstractContextManager[progress.Progress]:
-        """`what` is done to each `unit`; a stage that is stopped keeps its results in `kept_in`."""
+        """Such as `generating` `responses`. A stage that is stopped keeps its results in `kept_in`."""
 
 
 def silent(
-    what: str, unit: str, kept_in: str = ""
+    action: str, unit: str, kept_in: str = "", /
 ) -> AbstractContextManager[progress.Progress]:
     """A progress bar that shows nothing."""
     return nullcontext(progress.silent)
@@ -65,14 +64,12 @@ class Plan:
     recipe: str | None = None  # None: as `train.planned`
     settings: Sequence[str] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    max_new_tokens: int | None = (
-        None  # of a response to train on; None: as in those that exist, or 1024
-    )
+    max_new_tokens: int | None = None
+    """Of a response to train on; None: as in those that exist, or 1024."""
     eval_limit: int = 100  # prompts
     eval_tokens: int = 512  # of a response in the evaluation
-    batch: int | None = (
-        None  # responses that are generated at a time; None: by memory, see `respond`
-    )
+    batch: int | None = None
+    """Responses that are generated at a time; None: by memory, see `respond`."""
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     allow_failed: float = 0.0  # share of the prompts to train on
     jobs: int | None = None  # drafters trained at once
@@ -93,33 +90,29 @@ class Plan:
 
     @property
     def trained(self) -> list[str]:
-        """Those of its drafters that are trained."""
+        """Its drafters that need training."""
         return [name for name in self.drafters if catalogue.is_trained(name)]
 
     def trainings(self, workspace: Workspace) -> dict[str, Run]:
         """The trainings by the name of the drafter; DataError if there are no drafters."""
         if not self.drafters:
             raise DataError(
-                "--drafters names no drafter: give names separated by commas, or all"
+                "--drafters is empty: give names separated by commas, or all"
             )
-        return {
-            name: replace(
-                train.planned(
-                    workspace, name, self.recipe, self.settings, seed=self.seed
-                ),
-                held_out=self.held_out,
-                trackers=self.trackers,
+        trainings = dict[str, Run]()
+        for name in self.trained:
+            training = train.planned(
+                workspace, name, self.recipe, self.settings, seed=self.seed
             )
-            for name in self.trained
-        }
+            trainings[name] = replace(
+                training, held_out=self.held_out, trackers=self.trackers
+            )
+        return trainings
 
     def capture(self, workspace: Workspace) -> CaptureJob:
         """The responses and features to train on; DataError if there are no prompts."""
-        return CaptureJob(
-            workspace=workspace,
-            prompts=prompt_table.load(workspace.prompts, workspace.model, "train"),
-            responses=workspace.responses,
-            part=CaptureStore(workspace.features),
+        return CaptureJob.of(
+            workspace,
             settings=CaptureSettings(drafters=self.trained),
             workers=self.workers,
             sampling=dataset.sampling(
@@ -142,14 +135,15 @@ def run(
     trainings = plan.trainings(workspace)
     prepare(workspace, plan, log, bar)
     fit(trainings, plan, log, bar)
-    trees = {one.config.tree for one in trainings.values()}
-    return measure(workspace, plan, log, bar, trees.pop() if len(trees) == 1 else None)
+    trees = {training.config.tree for training in trainings.values()}
+    common_tree = trees.pop() if len(trees) == 1 else None
+    return measure(workspace, plan, log, bar, common_tree)
 
 
 def dry_run(
     workspace: Workspace, plan: Plan, speeds: forecast.Speeds
 ) -> forecast.RunForecast:
-    """What `run` would do; nothing is written. DataError if there are no prompts."""
+    """Forecast `run`; nothing is written. DataError if there are no prompts."""
     trainings = plan.trainings(workspace)
     capture = forecast.capture(plan.capture(workspace), speeds)
     evaluation = forecast.evaluation(
@@ -170,31 +164,32 @@ def prepare(
     """
     if workspace.model in EMBEDDED and not workspace.prompts.exists():
         with bar("importing", "rows") as report:
-            made = import_sources(workspace, ["demo"], progress=report)
+            imported = import_sources(workspace, ["demo"], progress=report)
         log(
-            f"prompts    {made.train} to train on and {made.eval} held out, in {workspace.prompts}"
+            f"prompts    {imported.train} to train on and {imported.eval} held out, in {workspace.prompts}"
         )
     job = plan.capture(workspace)
-    prompt_table.load(
-        workspace.prompts, workspace.model, "eval"
-    )  # an error now, not after hours of training
+    # If there is nothing to evaluate on, that is an error now, not after hours of training.
+    prompt_table.load(workspace.prompts, workspace.model, "eval")
     if not plan.trained:
         return
     done = capture_features(job, bar=bar, anyway=plan.anyway)
     if done.responses:
-        dropped = ", ".join(
-            f"{reason} {count}" for reason, count in done.responses.dropped.items()
-        )
-        more = (
-            f", {done.responses.dropped.total()} dropped ({dropped})" if dropped else ""
-        )
-        log(f"responses  {done.responses.kept} kept{more}, in {job.responses}")
+        log(f"responses  {_kept_and_dropped(done.responses)}, in {job.responses}")
     if done.features.captured:
         names = ", ".join(done.features.features)
         log(
             f"features   {done.features.samples} samples, in {done.features.store}: {names}"
         )
     check_failed(done.failed, len(job.prompts), plan.allow_failed)
+
+
+def _kept_and_dropped(summary: ResponseSummary) -> str:
+    text = f"{summary.kept} kept"
+    if summary.dropped:
+        reasons = [f"{reason} {count}" for reason, count in summary.dropped.items()]
+        text += f", {summary.dropped.total()} dropped ({', '.join(reasons)})"
+    return text
 
 
 def generate(
@@ -208,7 +203,7 @@ def generate(
     if not anyway and len(job.missing()):
         forecast.capture(job).check_responses(job.responses)
     with bar("generating", "responses", str(job.responses)) as report:
-        done = responder.respond(
+        generated = responder.respond(
             job.prompts,
             job.responses,
             job.workspace.model,
@@ -218,8 +213,8 @@ def generate(
             batch=job.batch,
             report=report,
         )
-    _record(job, "responses", done)
-    return done
+    _record(job, "responses", generated)
+    return generated
 
 
 @dataclass(frozen=True)
@@ -232,10 +227,8 @@ class CaptureRun:
     @property
     def failed(self) -> dict[str, str]:
         """The prompts that failed in either stage: key -> error."""
-        return {
-            **(self.responses.failed if self.responses else {}),
-            **self.features.failed,
-        }
+        without_response = self.responses.failed if self.responses else {}
+        return {**without_response, **self.features.failed}
 
 
 def capture_features(
@@ -246,70 +239,107 @@ def capture_features(
     An engine does both in one pass. Ray does not start if nothing is missing. The rates are recorded in the
     workspace. DataError if disk or memory will not suffice, unless it is to be done `anyway`.
     """
-    generated = None
-    part, model, responses, settings = (
-        job.part,
-        job.workspace.model,
-        job.responses,
-        job.settings,
-    )
-    if job.sampling:  # also if nothing is missing
-        dataset.check_settings(responses, {"sampling": asdict(job.sampling)})
-    missing = set(prompt_table.facts_of(job.missing())["key"])
-    if not anyway and (
-        missing or any(len(lacks) for _, lacks in job.waiting(job.generated()))
-    ):
-        forecast.capture(job).check(responses, part.path)
-    there = capturer.keys_in(part, settings, job.workers.engine) if missing else set()
-    at_once = job.workers.engine != "transformers" and not missing & there
-    how = (
-        synthesizer.one_pass(part, settings)
-        if at_once
-        else (Responder, lambda result: None)
-    )
-    if missing:
-        dataset.check_settings(responses, {"checkpoint": str(checkpoint(model))})
-        part.check_origin(checkpoint(model))
-    with job.workers.session() if missing else nullcontext():
-        if missing:
-            with (
-                bar("generating", "responses", str(responses)) as report,
-                part.writing(),
-                part.marked() as mark,
-            ):
-                generated = responder.respond(
-                    job.prompts,
-                    responses,
-                    model,
-                    job.sampling,
-                    dataset.read_settings(responses)[1],
-                    job.workers,
-                    batch=job.batch,
-                    report=report,
-                    worker=how[0],
-                    on_result=how[1],
-                    shared=partial(Shared, store=part.backend, mark=mark),
-                )
-        with bar("capturing", "samples", part.path) as report:
-            captured = capturer.capture(
-                job.prompts, responses, part, model, settings, job.workers, report
+    if job.sampling:  # other settings are refused also if nothing is missing
+        dataset.check_settings(job.responses, {"sampling": asdict(job.sampling)})
+    missing_keys = set(prompt_table.facts_of(job.missing())["key"])
+    if not anyway:
+        _check_resources(job, missing_keys)
+    if not missing_keys:
+        captured = _capture(job, bar)
+        _record(job, "features", captured)
+        return CaptureRun(None, captured)
+
+    stored_keys = capturer.keys_in(job.store, job.settings, job.workers.engine)
+    origin = checkpoint(job.workspace.model)
+    dataset.check_settings(job.responses, {"checkpoint": str(origin)})
+    job.store.check_origin(origin)
+    # An engine keeps the states of responses while it generates them. They are captured in the same pass,
+    # unless the store has samples of these prompts already.
+    has_engine = job.workers.engine != "transformers"
+    with job.workers.session():
+        if has_engine and missing_keys.isdisjoint(stored_keys):
+            generated, captured = _generate_and_capture(
+                job, missing_keys, len(stored_keys), bar
             )
-    if generated and at_once:
-        rows = (row for row in dataset.read(responses) if row.key in missing)
-        tokens = sum(row.prompt_tokens + len(row.ids) for row in rows)
-        captured = captured.after(generated.seconds, len(there), tokens)
-    if generated:
-        _record(job, "responses", generated)
+        else:
+            generated = _generate(job, ResponseWork(), bar)
+            captured = _capture(job, bar)
+    _record(job, "responses", generated)
     _record(job, "features", captured)
     return CaptureRun(generated, captured)
 
 
+def _check_resources(job: CaptureJob, missing_keys: Collection[str]) -> None:
+    """DataError if there is work to do, and disk or memory will not suffice for it."""
+    has_work = bool(missing_keys)
+    if not has_work:
+        waiting = job.waiting(job.generated())
+        has_work = any(len(lacking) for _, lacking in waiting)
+    if has_work:
+        forecast.capture(job).check(job.responses, job.store.path)
+
+
+def _generate_and_capture(
+    job: CaptureJob, missing_keys: Collection[str], stored: int, bar: ProgressBar
+) -> tuple[ResponseSummary, CaptureSummary]:
+    """Generate responses and capture their features in one pass, then features that are still missing.
+
+    `stored` samples were in the store before. The summary of the capture counts both passes.
+    """
+    work = synthesizer.one_pass(job.store, job.settings)
+    generated = _generate(job, work, bar)
+    captured = _capture(job, bar)
+    tokens = sum(
+        row.prompt_tokens + len(row.ids)
+        for row in dataset.read(job.responses)
+        if row.key in missing_keys
+    )
+    return generated, captured.after(generated.seconds, stored, tokens)
+
+
+def _generate(job: CaptureJob, work: ResponseWork, bar: ProgressBar) -> ResponseSummary:
+    """Generate missing responses with workers that also see the store, which they will capture into."""
+    with (
+        bar("generating", "responses", str(job.responses)) as report,
+        job.store.writing(),
+        job.store.marked() as mark,
+    ):
+        shared = partial(Shared, store=job.store.backend, mark=mark)
+        filters = dataset.read_settings(job.responses)[1]
+        return responder.respond(
+            job.prompts,
+            job.responses,
+            job.workspace.model,
+            job.sampling,
+            filters,
+            job.workers,
+            batch=job.batch,
+            report=report,
+            work=replace(work, shared=shared),
+        )
+
+
+def _capture(job: CaptureJob, bar: ProgressBar) -> CaptureSummary:
+    """Capture the features that the store lacks."""
+    with bar("capturing", "samples", job.store.path) as report:
+        return capturer.capture(
+            job.prompts,
+            job.responses,
+            job.store,
+            job.workspace.model,
+            job.settings,
+            job.workers,
+            report,
+        )
+
+
 def _record(
-    job: CaptureJob, stage: str, done: ResponseSummary | CaptureSummary
+    job: CaptureJob, stage: str, summary: ResponseSummary | CaptureSummary
 ) -> None:
     """Keep the rate of a stage for later forecasts."""
-    tokens = done.tokens_per_second * done.seconds
-    rates.record(job.workspace.root, stage, tokens, done.seconds, job.workers.engine)
+    tokens = summary.tokens_per_second * summary.seconds
+    engine = job.workers.engine
+    rates.record(job.workspace.root, stage, tokens, summary.seconds, engine)
 
 
 def fit(
@@ -318,24 +348,25 @@ def fit(
     log: Callable[[str], None],
     bar: ProgressBar = silent,
 ) -> None:
-    """Train the missing drafters, several at once if there is room; check the settings of the others."""
+    """Train the missing drafters, several in parallel if there is room; check the settings of the others."""
     missing = {
-        name: one
-        for name, one in trainings.items()
-        if not (one.out / "config.json").exists()
+        name: training
+        for name, training in trainings.items()
+        if not (training.out / "config.json").exists()
     }
-    for one in () if plan.anyway else missing.values():
-        forecast.check_training(one)
-    at_once = min(len(missing), plan.jobs or train.default_jobs())
-    if at_once > 1:
+    if not plan.anyway:
+        for training in missing.values():
+            forecast.check_training(training)
+    parallel = min(len(missing), plan.jobs or train.default_jobs())
+    if parallel > 1:
         with bar("training", "steps") as report:
-            train.several([*missing.values()], at_once, report=report)
+            train.several([*missing.values()], parallel, report=report)
     with ranks.group():
-        for name, one in trainings.items():
+        for name, training in trainings.items():
             with bar(f"training {name}", "steps") as report:
-                train.run(one, report=report)
+                train.run(training, report=report)
             if name in missing:
-                log(f"trained    {name}, in {one.out}")
+                log(f"trained    {name}, in {training.out}")
 
 
 def measure(
@@ -348,13 +379,15 @@ def measure(
     """Evaluate all drafters unless that is done; each with its own draft tree if none is given."""
     settings = replace(plan.evaluation, trees=(tree,) if tree else ())
     drafters = open_drafters(workspace, plan.drafters)
-    if found := evaluate.kept(workspace, drafters, settings):
-        return found
+    evaluations = evaluate.kept(workspace, drafters, settings)
+    if evaluations:
+        return evaluations
     if not plan.anyway:
-        forecast.evaluation(workspace, plan.drafters, settings, timed=False).check(
-            workspace.reports
-        )
+        planned = forecast.evaluation(workspace, plan.drafters, settings, timed=False)
+        planned.check(workspace.reports)
     with bar("decoding", "prompts", str(workspace.reports)) as report:
-        found = evaluate.evaluate(workspace, drafters, settings, on_prompt=report)
+        evaluations = evaluate.evaluate(
+            workspace, drafters, settings, on_prompt=report
+        )
     log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
-    return found
+    return evaluations

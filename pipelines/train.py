@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,11 +40,13 @@ def planned(
 
     The recipe is by default `demo` for the embedded targets, else `paper`. DataError as `recipes.resolve`.
     """
-    default = "demo" if workspace.model in EMBEDDED else "paper"
-    name = drafter if name is None else name
+    if recipe is None:
+        recipe = "demo" if workspace.model in EMBEDDED else "paper"
+    if name is None:
+        name = drafter
     return Run(
         drafter=catalogue.base(drafter),
-        config=resolve(drafter, recipe or default, settings),
+        config=resolve(drafter, recipe, settings),
         store=workspace.features,
         out=workspace.drafter(name),
         checkpoints=workspace.checkpoints(name),
@@ -57,27 +60,29 @@ def run(plan: Run, force: bool = False, report: Progress = silent) -> Path:
     Only rank 0 locks the drafter's folder, reports steps and records their rate.
     """
     ranks.join()
-    tokens = seconds = 0.0
+    tokens = 0
+    seconds = 0.0
 
-    def note(progress: TrainingProgress) -> None:
+    def on_step(progress: TrainingProgress) -> None:
         nonlocal tokens, seconds
-        tokens, seconds = tokens + progress.tokens, seconds + progress.seconds
+        tokens += progress.tokens
+        seconds += progress.seconds
         report(progress.step, progress.total, progress.remark)
 
-    with ExitStack() as held:
+    with ExitStack() as locks:
 
-        def hold() -> None:
+        def lock() -> None:
             plan.out.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(only_writer(plan.out))
+            locks.enter_context(only_writer(plan.out))
 
-        ranks.first(hold)
-        folder = train(plan, note, force)
+        ranks.first(lock)
+        folder = train(plan, on_step, force)
         rates.record(plan.out.parents[1], f"train {plan.drafter}", tokens, seconds)
         return folder
 
 
-def _as_rank(plan: Run, force: bool, report: Progress) -> None:
-    """What the process of a rank does."""
+def _run_as_rank(plan: Run, force: bool, report: Progress) -> None:
+    """Train as one rank, and leave the group of ranks at the end."""
     with ranks.group():
         run(plan, force, report)
 
@@ -87,7 +92,7 @@ def launch(
 ) -> Path:
     """Train on several ranks of this machine, unless a launcher has started them; see `run`."""
     if processes == 1 or "RANK" in os.environ:
-        _as_rank(plan, force, report)
+        _run_as_rank(plan, force, report)
         return plan.out
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
@@ -98,15 +103,11 @@ def launch(
         common = {
             ranks.RENDEZVOUS: str(Path(folder) / "ranks"),
             "WORLD_SIZE": str(processes),
+            **_threads(processes),
         }
-        common |= _threads(processes)
         for rank in range(processes):
-            children.start(
-                "",
-                _as_rank,
-                (plan, force),
-                {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            children.start("", _run_as_rank, (plan, force), environment)
         for _, message in children.messages():
             if isinstance(message, FunctionProgress):
                 report(message.done, message.total, message.remark)
@@ -120,62 +121,92 @@ def default_jobs() -> int:
 
 def several(
     runs: Sequence[Run],
-    at_once: int,
+    jobs: int,
     *,
     report: Progress = silent,
     on_done: Callable[[Run, FunctionDone], None] = lambda run, cost: None,
 ) -> None:
-    """Train drafters `at_once` at a time, each in its own process; continue those that were stopped.
+    """Train drafters, `jobs` at a time, each in its own process; continue those that were stopped.
 
     Each process gets one GPU, or its share of the cores. TrainingError if one fails; finished drafters are
     kept, and the others save a checkpoint.
     """
-    waiting, free = list(reversed(runs)), list(range(at_once))
-    running: dict[str, tuple[Run, int]] = {}
-    steps: dict[
-        str, tuple[int, int]
-    ] = {}  # done and total, of each run that has started
+    waiting = list(reversed(runs))
+    free_slots = list(range(jobs))
+    running: dict[str, _Running] = {}
+    progress = _CommonProgress(len(runs))
 
     with Processes() as children:
 
-        def fill() -> None:
-            while waiting and free and not children.stopping:
-                plan, slot = waiting.pop(), free.pop()
-                running[plan.out.name] = plan, slot
-                gpus = _gpus()
-                share = (
-                    {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
-                    if gpus
-                    else _threads(at_once)
-                )
-                children.start(plan.out.name, run, (plan, False), share)
+        def fill_slots() -> None:
+            while waiting and free_slots and not children.stopping:
+                plan = waiting.pop()
+                slot = free_slots.pop()
+                name = plan.out.name
+                running[name] = _Running(plan, slot)
+                children.start(name, run, (plan, False), _share(slot, jobs))
 
-        fill()
+        fill_slots()
         for name, message in children.messages():
             if isinstance(message, FunctionProgress):
-                steps[name] = message.done, message.total
+                progress.steps[name] = (message.done, message.total)
             else:
-                plan, slot = running.pop(name)
-                steps[name] = (steps.get(name, (0, 0))[1],) * 2
-                free.append(slot)
-                on_done(plan, message)
-                fill()
-            done, total = (sum(one) for one in zip(*steps.values(), strict=True))
-            remark = ", ".join(
-                f"{one} {steps[one][0]}" for one in running if one in steps
-            )
-            # Runs that have not started count as long as the others.
-            report(done, round(total / len(steps) * len(runs)), remark)
+                ended = running.pop(name)
+                progress.finish(name)
+                free_slots.append(ended.slot)
+                on_done(ended.plan, message)
+                fill_slots()
+            progress.show(report, running)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A run in a process, and the slot that the process has."""
+
+    plan: Run
+    slot: int
+
+
+class _CommonProgress:
+    """The progress of several runs as one."""
+
+    def __init__(self, runs: int) -> None:
+        self._runs = runs
+        self.steps: dict[str, tuple[int, int]] = {}
+        """Done and total, of each run that has started."""
+
+    def finish(self, name: str) -> None:
+        """Count all steps of a run as done."""
+        _, total = self.steps.get(name, (0, 0))
+        self.steps[name] = (total, total)
+
+    def show(self, report: Progress, running: Mapping[str, _Running]) -> None:
+        """Report the steps of all runs; runs that have not started count as long as the others."""
+        done = sum(run_done for run_done, _ in self.steps.values())
+        total = sum(run_total for _, run_total in self.steps.values())
+        started = [name for name in running if name in self.steps]
+        remark = ", ".join(f"{name} {self.steps[name][0]}" for name in started)
+        report(done, round(total / len(self.steps) * self._runs), remark)
+
+
+def _share(slot: int, processes: int) -> Mapping[str, str]:
+    """The environment of a process: one of the GPUs, or its share of the cores."""
+    gpus = _gpus()
+    if gpus:
+        return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]}
+    return _threads(processes)
 
 
 def _gpus() -> list[str]:
     """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     count = torch.cuda.device_count()
-    return named.split(",")[:count] if named else [str(one) for one in range(count)]
+    if visible:
+        return visible.split(",")[:count]
+    return [str(number) for number in range(count)]
 
 
 def _threads(processes: int) -> Mapping[str, str]:
     """The share of each process in the cores, unless OMP_NUM_THREADS is set."""
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+    share = max(1, len(os.sched_getaffinity(0)) // processes)
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}

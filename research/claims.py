@@ -126,7 +126,7 @@ something of ours that the paper has not. At 95%, some of this
 many claims go wrong by chance. For a speed, all seeds of both sides decode each prompt in turn in one
 process, without the prefill (the papers' speedups include it); trust only its direction, since the target is
 tiny. CPU-s: CPU seconds of one training of each side. Papers print other quantities as tau
-([methods.md](../methods.md)): compare directions, not numbers.
+([papers.md](../papers.md)): compare directions, not numbers.
 
 On the embedded targets tau is counted without decoding, on the target's own responses
 (`research/trial.py`). As a check, {conditions.compared} responses were decoded too, for the claims on

@@ -32,9 +32,7 @@ from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
-from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.demo import chats, scenes, wording
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.traffic.harvest import dataset_of, harvest
@@ -192,17 +190,15 @@ def prepare(
         ("train", "features", None),
         ("eval", "held-out", "float32"),
     ):
-        part = CaptureStore(workspace.root / folder)
-        job = CaptureJob(
-            workspace=workspace,
-            prompts=prompt_table.load(workspace.prompts, workspace.model, split),
-            responses=workspace.responses,
-            part=part,
+        job = CaptureJob.of(
+            workspace,
+            split=split,  # type: ignore[arg-type]
+            store=workspace.root / folder,
             settings=CaptureSettings(drafters=[drafter], dtype=dtype),  # type: ignore[arg-type]
             workers=WorkerOptions(workers=1),
         )
         flow.capture_features(job)
-        stores.append(part.made)
+        stores.append(job.store.open())
     return stores[0], stores[1]
 
 

@@ -21,6 +21,7 @@ import torch
 
 from research import say
 from research.claimed import Setting
+from research.walk import Walk, right_guesses, walk
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.catalogue import RECIPES
 from vlmdistill.drafters.checkpoints import checkpoint
@@ -30,7 +31,6 @@ from vlmdistill.drafters.core.settings import to_dict
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.drafters.training.recipes import resolve
-from vlmdistill.drafters.training.replay import Walk, right_guesses, walk
 from vlmdistill.drafters.training.run import Run as TrainingRun
 from vlmdistill.drafters.training.unroll import supervised
 from vlmdistill.pipelines import flow, train
@@ -337,7 +337,7 @@ class Trial:
             workspace=workspace,
             prompts=prompts,
             responses=root / "responses",
-            part=CaptureStore(root / "features"),
+            store=CaptureStore(root / "features"),
             settings=CaptureSettings(drafters=TRAINED, dtype="float32"),
             sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
         )
@@ -362,9 +362,9 @@ def count(drafter: Drafter, store: Store, keys: Sequence[str]) -> Measurement:
             store, drafter.config.needs(store.info), keys=[key], token_budget=1
         )
         batch = as_batch(samples, store.provenance.dtype).to("cpu", torch.float32)
-        right_R, able_R = right_guesses(drafter, batch, drafter.tree.total - 1)
+        right_R = right_guesses(drafter, batch, drafter.tree.total - 1)
         assert len(right_R) == int(supervised(batch).sum())
-        plain, own = counts(walk(right_R.tolist(), able_R.tolist()), len(right_R))
+        plain, own = counts(walk(right_R.tolist()), len(right_R))
         kind: PromptKind = "image" if len(batch.start_M) else "text"
         rows.append(
             PromptResult(

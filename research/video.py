@@ -36,7 +36,7 @@ from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.statistics import figures
-from vlmdistill.pipelines.targets.describe import feature_cost
+from vlmdistill.pipelines.targets.describe import SampleSize, feature_cost
 from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -478,9 +478,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             {
                 length: feature_cost(
                     wanted,
-                    {"text": at.text, "visual": at.visual, "span": 1},
+                    SampleSize(text=at.text, visual=at.visual),
                     info.hidden_size,
-                )["bytes"]
+                ).bytes
                 for length, at in times.items()
             },
         )

@@ -1,4 +1,4 @@
-"""Annexes: features that a store was not made for, kept in a store inside it; what makes a folder one."""
+"""Annexes: features that a store was not made for, kept in a store inside it."""
 
 from collections.abc import Collection
 
@@ -9,29 +9,27 @@ from vlmdistill.stores.layout import TOKENS
 from vlmdistill.stores.manifest import ANNEXES, StoreRecord
 from vlmdistill.stores.schema import content_hash
 
-SAME = (
-    "key",
-    f"{XXH3}{TOKENS.name}",
-    "visual_tokens",
-)  # equal in a sample and in what an annex adds to it
+# The columns in which a sample of a store and its line in an annex must be equal.
+SAME_SAMPLE = ("key", f"{XXH3}{TOKENS.name}", "visual_tokens")
 
 
 def annex_folder(names: Collection[str]) -> str:
-    """Where the annex of these features is: every process that adds the same features adds them there."""
+    """The folder of the annex of these features: every process that adds them adds them there."""
     return f"{ANNEXES}/{content_hash(sorted(names))}"
 
 
-def no_annex(store: StoreRecord, annex: StoreRecord, where: str) -> str | None:
-    """Why what lies at `where` in a store is no annex of it; None if it is."""
-    mine, theirs = store.provenance, annex.provenance
-    if where != (folder := annex_folder(theirs.features)):
-        return f"its features belong in {folder}"
-    if shared := {*mine.features}.intersection(theirs.features):
+def misplaced_annex(store: StoreRecord, annex: StoreRecord, folder: str) -> str | None:
+    """Why the store in `folder` is not an annex of the store around it; None if it is."""
+    own, added = store.provenance, annex.provenance
+    right_folder = annex_folder(added.features)
+    if folder != right_folder:
+        return f"its features belong in {right_folder}"
+    shared = {*own.features}.intersection(added.features)
+    if shared:
         return f"the store has {', '.join(sorted(shared))} itself"
-    if difference := mine.mismatch(replace(theirs, features=mine.features)):
+    difference = own.mismatch(replace(added, features=own.features))
+    if difference:
         return f"it is of another origin ({difference})"
-    return (
-        None
-        if (store.info, store.head) == (annex.info, annex.head)
-        else "it is of another target"
-    )
+    if (store.info, store.head) != (annex.info, annex.head):
+        return "it is of another target"
+    return None

@@ -27,13 +27,11 @@ from vlmdistill.stores.schema import CHUNK_FILE, Array, Rows
 CHUNK_ROWS = 256
 BUFFER = 1 << 20
 LARGE = 1 << 20  # bytes from which on a thread pays
-SYNC_EVERY = 1 << 26
-PART = 1 << 16  # values that are looked at together
-EXPONENTS = {
-    "bfloat16": 0x7F80,
-    "float16": 0x7C00,
-    "float32": 0x7F800000,
-}  # all bits of it: no finite number
+SYNC_EVERY = 1 << 26  # bytes
+CACHED = 1 << 16  # values that stay in the processor's cache
+# The bits of the exponent, which are all set in infinities and NaN alone.
+EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 T = TypeVar("T")
 
 
@@ -43,11 +41,10 @@ class ArraySpec:
 
     name: str
     rows: Rows
-    dtype: str  # as numpy names it: what is on disk
+    dtype: str  # on disk, as numpy names it
     width: int
-    attributes: tuple[
-        tuple[str, str], ...
-    ] = ()  # the logical dtype, column names: for human readers
+    attributes: tuple[tuple[str, str], ...] = ()
+    """The logical dtype and column names, for human readers."""
 
     @functools.cached_property
     def row_bytes(self) -> int:
@@ -58,30 +55,20 @@ class ArraySpec:
 def metadata(spec: ArraySpec, rows: int) -> dict[str, Any]:
     """The `zarr.json` of an array with `rows` rows."""
     itemsize = np.dtype(spec.dtype).itemsize
-    codecs: list[dict[str, Any]] = [
-        {"name": "bytes", "configuration": {"endian": "little"}}
-        if itemsize > 1
-        else {"name": "bytes"}
-    ]
     sharding = {
         "chunk_shape": [chunk_rows(rows), spec.width],
-        "codecs": codecs,
-        "index_codecs": [
-            {"name": "bytes", "configuration": {"endian": "little"}},
-            {"name": "crc32c"},
-        ],
+        "codecs": [LITTLE_ENDIAN if itemsize > 1 else {"name": "bytes"}],
+        "index_codecs": [LITTLE_ENDIAN, {"name": "crc32c"}],
         "index_location": "end",
     }
-    shard_rows = max(1, -(-rows // CHUNK_ROWS)) * chunk_rows(rows)
+    shard_rows = max(1, chunk_count(rows)) * chunk_rows(rows)
+    grid = {"chunk_shape": [shard_rows, spec.width]}
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": [rows, spec.width],
         "data_type": spec.dtype,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": [shard_rows, spec.width]},
-        },
+        "chunk_grid": {"name": "regular", "configuration": grid},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
@@ -90,24 +77,31 @@ def metadata(spec: ArraySpec, rows: int) -> dict[str, Any]:
     }
 
 
+def chunk_count(rows: int) -> int:
+    """The chunks of an array with so many rows."""
+    return -(-rows // CHUNK_ROWS)
+
+
 def chunk_rows(rows: int) -> int:
     """The rows of a chunk: as many as there may be, cut evenly, so that hardly any row is padding."""
-    return -(-rows // -(-rows // CHUNK_ROWS)) if rows else CHUNK_ROWS
+    if not rows:
+        return CHUNK_ROWS
+    return -(-rows // chunk_count(rows))
 
 
 def chunk_index(spec: ArraySpec, rows: int) -> bytes:
-    """Offset and length of each chunk and their crc32c: what ends the file of an array."""
+    """Offset and length of each chunk and their crc32c, which end the file of an array."""
     size = chunk_rows(rows) * spec.row_bytes
-    index = b"".join(
-        struct.pack("<QQ", at * size, size) for at in range(-(-rows // CHUNK_ROWS))
-    )
+    offsets = [number * size for number in range(chunk_count(rows))]
+    index = b"".join(struct.pack("<QQ", offset, size) for offset in offsets)
     return index + struct.pack("<I", google_crc32c.value(index))
 
 
 def file_bytes(spec: ArraySpec, rows: int) -> int:
     """The bytes of the file of an array with so many rows."""
-    count = -(-rows // CHUNK_ROWS)
-    return chunk_rows(rows) * count * spec.row_bytes + count * 16 + 4
+    count = chunk_count(rows)
+    data = chunk_rows(rows) * count * spec.row_bytes
+    return data + count * 16 + 4  # the index, and its crc32c
 
 
 @functools.cache
@@ -116,9 +110,8 @@ def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(3, thread_name_prefix="vlmdistill-write")
 
 
-os.register_at_fork(
-    after_in_child=_helpers.cache_clear
-)  # threads stay behind in the parent
+# Threads stay behind in the parent.
+os.register_at_fork(after_in_child=_helpers.cache_clear)
 
 
 def _write_hashed(
@@ -155,10 +148,9 @@ class HashedFile:
             _write_hashed(self._file.write, self._hash.update, view)
         self.bytes += len(view)
         self._unsynced += len(view) if len(view) >= LARGE else 0
-        # An fdatasync of what is written, so that closing does not wait for all of it.
-        if self._unsynced >= SYNC_EVERY and (
-            self._syncing is None or self._syncing.done()
-        ):
+        # An fdatasync meanwhile, so that closing does not wait for all bytes.
+        idle = self._syncing is None or self._syncing.done()
+        if idle and self._unsynced >= SYNC_EVERY:
             self._wait()
             self._syncing = _helpers().submit(os.fdatasync, self._file.fileno())
             self._unsynced = 0
@@ -179,7 +171,7 @@ class HashedFile:
         return self.bytes, self._hash.hexdigest()
 
     def abort(self) -> None:
-        """Close without fsync, also after `close`; what is buffered may not fit a full disk."""
+        """Close without fsync, also after `close`; buffered bytes may not fit a full disk."""
         with contextlib.suppress(OSError):
             self._wait()
         with contextlib.suppress(OSError):
@@ -187,19 +179,19 @@ class HashedFile:
 
 
 def not_finite(spec: ArraySpec, data: memoryview) -> Array:
-    """Which values [n] in bytes of an array are infinite or NaN, by their numbers."""
+    """The numbers [n] of the values that are infinite or NaN, in bytes of an array."""
     exponent = EXPONENTS.get(dict(spec.attributes).get("dtype", ""))
     if exponent is None or spec.dtype == "int8":
         return np.empty(0, np.int64)
     bits = np.frombuffer(data, f"u{np.dtype(spec.dtype).itemsize}")
-    masked, found = np.empty(min(len(bits), PART), bits.dtype), []
-    for at in range(0, len(bits), PART):  # parts stay in the processor's cache
-        part = np.bitwise_and(
-            bits[at : at + PART], exponent, out=masked[: len(bits) - at]
-        )
-        if part.max() == exponent:
-            found.append(at + np.flatnonzero(part == exponent))
-    return np.concatenate([np.empty(0, np.int64), *found])
+    masked = np.empty(min(len(bits), CACHED), bits.dtype)
+    numbers = [np.empty(0, np.int64)]
+    for start in range(0, len(bits), CACHED):
+        block = bits[start : start + CACHED]
+        exponents = np.bitwise_and(block, exponent, out=masked[: len(block)])
+        if exponents.max() == exponent:
+            numbers.append(start + np.flatnonzero(exponents == exponent))
+    return np.concatenate(numbers)
 
 
 def write_file(path: Path, *parts: Any) -> tuple[int, str]:
@@ -224,30 +216,28 @@ class ArrayWriter:
 
     def append(self, rows: Array) -> tuple[int, int]:
         """Add rows [n, width]; their xxh3, and how many of them are not finite."""
-        data = (
-            np.ascontiguousarray(rows).data.cast("B") if len(rows) else memoryview(b"")
-        )
-        odd = np.unique(not_finite(self.spec, data) // self.spec.width)
+        data = memoryview(b"")
+        if len(rows):
+            data = np.ascontiguousarray(rows).data.cast("B")
+        bad_rows = np.unique(not_finite(self.spec, data) // self.spec.width)
         checksum = _write_hashed(self._file.write, xxhash.xxh3_64_intdigest, data)
         self.rows += len(rows)
-        return checksum, len(odd)
+        return checksum, len(bad_rows)
 
     def close(self) -> dict[str, tuple[int, str]]:
         """Write padding, the chunk index and the metadata: file name -> (bytes, blake3)."""
         files = {}
         if self.rows:
-            self._file.write(
-                bytes(-self.rows % chunk_rows(self.rows) * self.spec.row_bytes)
-            )
+            padding = -self.rows % chunk_rows(self.rows)
+            self._file.write(bytes(padding * self.spec.row_bytes))
             self._file.write(chunk_index(self.spec, self.rows))
             files[f"{self.spec.name}/{CHUNK_FILE}"] = self._file.close()
         else:  # Zarr reads a missing file as the fill value, here of no rows at all
             self._file.abort()
             (self._folder / CHUNK_FILE).unlink()
         text = json.dumps(metadata(self.spec, self.rows)).encode()
-        files[f"{self.spec.name}/zarr.json"] = write_file(
-            self._folder / "zarr.json", text
-        )
+        entry = write_file(self._folder / "zarr.json", text)
+        files[f"{self.spec.name}/zarr.json"] = entry
         return files
 
     def abort(self) -> None:
@@ -256,26 +246,27 @@ class ArrayWriter:
 
 
 def read_rows(
-    backend: Backend, shard: str, spec: ArraySpec, span: range, out: Array | None = None
+    backend: Backend,
+    folder: str,
+    spec: ArraySpec,
+    span: range,
+    out: Array | None = None,
 ) -> tuple[Array, int]:
     """The rows of `span` [n, width], in `out` if given, and their xxh3.
 
     StoreError when the file is too short; the caller compares the checksum with the index.
     """
     if out is None:
-        rows = backend.read_range(*byte_range(shard, spec, span)).view(spec.dtype)
+        rows = backend.read_range(*byte_range(folder, spec, span)).view(spec.dtype)
         rows = rows.reshape(len(span), spec.width)
         return rows, xxhash.xxh3_64_intdigest(rows.data if len(rows) else b"")
     state = xxhash.xxh3_64()
-    name, start, _ = byte_range(shard, spec, span)
+    name, start, _ = byte_range(folder, spec, span)
     backend.readinto(name, start, out.reshape(-1).view(np.uint8), state.update)
     return out, state.intdigest()
 
 
-def byte_range(shard: str, spec: ArraySpec, span: range) -> tuple[str, int, int]:
+def byte_range(folder: str, spec: ArraySpec, span: range) -> tuple[str, int, int]:
     """File, first byte and number of bytes of some rows."""
-    return (
-        f"{shard}/{spec.name}/{CHUNK_FILE}",
-        span.start * spec.row_bytes,
-        len(span) * spec.row_bytes,
-    )
+    name = f"{folder}/{spec.name}/{CHUNK_FILE}"
+    return name, span.start * spec.row_bytes, len(span) * spec.row_bytes

@@ -1,18 +1,18 @@
 """Commits: how a shard or a table comes to count, and which record could name a file.
 
-What is committed is published first and named by a record afterwards. Then its files are looked for once
-more, since `gc` removes what no record names. Only then a copy of the record is kept in the ledger.
+The files are published first and named by a record afterwards. Then they are listed once more, since `gc`
+removes files that no record names. Only then a copy of the record is kept in the ledger.
 
 A deleted record is indistinguishable from one never written. So a copy below `ledger/` without its record
 means that the record was lost, renamed or overwritten. A writer that dies in between leaves a record without
-a copy; the next `gc` writes it. What is dropped on purpose is removed from the ledger first.
+a copy; the next `gc` writes it. To drop a record on purpose, remove its copy first.
 """
 
 import re
 from collections.abc import Callable, Iterable, Sequence
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import NewerError, RacedError, StoreError, one_line
+from vlmdistill.stores.errors import RacedError, StoreError, VersionError, one_line
 from vlmdistill.stores.manifest import (
     COMMITS,
     NAME,
@@ -32,90 +32,91 @@ from vlmdistill.stores.manifest import (
 from vlmdistill.stores.retry import retried
 
 LEDGER = "ledger"
-KEPT = (COMMITS, VIEWS, STATS)  # whose records have copies
+KEPT = (COMMITS, VIEWS, STATS)  # the folders of records that have copies
 SHARD = re.compile(rf"shards/({NAME.pattern})-[0-9a-f]{{16}}")
 TABLE = re.compile(rf"({'|'.join(TABLES)})/({NAME.pattern})-[0-9a-f]{{16}}\.arrow")
 
 
 @retried()
 def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Commit:
-    """Publish a shard and make it count; returns the record of its unit, another's if that came first.
+    """Publish a shard and make it count; returns its record, or that of another writer who was first.
 
     StoreError when the files of that record are not all there.
     """
-    name = commit_name(record.unit)
+    name = commit_name(record.shard)
     try:
         publish()
     except FileNotFoundError as error:
-        what = f"files of unit {record.unit} vanished while it was committed ({one_line(error)})"
         raise StoreError(
-            f"{what}: `vlmdistill store verify` says how to repair it"
+            f"files of shard {record.shard} vanished while it was committed ({one_line(error)}): "
+            "`vlmdistill store verify` says how to repair it"
         ) from error
-    made = backend.create(name, seal(record))
-    first = record if made else find_record(backend, name, Commit)
-    if first is not None and first.shard != record.shard:
-        backend.remove(
-            record.named
-        )  # the unit's name is taken: this shard can never be committed
+    created = backend.create(name, seal(record))
+    first = record if created else find_record(backend, name, Commit)
+    if first is not None and first.folder != record.folder:
+        # The name is taken: these files can never be committed.
+        backend.remove(record.path)
     if first is not None and is_complete(backend, first):
         note(backend, name, first)
         return first
-    what = f"the files of unit {record.unit} were removed while they were committed"
     raise RacedError(
-        f"{what}: does `store gc` run with a short --grace? Run `store verify`"
+        f"the files of shard {record.shard} were removed while they were committed: does `store gc` run with "
+        "a short --grace? Run `store verify`"
     )
 
 
-def find_commit(backend: Backend, unit: str) -> Commit | None:
-    """The record of a unit; where it is lost, its copy in the ledger."""
-    name = commit_name(unit)
+def find_commit(backend: Backend, shard: str) -> Commit | None:
+    """The record of a shard; where it is lost, its copy in the ledger."""
+    name = commit_name(shard)
     return find_record(backend, name, Commit) or find_copy(backend, name, Commit)
 
 
 def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -> None:
-    """Note the records that have no copy: a writer died in between, or an older version wrote them."""
+    """Note the records that have no copy: their writer died in between."""
 
-    def one(record: Commit | TableRecord) -> None:
-        name = record_name(record.named)
+    def complete(record: Commit | TableRecord) -> None:
+        name = record_name(record.path)
         try:
             copy = find_copy(backend, name, type(record))
-        except NewerError:
+        except VersionError:
             raise
         except StoreError:  # it is damaged: replace it
             copy = None
-        if (
-            copy != record
-            and is_complete(backend, record)
-            and find_naming(backend, record.named) == record
-        ):
+        if copy == record or not is_complete(backend, record):
+            return
+        if find_naming(backend, record.path) == record:  # it still counts
             note(backend, name, record)
 
-    for _ in backend.map(one, records):
+    for _ in backend.map(complete, records):
         pass
 
 
 def find_naming(backend: Backend, name: str) -> Commit | TableRecord | None:
     """The record that names a shard or table, as of now."""
-    where = record_name(name)
-    record = find_record(backend, where, kind_of(where)) if where else None
-    return record if record is not None and record.named == name else None
+    record_file = record_name(name)
+    if not record_file:
+        return None
+    record = find_record(backend, record_file, kind_of(record_file))
+    return record if record is not None and record.path == name else None
 
 
 def record_name(name: str) -> str:
     """The file of the record that could name a shard or table; '' when none can."""
-    if found := SHARD.fullmatch(name):
-        return commit_name(found[1])
-    if found := TABLE.fullmatch(name):
-        return f"{found[1]}/{found[2]}.json"
+    shard = SHARD.fullmatch(name)
+    if shard:
+        return commit_name(shard[1])
+    table = TABLE.fullmatch(name)
+    if table:
+        return f"{table[1]}/{table[2]}.json"
     return ""
 
 
 def is_complete(backend: Backend, record: Commit | TableRecord) -> bool:
-    """Whether all files that a record names are there, by their sizes."""
+    """Whether all files that a record names exist, by their sizes."""
     if isinstance(record, TableRecord):
-        return bool(backend.size(record.named) == record.entry[0])
-    there = backend.list_files(record.named)
-    return all(there.get(file) == size for file, (size, _) in record.files.items())
+        return bool(backend.size(record.path) == record.entry[0])
+    sizes = backend.list_files(record.path)
+    return all(sizes.get(file) == size for file, (size, _) in record.files.items())
 
 
 def note(backend: Backend, name: str, record: Record) -> None:
@@ -125,26 +126,29 @@ def note(backend: Backend, name: str, record: Record) -> None:
 
 
 def find_copy(backend: Backend, name: str, kind: type[R]) -> R | None:
-    """The copy of the record `name`, None when it is missing; StoreError when it is damaged or too new."""
+    """The copy of the record `name`, None when it is missing; StoreError when it is damaged."""
     return find_record(backend, name, kind, f"{LEDGER}/")
 
 
 def require_all(backend: Backend, folders: Sequence[str] = KEPT) -> None:
     """StoreError when a record is gone though it has a copy."""
-    names = [  # first: a record is made before its copy
-        f"{folder}/{name}"
-        for folder in folders
-        for name in record_names(backend, f"{LEDGER}/{folder}")
-    ]
-    there = {
-        f"{folder}/{name}"
-        for folder in folders
-        for name in record_names(backend, folder)
-    }
-    missing = [f"{name}.json" for name in names if name not in there]
-    if gone := [
-        name for name in missing if backend.size(name) is None
-    ]:  # a listing may be an old one
-        what = f"{len(gone)} records of {backend.url} are lost, the first {gone[0]}"
-        how = f"copy {LEDGER}/{gone[0]} to {gone[0]}, or remove it if that was dropped on purpose"
-        raise StoreError(f"{what}. For each: {how}")
+    # Copies are listed first, as a record is made before its copy.
+    copies = _listed(backend, folders, f"{LEDGER}/")
+    records = set(_listed(backend, folders))
+    missing = [name for name in copies if name not in records]
+    # A listing may be an old one.
+    lost = [name for name in missing if backend.size(name) is None]
+    if lost:
+        raise StoreError(
+            f"{len(lost)} records of {backend.url} are lost, the first {lost[0]}. For each: copy "
+            f"{LEDGER}/{lost[0]} to {lost[0]}, or remove it if that was dropped on purpose"
+        )
+
+
+def _listed(backend: Backend, folders: Sequence[str], above: str = "") -> list[str]:
+    """The files of the records in some folders, or of their copies, as `commits/<shard>.json`."""
+    names = []
+    for folder in folders:
+        for name in record_names(backend, f"{above}{folder}"):
+            names.append(f"{folder}/{name}.json")
+    return names

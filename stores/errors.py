@@ -18,8 +18,8 @@ class StoreError(VlmdistillError):
     """The feature store is missing, corrupt, or of another origin than required."""
 
 
-class NewerError(StoreError):
-    """The data was written by a later version of this program."""
+class VersionError(StoreError):
+    """The data was written in another version of the format than this program reads."""
 
 
 class RacedError(StoreError):
@@ -31,7 +31,7 @@ class DataError(VlmdistillError):
 
 
 class LostError(DataError):
-    """Another machine has published its work on the same part meanwhile; what was done here is kept."""
+    """Another machine has published a version of the same folder meanwhile; the local changes are kept."""
 
 
 class TargetError(VlmdistillError):
@@ -47,7 +47,7 @@ class PromptError(TargetError):
 
 
 class TrainingError(VlmdistillError):
-    """A drafter cannot be trained, resumed or loaded with what was given."""
+    """A drafter cannot be trained, resumed or loaded with the given settings or files."""
 
 
 class LostRankError(TrainingError):
@@ -55,7 +55,7 @@ class LostRankError(TrainingError):
 
 
 class StoppedError(VlmdistillError):
-    """The user or the system has ended the work by a signal; the text says what is left of it."""
+    """The user or the system has ended the work by a signal; the text says which results are kept."""
 
     def __init__(self, text: str, signal: int) -> None:
         super().__init__(text)
@@ -74,7 +74,7 @@ def naming(path: object) -> Iterator[None]:
 
 
 class PanicError(VlmdistillError):
-    """A library that is written in Rust has failed on what it was given."""
+    """A library that is written in Rust has failed on its input."""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""A lock at a store: it saves double work, and is nothing that safety rests on.
+"""A lock at a store: it avoids double work; safety does not depend on it.
 
-    <name>.<generation>.json   who holds it; created, never replaced
+    <name>.<generation>.json   the holder; created, never replaced
     <name>.<generation>.alive  replaced by the holder every minute
 
 Whoever finds a lock waits for a sign of life, and is refused if there is one. A lock that shows none for five
@@ -46,9 +46,8 @@ class Holder(msgspec.Struct, frozen=True):
             os.kill(self.process, 0)
         except (OSError, OverflowError) as error:
             return not isinstance(error, PermissionError)
-        return (
-            self.process == os.getpid()
-        )  # an earlier one of that number, as in a container
+        # A process with this number was an earlier one, as in a container.
+        return self.process == os.getpid()
 
 
 def machine() -> str:
@@ -63,9 +62,10 @@ def machine() -> str:
 class Lease:
     """A lock that this process holds."""
 
-    def __init__(self, there: Backend, name: str) -> None:
-        self._there, self._name = there, name
-        self._mine = Holder(
+    def __init__(self, backend: Backend, name: str) -> None:
+        self._backend = backend
+        self._name = name
+        self._own = Holder(
             socket.gethostname(), machine(), os.getpid(), secrets.token_hex(8)
         )
         self._generation = 0
@@ -79,10 +79,8 @@ class Lease:
 
         OSError as the backend raises it.
         """
-        seen, since = (
-            None,
-            0.0,
-        )  # of the lock of another: generation and last sign of life
+        seen = None  # of the lock of another: its generation and last sign of life
+        since = 0.0
         while not self._take(generation := self._latest()):
             other, now = self._holder(generation), time.monotonic()
             if other is None:  # released
@@ -91,13 +89,13 @@ class Lease:
             if seen is None:
                 log.info(
                     "%s is locked by %s: waiting for a sign of life",
-                    self._there.url,
+                    self._backend.url,
                     other.host,
                 )
             elif sign != seen and not wait:
                 raise DataError(
-                    f"another run, process {other.process} on {other.host}, is writing to {self._there.url}: "
-                    "wait until it ends, or stop it"
+                    f"another run, process {other.process} on {other.host}, is writing to "
+                    f"{self._backend.url}: wait until it ends, or stop it"
                 )
             since = since if sign == seen else now
             seen = sign
@@ -114,11 +112,10 @@ class Lease:
 
     def _create(self, generation: int) -> bool:
         self._generation = generation
-        data = msgspec.json.encode(self._mine)
-        return (
-            self._there.create(self._file(generation), data)
-            or self._holder(generation) == self._mine
-        )
+        data = msgspec.json.encode(self._own)
+        if self._backend.create(self._file(generation), data):
+            return True
+        return self._holder(generation) == self._own
 
     def release(self) -> None:
         """Remove the lock, and those that it has taken over."""
@@ -130,38 +127,34 @@ class Lease:
                 if generation > self._generation:
                     return
                 for end in ("alive", "json"):
-                    self._there.remove(f"{self._name}.{generation}.{end}")
+                    self._backend.remove(f"{self._name}.{generation}.{end}")
 
     def _touch(self) -> None:
         count = 0
         while not self._ended.wait(TOUCHED):
             with suppress(*FOR_USER):  # the next one may succeed
                 count += 1
-                self._there.replace(
-                    self._file(self._generation, "alive"), str(count).encode()
-                )
+                file = self._file(self._generation, "alive")
+                self._backend.replace(file, str(count).encode())
 
     def _latest(self) -> int:
         folder, _, leaf = self._name.rpartition("/")
-        names = (
-            name.removeprefix(f"{leaf}.").partition(".")
-            for name in self._there.list_names(folder)
-        )
-        return max(
-            (int(one) for one, _, end in names if one.isdecimal() and end == "json"),
-            default=0,
-        )
+        generations = []
+        for name in self._backend.list_names(folder):
+            number, _, end = name.removeprefix(f"{leaf}.").partition(".")
+            if number.isdecimal() and end == "json":
+                generations.append(int(number))
+        return max(generations, default=0)
 
     def _alive(self, generation: int) -> bytes:
         with suppress(FileNotFoundError):
-            return self._there.read(self._file(generation, "alive"), 32)
+            return self._backend.read(self._file(generation, "alive"), 32)
         return b""
 
     def _holder(self, generation: int) -> Holder | None:
         try:
-            return msgspec.json.decode(
-                self._there.read(self._file(generation), 1 << 12), type=Holder
-            )
+            data = self._backend.read(self._file(generation), 1 << 12)
+            return msgspec.json.decode(data, type=Holder)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError:
@@ -172,9 +165,9 @@ class Lease:
 
 
 @contextmanager
-def leased(there: Backend, name: str, wait: bool = False) -> Iterator[None]:
+def leased(backend: Backend, name: str, wait: bool = False) -> Iterator[None]:
     """Hold the lock `name` at a store; DataError if a process that is alive has it, unless `wait`."""
-    lease = Lease(there, name)
+    lease = Lease(backend, name)
     lease.acquire(wait)
     try:
         yield

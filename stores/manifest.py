@@ -5,8 +5,9 @@ count until a record names them with their sizes and blake3. A record seals itse
 canonical JSON of its content and of the hash of that content, so that any change shows.
 
 A record may come from an untrusted source, which can seal anything. So its size and nesting are bounded
-before it is parsed, types and bounds are declared below, and `wrong` compares names with the file they stand
-in. What passes is what `docs/store-format.md` allows: a name in it leads nowhere but into the store.
+before it is parsed, types and bounds are declared below, and `wrong` compares the names in it with the name
+of its file. A record that passes is as `docs/store-format.md` allows: its names lead nowhere but into the
+store.
 """
 
 import json
@@ -19,8 +20,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from vlmdistill.stores.backends.backend import Backend
-from vlmdistill.stores.errors import NewerError, StoreError, one_line
-from vlmdistill.stores.records import decode
+from vlmdistill.stores.errors import StoreError, VersionError, one_line
+from vlmdistill.stores.input_files import decode
 from vlmdistill.stores.schema import (
     CHUNK_FILE,
     SCHEMA_VERSION,
@@ -49,7 +50,7 @@ RECORD = re.compile(
 ARRAY = r"(?:tokens|(?:hidden|embed|layer[0-9]{1,5})\.(?:text|visual|span)(?:\.(?:token|channel)_scale)?)"
 FILE = re.compile(rf"{INDEX}|{GROUP}|{ARRAY}/(?:{GROUP}|{CHUNK_FILE})")
 SEAL = re.compile(rb'"blake3":"([0-9a-f]{64})",?')
-BRACKETS = bytes(set(range(256)) - set(b"[]{}"))  # all but these
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 KINDS: tuple[Rows, ...] = get_args(Rows)
 DEPTH = 32  # brackets within brackets
 
@@ -57,9 +58,8 @@ Name = Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")]
 Short = Annotated[str, Meta(max_length=300)]
 Text = Annotated[str, Meta(max_length=1 << 14)]
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
-Entry = tuple[
-    Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-]  # bytes and blake3 of a file
+# Bytes and blake3 of a file.
+Entry = tuple[Count, Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]]
 # Hashes that are only compared: a pattern would take longer.
 Files = Mapping[Short, tuple[Count, Annotated[str, Meta(min_length=64, max_length=64)]]]
 Square = Annotated[float, Meta(ge=0)]
@@ -69,7 +69,7 @@ R = TypeVar("R", bound="Record")
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A sealed record."""
 
-    schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)]
+    schema: Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
 
     MOST: ClassVar[int] = 1 << 20  # bytes
 
@@ -89,14 +89,13 @@ class HeadRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StoreRecord(Record, frozen=True, kw_only=True):
-    """What a store is."""
+    """The target and the features of a store."""
 
     format: Annotated[str, Meta(pattern=rf"\A{FORMAT}\Z")]
     provenance: Provenance
     info: TargetInfo
-    encoding: Mapping[
-        Short, Short
-    ]  # feature name -> raw | int8, checked by `Layout.of`
+    encoding: Mapping[Short, Short]
+    """Feature name -> raw | int8, checked by `Layout.of`."""
     head: HeadRecord
 
     def wrong(self, name: str) -> str | None:
@@ -108,40 +107,39 @@ class StoreRecord(Record, frozen=True, kw_only=True):
 class Commit(Record, frozen=True, kw_only=True):
     """A shard that counts."""
 
-    unit: Name
-    shard: Short
+    shard: Name
+    folder: Short  # below `shards/`: the name, and a hash of the files
     origin: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]  # hash of the provenance
     rows: Mapping[Rows, Count]
     meta: tuple[Text, ...]
     files: Files
-    losses: Mapping[
-        Short, tuple[Square, Square]
-    ]  # of int8 features: summed squared error, summed squares
+    losses: Mapping[Short, tuple[Square, Square]]
+    """Of int8 features: summed squared error, summed squares."""
 
     @property
-    def named(self) -> str:
-        """The folder that counts by this record."""
-        return f"{SHARDS}/{self.shard}"
+    def path(self) -> str:
+        """The folder that counts by this record, below the store."""
+        return f"{SHARDS}/{self.folder}"
 
     def size(self, file: str) -> int:
         """Bytes of a file of the shard; 0 when it has none of that name."""
         return self.files[file][0] if file in self.files else 0
 
     def wrong(self, name: str) -> str | None:
-        """The record has the name of its unit, names the files of a shard, and the shard is named by them."""
-        if name != commit_name(self.unit):
-            return f"it is the record of {self.unit}"
-        odd = [file for file in self.files if not FILE.fullmatch(file)]
-        if odd or not {INDEX, GROUP} <= self.files.keys():
-            return (
-                f"a shard has no file {odd[0]!r}"
-                if odd
-                else f"a shard has the files {INDEX} and {GROUP}"
-            )
+        """It has the name of its shard and names files of a shard, and its folder is named by them."""
+        if name != commit_name(self.shard):
+            return f"it is the record of {self.shard}"
+        for file in self.files:
+            if not FILE.fullmatch(file):
+                return f"a shard has no file {file!r}"
+        if not {INDEX, GROUP} <= self.files.keys():
+            return f"a shard has the files {INDEX} and {GROUP}"
         if len(self.rows) < len(KINDS):
             return "it lacks the rows of each kind: text, visual, span, sample"
-        shard = shard_name(self.unit, self.files)
-        return None if self.shard == shard else f"the shard of these files is {shard}"
+        folder = shard_folder(self.shard, self.files)
+        return (
+            None if self.folder == folder else f"the folder of these files is {folder}"
+        )
 
 
 class TableRecord(Record, frozen=True, kw_only=True):
@@ -154,12 +152,12 @@ class TableRecord(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What the table is kept under."""
+        """The name of the table in its folder."""
         return "index"
 
     @property
-    def named(self) -> str:
-        """The file that counts by this record."""
+    def path(self) -> str:
+        """The file that counts by this record, below the store."""
         return self.file
 
     def file_of(self, entry: Entry) -> str:
@@ -171,13 +169,13 @@ class TableRecord(Record, frozen=True, kw_only=True):
         if name != f"{self.FOLDER}/{self.name}.json":
             return f"it is the record of {self.name}"
         file = self.file_of(self.entry)
-        return (
-            None if self.file == file and self.entry[1] else f"its table must be {file}"
-        )
+        if self.file != file or not self.entry[1]:
+            return f"its table must be {file}"
+        return None
 
 
 class ViewRecord(TableRecord, frozen=True, kw_only=True):
-    """Which samples some filters keep."""
+    """The samples that some filters keep."""
 
     name: Name = msgspec.field(name="view")
     base: Name | None
@@ -196,7 +194,7 @@ class ViewRecord(TableRecord, frozen=True, kw_only=True):
 
 
 class RunRecord(TableRecord, frozen=True, kw_only=True):
-    """What a training run says of samples."""
+    """Statistics of samples from a training run."""
 
     name: Name = msgspec.field(name="run")
     order: Count
@@ -205,7 +203,7 @@ class RunRecord(TableRecord, frozen=True, kw_only=True):
 
 
 class CacheRecord(TableRecord, frozen=True, kw_only=True):
-    """The merged index, of the shards of these units."""
+    """The merged index of these shards, by name, with their folders."""
 
     shards: Mapping[Name, Short]
 
@@ -219,7 +217,7 @@ TABLES: Mapping[str, type[TableRecord]] = {
 
 
 def kind_of(name: str) -> type[Commit | TableRecord]:
-    """What the record in a file is, by its folder."""
+    """The type of the record in a file, by its folder."""
     return TABLES.get(name.split("/")[0], Commit)
 
 
@@ -256,14 +254,16 @@ def seal(record: Record | Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, kind: type[R], name: str) -> R:
-    """Read the record in the file `name` back; ValueError or NewerError says what is wrong."""
+    """Read the record in the file `name` back; ValueError or VersionError says what is wrong."""
     _require_size(data, kind)
     if _deep(data):
         raise ValueError(f"its brackets do not match, or are more than {DEPTH} deep")
     # The first is its own: keys are sorted, and nothing that comes before it can hold another.
-    found = SEAL.search(data)
-    content = found and data[: found.start()] + data[found.end() :]
-    if not found or not content or digest(content) != found[1].decode():
+    match = SEAL.search(data)
+    if not match:
+        raise ValueError("its checksum does not match")
+    content = data[: match.start()] + data[match.end() :]
+    if digest(content) != match[1].decode():
         raise ValueError("its checksum does not match")
     try:
         record = decode(content, kind)
@@ -283,7 +283,7 @@ def _require_size(data: bytes, kind: type[Record]) -> None:
 def _deep(data: bytes) -> bool:
     """Whether brackets outside of strings are nested too deeply, or do not match."""
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
-    brackets = b"".join(bare).translate(None, BRACKETS)
+    brackets = b"".join(bare).translate(None, NO_BRACKETS)
     for _ in range(DEPTH):
         if not brackets:
             break
@@ -296,55 +296,60 @@ class _Version(Struct):
 
 
 def _require_known(content: bytes) -> None:
-    """NewerError when a record, which is not as it should be, is of a later version."""
+    """VersionError when a record, which is not as it should be, is of another version of the format."""
     try:
         version = decode(content, _Version).schema
     except msgspec.ValidationError:
         return
+    if version == SCHEMA_VERSION or version < 1:  # the version is not the fault
+        return
+    cure = "a development version wrote it, write it again"
     if version > SCHEMA_VERSION:
-        raise NewerError(f"has schema {version}")
+        cure = "update vlmdistill"
+    raise VersionError(
+        f"has schema {version}, this vlmdistill reads {SCHEMA_VERSION}: {cure}"
+    )
 
 
 def read_record(backend: Backend, name: str, kind: type[R], below: str = "") -> R:
-    """Read and check a record: StoreError if damaged, NewerError if too new, FileNotFoundError if missing.
+    """Read and check a record: StoreError if damaged or of another version, FileNotFoundError if missing.
 
     Its copy is `below` another folder.
     """
-    where = f"{backend.url}/{below}{name}"
+    path = f"{backend.url}/{below}{name}"
     if not RECORD.fullmatch(name):
-        raise damaged(where, "no record can have that name")
+        raise damaged(path, "no record can have that name")
     try:
         return unseal(backend.read(below + name, kind.MOST + 1), kind, name)
     except (ValueError, IsADirectoryError, NotADirectoryError) as error:
-        raise damaged(where, one_line(error)) from error
-    except NewerError as error:
-        what = f"{where} {error}, this vlmdistill reads up to {SCHEMA_VERSION}: update vlmdistill"
-        raise NewerError(what) from None
+        raise damaged(path, one_line(error)) from error
+    except VersionError as error:
+        raise VersionError(f"{path} {error}") from None
 
 
 def find_record(
     backend: Backend, name: str, kind: type[R], below: str = ""
 ) -> R | None:
-    """Read and check a record, None when it is missing; StoreError when damaged or too new."""
+    """Read and check a record, None when it is missing; StoreError when damaged or of another version."""
     try:
         return read_record(backend, name, kind, below)
     except FileNotFoundError:
         return None
 
 
-def check_name(name: str, what: str) -> str:
+def check_name(name: str, kind: str) -> str:
     """Refuse names that cannot be file names everywhere."""
     if not NAME.fullmatch(name):
         raise StoreError(
-            f"'{name}' cannot name a {what}: use at most 200 letters, digits and . _ = + -, starting with a "
+            f"'{name}' cannot name a {kind}: use at most 200 letters, digits and . _ = + -, starting with a "
             "letter or digit"
         )
     return name
 
 
-def shard_name(unit: str, files: Files) -> str:
-    """The unit and a hash of the content: equal samples make equal names."""
-    return f"{unit}-{digest(msgspec.json.encode(files, order='sorted'))[:16]}"
+def shard_folder(shard: str, files: Files) -> str:
+    """The folder of a shard: its name and a hash of its files, so that equal samples make equal folders."""
+    return f"{shard}-{digest(msgspec.json.encode(files, order='sorted'))[:16]}"
 
 
 def record_names(backend: Backend, folder: str) -> list[str]:
@@ -364,11 +369,11 @@ def names_in(backend: Backend, folder: str) -> list[str]:
         raise damaged(f"{backend.url}/{folder}", "it is no folder") from error
 
 
-def units(backend: Backend) -> list[str]:
-    """The committed units, sorted."""
+def committed_shards(backend: Backend) -> list[str]:
+    """The names of the committed shards, sorted."""
     return record_names(backend, COMMITS)
 
 
-def commit_name(unit: str) -> str:
-    """Where the record of a unit lies."""
-    return f"{COMMITS}/{unit}.json"
+def commit_name(shard: str) -> str:
+    """Where the record of a shard lies."""
+    return f"{COMMITS}/{shard}.json"

@@ -1,4 +1,4 @@
-"""Trying again what may succeed on another attempt, such as a race that another process has won."""
+"""Trying again after an error that another attempt may not meet, such as a lost race."""
 
 import contextlib
 import functools
@@ -22,11 +22,11 @@ def retried(
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
-        def call(*given: P.args, **named: P.kwargs) -> T:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
             for _ in range(times - 1):
                 with contextlib.suppress(on):
-                    return function(*given, **named)
-            return function(*given, **named)
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return call
 

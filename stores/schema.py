@@ -1,4 +1,4 @@
-"""What travels through a store: features, samples, and where they come from.
+"""The data of a store: features, samples, and where they come from.
 
 Shapes: T text tokens of a sample, U visual tokens, M visual spans (images or video runs),
 L = T + U positions of the expanded sequence, D hidden width, V vocabulary.
@@ -15,25 +15,27 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy.typing as npt
-from msgspec import UNSET, Struct, UnsetType
 from msgspec import Meta as Bounds
+from msgspec import Struct
 
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.suggestions import did_you_mean
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 T = TypeVar("T")
 CHUNK_FILE = "c/0/0"  # the one file of rows in the folder of an array
 
 Array = npt.NDArray[Any]
 Where = Literal["text", "visual", "span"]
-Rows = Literal["text", "visual", "span", "sample"]  # what one row of an array is for
+Rows = Literal[
+    "text", "visual", "span", "sample"
+]  # one row of an array is for each of these
 Meta = Mapping[str, str | int | float | bool | None]
 TIME = "time"
 """The meta column that says when a sample was asked, in seconds since 1970: `store gc --older-than`."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
-# What may be read; far beyond any target, and small enough to reckon with.
+# Bounds of what is read: far beyond any target, and small enough to compute with.
 Size = Annotated[int, Bounds(ge=1, le=1 << 17)]  # of a vector
 Count = Annotated[int, Bounds(ge=0, le=1 << 31)]
 Id = Annotated[int, Bounds(ge=0, le=1 << 31)]
@@ -50,7 +52,7 @@ class Feature:
             embeddings with projected visual vectors scattered in) or `layer<k>` (the residual stream that
             enters layer k, before any norm; `hidden_states[k]` of transformers).
         where: `text` (every text token), `visual` (every visual token) or `span` (the last visual token of
-            each image or video: what the first text token after it is paired with).
+            each image or video, which is paired with the first text token after it).
     """
 
     source: str
@@ -74,35 +76,35 @@ class Feature:
         Raises:
             DataError: It is not the name of a feature.
         """
-        found = FEATURE.fullmatch(name)
-        if not found:
-            every = (
-                f"{of}.{at}"
-                for of in ("hidden", "embed")
-                for at in typing.get_args(Where)
-            )
-            near = did_you_mean(name, every)
+        match = FEATURE.fullmatch(name)
+        if not match:
+            places = typing.get_args(Where)
+            examples = [
+                f"{of}.{place}" for of in ("hidden", "embed") for place in places
+            ]
+            near = did_you_mean(name, examples)
             raise DataError(
                 f"'{name}' is not a feature{near}: write hidden|embed|layer<k> '.' text|visual|span, "
                 "for example hidden.text or layer14.visual"
             )
-        return cls(found[1], typing.cast(Where, found[2]))
+        return cls(match[1], typing.cast(Where, match[2]))
 
 
 def as_features(features: Collection[str | Feature] | Feature) -> tuple[Feature, ...]:
-    """Features of those or their names; a single one, too. DataError when a name is not a feature."""
-    given = (features,) if isinstance(features, str | Feature) else features
+    """Features from features or their names, or from a single one. DataError when a name is not a feature."""
+    several = (features,) if isinstance(features, str | Feature) else features
     return tuple(
-        one if isinstance(one, Feature) else Feature.parse(one) for one in given
+        feature if isinstance(feature, Feature) else Feature.parse(feature)
+        for feature in several
     )
 
 
-def held(features: Mapping[Feature, T], wanted: Feature, what: str) -> T:
-    """The states of a feature; DataError when this sample or batch was read without it."""
+def held(features: Mapping[Feature, T], wanted: Feature, holder: str) -> T:
+    """The states of a feature; DataError when the `holder`, a sample or batch, was read without it."""
     if wanted not in features:
         names = ", ".join(sorted(feature.name for feature in features)) or "none"
         raise DataError(
-            f"the {what} lacks {wanted.name}, it has {names}: name it in `features`"
+            f"the {holder} lacks {wanted.name}, it has {names}: name it in `features`"
         )
     return features[wanted]
 
@@ -151,6 +153,13 @@ class Sample:
     def visual_tokens(self) -> int:
         """U: the number of visual tokens in the expanded sequence."""
         return sum(span.length for span in self.spans)
+
+    def __repr__(self) -> str:
+        features = ", ".join(feature.name for feature in self.features) or "none"
+        return (
+            f"Sample({self.key!r}: {len(self.ids_T)} text tokens, {int(self.response_T.sum())} of the "
+            f"response; {self.visual_tokens} visual tokens in {len(self.spans)} spans; features: {features})"
+        )
 
     def feature(self, name: str) -> Array:
         """Look up a feature.
@@ -212,7 +221,7 @@ class PackedSamples:
 class Facts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts that are kept as JSON."""
 
-    WHAT: typing.ClassVar[str]
+    WHAT: typing.ClassVar[str]  # their name in an error
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able form; `from_dict` reads it back."""
@@ -254,7 +263,7 @@ class TargetInfo(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class FrozenTables:
-    """The target's frozen tables: what turns ids into drafter inputs and states into logits.
+    """The target's frozen tables, which turn ids into drafter inputs and states into logits.
 
     `lm_head_VD` is the same object as `embed_VD` when the target ties them.
     """
@@ -284,34 +293,25 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Label, ...], Bounds(max_length=1000)
     ]  # names of those captured, sorted
     dtype: Label  # of the stored features: bfloat16, float16 or float32
-    revision: Label = ""
-    sampling: Label = (
-        ""  # never compared: responses of several settings may share a store
-    )
-    code_version: Label = ""  # never compared
-    engine: Label = "transformers"  # that ran the target; another one with its version
-    thinking: Label | UnsetType = (
-        UNSET  # whether the target reasons: on, off, mixed; absent: as by default
-    )
+    revision: Label  # never compared
+    sampling: Label  # never compared: responses of several settings may share a store
+    code_version: Label  # never compared
+    engine: Label  # that ran the target: `transformers`, or another with its version
+    thinking: Label  # whether the target reasons: on, off, mixed; "": as by default
 
     INFORMATIVE: typing.ClassVar = ("target", "revision", "sampling", "code_version")
     WHAT = "provenance"
 
     def mismatch(self, other: "Provenance") -> str | None:
-        """The first compared field in which the two differ, as `field: mine, not theirs`."""
+        """The first compared field in which the two differ, as `field: own, not other`."""
         for name in self.__struct_fields__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if name not in self.INFORMATIVE and mine != theirs:
-                return f"{name}: {mine}, not {theirs}"
+            if name in self.INFORMATIVE:
+                continue
+            value = getattr(self, name)
+            other_value = getattr(other, name)
+            if value != other_value:
+                return f"{name}: {value}, not {other_value}"
         return None
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form; `from_dict` reads it back. What is absent stays so: earlier versions read it."""
-        return {
-            name: value
-            for name, value in super().to_dict().items()
-            if value is not UNSET
-        }
 
 
 def content_hash(value: Any) -> str:
@@ -321,15 +321,16 @@ def content_hash(value: Any) -> str:
 
 
 def utc(moment: float) -> str:
-    """Seconds since 1970 as records say them: `2026-11-25T08:00:00Z`."""
+    """Seconds since 1970 as a date and time: `2026-11-25T08:00:00Z`."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
 
 
-def seconds(text: str, what: str) -> float:
-    """A length of time such as `90s`, `12h`, `30d` or `2w`; DataError names `what` it is."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip().lower())
-    if not found:
+def seconds(text: str, option: str) -> float:
+    """A length of time such as `90s`, `12h`, `30d` or `2w`; DataError names the `option` that it is of."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text.strip().lower())
+    if not match:
         raise DataError(
-            f"{what} '{text}': write a number with s, m, h, d or w, such as 30d"
+            f"{option} '{text}': write a number with s, m, h, d or w, such as 30d"
         )
-    return float(found[1]) * UNITS[found[2]]
+    number, unit = match.groups()
+    return float(number) * UNITS[unit]

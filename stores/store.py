@@ -3,10 +3,10 @@
     STORE/
       store.json            provenance, target facts, layout, the frozen head's file; sealed
       heads/<hash>/         the target's frozen embedding and LM head
-      commits/<unit>.json   a shard counts when its record is here; sealed
-      shards/<unit>-<hash>/ a Zarr v3 group of arrays, and index.arrow
-      views/, stats/        what filters keep; what training says of samples
-      ledger/               a copy of each record, to miss lost ones by
+      commits/<shard>.json   a shard counts when its record is here; sealed
+      shards/<shard>-<hash>/ a Zarr v3 group of arrays, and index.arrow
+      views/, stats/        samples that filters keep; statistics from training
+      ledger/               a copy of each record, by which lost ones are noticed
       annexes/<hash>/       a store, without heads/, of further features of the same samples
       staging/              unfinished work
 
@@ -15,12 +15,13 @@
 
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from vlmdistill.stores.annexes import SAME, annex_folder, no_annex
+from vlmdistill.stores.annexes import SAME_SAMPLE, annex_folder, misplaced_annex
 from vlmdistill.stores.backends.backend import STAGING, Backend, writing
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.commits import commit, is_complete, require_all
@@ -38,11 +39,11 @@ from vlmdistill.stores.manifest import (
     STORE,
     Commit,
     StoreRecord,
+    committed_shards,
     damaged,
     names_in,
     read_record,
     seal,
-    units,
 )
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.reading import Line, SampleReader, ShardRows
@@ -81,20 +82,19 @@ class Store:
     def __init__(
         self, backend: Backend, record: StoreRecord, report: Progress = silent
     ) -> None:
-        self.backend, self._report = backend, report
+        self.backend = backend
         self.record = record
         self.path = backend.url
         self.provenance = record.provenance
         self.info = record.info
         self.layout = Layout.of(self.provenance, self.info, record.encoding)
+        self.buffers: list[dict[Feature, Array]] = []
+        """Of finished epochs, each for the features of a batch."""
+        self._report = report
         self._shards = Shards(backend, self.layout)
         self.rows = ShardRows(backend, self.layout, self.commit)
-        self._samples = SampleReader(self.rows, self._held)
-        self.buffers: list[
-            dict[Feature, Array]
-        ] = []  # of finished epochs, each for the features of a batch
-        self._index: tuple[Any, Lines] | None = None  # what it was made from; the index
-        self._meta: Mapping[str, pl.DataType] = {}
+        self._samples = SampleReader(self.rows, self._find_feature)
+        self._index: _MergedIndex | None = None
 
     @classmethod
     def create(
@@ -108,7 +108,7 @@ class Store:
         """Make a store, or open the one that is there if it is of the same origin.
 
         `encoding` maps feature names to `raw` (default) or `int8`. StoreError names the
-        field in which an existing store differs, or what else the folder holds.
+        field in which an existing store differs, or another thing that the folder holds.
         """
         backend = open_backend(path)
         Layout.of(provenance, info, encoding or {})
@@ -126,11 +126,7 @@ class Store:
                 backend.create(STORE, seal(record))
         store = cls.open(backend)
         store.require(provenance, info)
-        if encoding is not None and dict(encoding) != store.layout.encoding:
-            mine = dict(store.layout.encoding)
-            raise StoreError(
-                f"{store.path} was made with encoding {mine}, not {dict(encoding)}"
-            )
+        store._require_encoding(encoding)
         return store
 
     @classmethod
@@ -140,25 +136,21 @@ class Store:
         cache: str | None = None,
         report: Progress = silent,
     ) -> "Store":
-        """Open a store; StoreError when it is missing, damaged or newer than this code.
+        """Open a store; StoreError when it is missing, damaged or of another version of the format.
 
-        `cache`, as `DIR:SIZE`, keeps what is read of a URL on a local disk, in at most so many bytes.
+        `cache`, as `DIR:SIZE`, keeps arrays that are read of a URL on a local disk, in at most so many bytes.
         `report` gets the number of shards whose index is read, and of all.
         """
         backend = open_backend(path, cache)
         try:
             record = read_record(backend, STORE, StoreRecord)
         except (FileNotFoundError, NotADirectoryError):
-            where = backend.url if path is backend else path
-            inside = (
-                backend.size(f"features/{STORE}") is not None
-            )  # a workspace was named
-            cure = (
-                f"it is {where}/features"
-                if inside
-                else "make one with `vlmdistill features`"
-            )
-            raise StoreError(f"there is no feature store at {where}: {cure}") from None
+            place = backend.url if path is backend else path
+            is_workspace = backend.size(f"features/{STORE}") is not None
+            cure = "make one with `vlmdistill features`"
+            if is_workspace:
+                cure = f"it is {place}/features"
+            raise StoreError(f"there is no feature store at {place}: {cure}") from None
         return cls(backend, record, report)
 
     @classmethod
@@ -171,16 +163,23 @@ class Store:
         """StoreError naming the first field in which this store's origin differs."""
         difference = self.provenance.mismatch(provenance)
         if difference is None and info is not None:
-            mine, theirs = self.info.to_dict(), info.to_dict()
-            odd = [
-                name for name in mine if name != "name" and mine[name] != theirs[name]
-            ]
-            difference = (
-                f"{odd[0]}: {mine[odd[0]]}, not {theirs[odd[0]]}" if odd else None
-            )
+            difference = self._differing_fact(info)
         if difference is not None:
             raise StoreError(
                 f"{self.path} is of another origin ({difference}): use another store"
+            )
+
+    def _differing_fact(self, info: TargetInfo) -> str | None:
+        wanted = info.to_dict()
+        for name, value in self.info.to_dict().items():
+            if name != "name" and value != wanted[name]:
+                return f"{name}: {value}, not {wanted[name]}"
+        return None
+
+    def _require_encoding(self, encoding: Mapping[str, str] | None) -> None:
+        if encoding is not None and dict(encoding) != self.layout.encoding:
+            raise StoreError(
+                f"{self.path} was made with encoding {dict(self.layout.encoding)}, not {dict(encoding)}"
             )
 
     def head(self) -> FrozenTables:
@@ -200,54 +199,61 @@ class Store:
     @functools.cached_property
     def annexes(self) -> "tuple[Store, ...]":
         """The stores of further features of these samples; StoreError when one is damaged or does not fit."""
-        found = []
+        annexes = []
         for name in names_in(self.backend, ANNEXES):
-            where = f"{ANNEXES}/{name}"
-            backend = self.backend.within(where)
-            if annex := Store.find(backend):
-                self._require_annex(annex, where)
-                found.append(annex)
+            folder = f"{ANNEXES}/{name}"
+            backend = self.backend.within(folder)
+            annex = Store.find(backend)
+            if annex:
+                self._require_annex(annex, folder)
+                annexes.append(annex)
             elif backend.list_files(COMMITS):
-                raise damaged(f"{self.path}/{where}/{STORE}", "it is missing")
-        return tuple(found)
+                raise damaged(f"{self.path}/{folder}/{STORE}", "it is missing")
+        return tuple(annexes)
 
     def annex(
         self, names: Collection[str], encoding: Mapping[str, str] | None = None
     ) -> "Store":
         """Make the annex of these features, or open it. It has the frozen head of this store.
 
-        StoreError when it is there with another `encoding`, or when a feature is in the store already.
+        StoreError when it exists with another `encoding`, or when a feature is in the store already.
         """
-        names = tuple(sorted(names))
-        backend = self.backend.within(annex_folder(names))
+        features = tuple(sorted(names))
+        folder = annex_folder(features)
+        backend = self.backend.within(folder)
         if backend.size(STORE) is None:
-            others = [one for one in self.annexes if one.provenance.features != names]
-            held = {name for one in (self, *others) for name in one.provenance.features}
-            if there := held.intersection(names):
-                raise StoreError(
-                    f"{self.path} has {', '.join(sorted(there))} already, but not together with all of "
-                    f"{', '.join(names)}: use another store"
-                )
-            provenance = replace(self.provenance, features=names)
-            Layout.of(provenance, self.info, encoding or {})
+            self._require_new(features)
+            record = replace(
+                self.record,
+                provenance=replace(self.provenance, features=features),
+                encoding=dict(encoding or {}),
+            )
+            Layout.of(record.provenance, self.info, record.encoding)
             with writing(backend):
                 require_room(backend)
-                record = replace(
-                    self.record, provenance=provenance, encoding=dict(encoding or {})
-                )
                 backend.create(STORE, seal(record))
         annex = Store.open(backend)
-        self._require_annex(annex, annex_folder(names))
-        if encoding is not None and dict(encoding) != annex.layout.encoding:
-            mine = dict(annex.layout.encoding)
-            raise StoreError(
-                f"{annex.path} was made with encoding {mine}, not {dict(encoding)}"
-            )
-        self.__dict__.pop("annexes", None)  # there may be one more
+        self._require_annex(annex, folder)
+        annex._require_encoding(encoding)
+        self.__dict__.pop("annexes", None)  # it may be a new one
         return annex
 
-    def _require_annex(self, annex: "Store", where: str) -> None:
-        if why := no_annex(self.record, annex.record, where):
+    def _require_new(self, features: tuple[str, ...]) -> None:
+        """StoreError when the store, or an annex of other features, has one of these already."""
+        existing = {*self.provenance.features}
+        for annex in self.annexes:
+            if annex.provenance.features != features:
+                existing.update(annex.provenance.features)
+        shared = sorted(existing.intersection(features))
+        if shared:
+            raise StoreError(
+                f"{self.path} has {', '.join(shared)} already, but not together with all of "
+                f"{', '.join(features)}: use another store"
+            )
+
+    def _require_annex(self, annex: "Store", folder: str) -> None:
+        why = misplaced_annex(self.record, annex.record, folder)
+        if why:
             raise StoreError(
                 f"{annex.path} is no annex of this store: {why}. Remove it, or move it away"
             )
@@ -255,36 +261,32 @@ class Store:
     @property
     def features(self) -> tuple[Feature, ...]:
         """All features, including annexes; StoreError when an annex is damaged."""
-        return tuple(
-            sorted(
-                {
-                    feature
-                    for one in (self, *self.annexes)
-                    for feature in one.layout.features
-                }
-            )
-        )
+        features = {*self.layout.features}
+        for annex in self.annexes:
+            features.update(annex.layout.features)
+        return tuple(sorted(features))
 
     def choose(self, features: Collection[str | Feature] | None) -> tuple[Feature, ...]:
-        """The features asked for, all when None; StoreError names what was never captured."""
-        chosen = (
-            self.features if features is None else tuple(sorted(as_features(features)))
-        )
-        if not self.layout.parts.keys() >= {*chosen} and (
-            missing := {*chosen} - {*self.features}
-        ):
+        """The requested features, all when None; StoreError names those that were never captured."""
+        if features is None:
+            return self.features
+        chosen = tuple(sorted(as_features(features)))
+        if self.layout.arrays_of.keys() >= {*chosen}:  # without a look at annexes
+            return chosen
+        missing = {*chosen} - {*self.features}
+        if missing:
             raise StoreError(
-                f"this store has no {_names(missing)}: it holds {_names(self.features)}. Capture what is "
-                "missing with `vlmdistill features --for DRAFTER`"
+                f"this store has no {_names(missing)}: it holds {_names(self.features)}. Capture the "
+                "missing ones with `vlmdistill features --for DRAFTER`"
             )
         return chosen
 
     def holder(self, feature: Feature) -> "Store":
         """This store, or the first annex that has a feature; StoreError when none has."""
-        if feature in self.layout.parts:
+        if feature in self.layout.arrays_of:
             return self
         for annex in self.annexes:
-            if feature in annex.layout.parts:
+            if feature in annex.layout.arrays_of:
                 return annex
         raise StoreError(
             f"this store has no {feature.name}: it holds {_names(self.features)}"
@@ -298,41 +300,42 @@ class Store:
         StoreError when an annex lacks a sample, as while it is captured, or has it with other tokens.
         """
         yield self, rows
-        for annex in dict.fromkeys(
-            self.holder(feature) for feature in sorted(features)
-        ):
-            if annex is not self:
-                held = annex.index.join(rows.select(SAME), on=SAME, how="semi")
-                if len(held) < len(rows):
-                    key = rows.join(held, on="key", how="anti").row(0, named=True)[
-                        "key"
-                    ]
-                    raise StoreError(
-                        f"{len(rows) - len(held)} of {len(rows)} samples, such as {key}, lack "
-                        f"{_names(annex.layout.features)} in {self.path}: run the `vlmdistill features` that "
-                        "adds them again, or leave these samples out"
-                    )
-                yield annex, held
+        holders = dict.fromkeys(self.holder(feature) for feature in sorted(features))
+        holders.pop(self, None)
+        for annex in holders:
+            lines = annex.index.join(
+                rows.select(SAME_SAMPLE), on=SAME_SAMPLE, how="semi"
+            )
+            if len(lines) < len(rows):
+                missing = rows.join(lines, on="key", how="anti")
+                raise StoreError(
+                    f"{len(rows) - len(lines)} of {len(rows)} samples, such as {missing['key'][0]}, lack "
+                    f"{_names(annex.layout.features)} in {self.path}: run the `vlmdistill features` that "
+                    "adds them again, or leave these samples out"
+                )
+            yield annex, lines
 
-    def _held(self, feature: Feature, row: Line) -> tuple[ShardRows, Line] | None:
+    def _find_feature(
+        self, feature: Feature, line: Line
+    ) -> tuple[ShardRows, Line] | None:
         """The shards with a feature of a sample, and its line there; None when it is not captured yet."""
         holder = self.holder(feature)
         if holder is self:
-            return self.rows, row
-        line = holder._find(row["key"])
-        return (
-            (holder.rows, line)
-            if line and all(line[name] == row[name] for name in SAME)
-            else None
-        )
+            return self.rows, line
+        line_there = holder._find(line["key"])
+        if not line_there:
+            return None
+        if any(line_there[name] != line[name] for name in SAME_SAMPLE):
+            return None
+        return holder.rows, line_there
 
     # Writing
 
-    def writer(self, unit: str, *, hold: bool = False) -> Writer:
+    def writer(self, shard: str, *, hold: bool = False) -> Writer:
         """Write a shard: all samples added in one `with` block are committed, or none.
 
         Args:
-            unit: Name of the shard: at most 200 letters, digits and `. _ = + -`. A unit that is committed
+            shard: Name of the shard: at most 200 letters, digits and `. _ = + -`. A shard that is committed
                 already is not written again; its samples must then have the same keys.
             hold: The samples count once `count` gets the `held` of the writer, in any process.
 
@@ -341,21 +344,25 @@ class Store:
 
         Raises:
             StoreError: The name cannot be used. On `add`: the sample does not fit the store, or its key was
-                added before. At the end of the block: the unit holds other samples, or the disk is full.
+                added before. At the end of the block: the shard holds other samples, or the disk is full.
         """
         origin = content_hash(self.provenance.to_dict())
-        return Writer(self.backend, self.layout, unit, origin, self._shards, hold)
+        return Writer(self.backend, self.layout, shard, origin, self._shards, hold)
 
-    def count(self, held: Commit) -> None:
-        """Let a shard count that was held back; StoreError when it was removed, or its unit is committed."""
+    def count(self, record: Commit) -> None:
+        """Let a shard count that was held back.
+
+        StoreError when it was removed, or when another shard of its name is committed.
+        """
         with writing(self.backend):
-            if not is_complete(self.backend, held):
+            if not is_complete(self.backend, record):
                 raise StoreError(
-                    f"the files of unit {held.unit} were removed: write the unit again"
+                    f"the files of shard {record.shard} were removed: write it again"
                 )
-            if commit(self.backend, held, lambda: None).shard != held.shard:
+            committed = commit(self.backend, record, publish=lambda: None)
+            if committed.folder != record.folder:
                 raise StoreError(
-                    f"unit {held.unit} is already committed with other data"
+                    f"shard {record.shard} is already committed with other data"
                 )
 
     def write_stats(
@@ -383,44 +390,44 @@ class Store:
             StoreError: The record or the index of a shard is damaged or missing.
         """
         try:
-            return self._shards.keys(units(self.backend))
+            return self._shards.keys(committed_shards(self.backend))
         except FileNotFoundError as error:
-            raise damaged(self.path, f"a unit is missing ({error})") from None
+            raise damaged(self.path, f"a shard is missing ({error})") from None
 
-    def units(self) -> list[str]:
-        """The units that are committed now, sorted."""
-        return units(self.backend)
+    def shards(self) -> list[str]:
+        """The names of the shards that are committed now, sorted."""
+        return committed_shards(self.backend)
 
-    def commit(self, unit: str) -> Commit:
-        """The record of a committed unit; StoreError when it is damaged."""
-        return self._shards.commit(unit)
+    def commit(self, shard: str) -> Commit:
+        """The record of a committed shard; StoreError when it is damaged."""
+        return self._shards.commit(shard)
 
     @property
     def index(self) -> "pl.DataFrame":
-        """One row per sample, sorted by key; a key in several units is taken from the first by name.
+        """One row per sample, sorted by key; a key in several shards is taken from the first by name.
 
         Columns: key, dataset, text_tokens, visual_tokens, response_tokens, spans, where its rows
-        lie (unit, shard, text_row, visual_row, span_row, sample_row), xxh3.<array>, then meta.
+        lie (shard, text_row, visual_row, span_row, sample_row), xxh3.<array>, then meta.
         """
-        return self._lines().frame
+        return self._current_index().lines.frame
 
     @property
     def meta(self) -> "Mapping[str, pl.DataType]":
         """The columns of the index that came with the samples, and their types."""
-        self._lines()
-        return self._meta
+        return self._current_index().meta
 
-    def _lines(self) -> Lines:
+    def _current_index(self) -> "_MergedIndex":
         from vlmdistill.stores.index.run_stats import join_stats
 
-        there = tuple(units(self.backend)), tuple(names_in(self.backend, STATS))
-        if self._index is None or self._index[0] != there:
-            merged = self._shards.merged(there[0], self._report)
-            self._meta = {
-                name: kind for name, kind in merged.schema.items() if not reserved(name)
-            }
-            self._index = there, Lines(join_stats(self.backend, merged))
-        return self._index[1]
+        shards = committed_shards(self.backend)
+        made_from = (tuple(shards), tuple(names_in(self.backend, STATS)))
+        if self._index is None or self._index.made_from != made_from:
+            merged = self._shards.merged(shards, self._report)
+            schema = merged.schema
+            meta = {name: schema[name] for name in schema if not reserved(name)}
+            lines = Lines(join_stats(self.backend, merged))
+            self._index = _MergedIndex(made_from, lines, meta)
+        return self._index
 
     def view(self, name: str | None) -> "pl.DataFrame":
         """Select the samples of a view.
@@ -432,7 +439,7 @@ class Store:
             The rows of `index` that the view keeps, sorted by key.
 
         Raises:
-            StoreError: There is no such view, it is damaged, or the record of a unit is lost.
+            StoreError: There is no such view, it is damaged, or the record of a shard is lost.
         """
         require_all(self.backend, (COMMITS,))
         if name is None:
@@ -484,32 +491,34 @@ class Store:
             StoreError: There is no such sample or feature, or the data are damaged; the error names the
                 shard, the array and the sample.
         """
-        row = self._find(key) if isinstance(key, str) else None
-        if row is None:
+        line = self._find(key) if isinstance(key, str) else None
+        if line is None:
             raise StoreError(
                 f"{self.path} has no sample {key!r}: `for key in store` gives the keys"
             )
         chosen = self.choose(features)
         if features is None:
-            chosen = tuple(feature for feature in chosen if self._held(feature, row))
-        return self._samples.one(row, chosen, self.commit(row["unit"]).meta)
+            chosen = tuple(
+                feature for feature in chosen if self._find_feature(feature, line)
+            )
+        return self._samples.one(line, chosen, self.commit(line["shard"]).meta)
 
-    def array(self, name: str, unit: str) -> "zarr.Array[Any]":
+    def array(self, name: str, shard: str) -> "zarr.Array[Any]":
         """Open an array of a shard with zarr, for reading alone; zarr compares no checksums.
 
         Args:
             name: `tokens` [T, 4], or an array of a feature, such as `hidden.text` [T, D] with the rows
                 of all samples of the shard; `text_row` and the like in the index say which are whose.
-            unit: The shard: a value of the column `unit` of the index.
+            shard: Its name: a value of the column `shard` of the index.
 
         Returns:
             The array as it is stored: bfloat16 as uint16.
 
         Raises:
-            StoreError: The store has no such array or unit, or zarr cannot open it.
+            StoreError: The store has no such array or shard, or zarr cannot open it.
 
         Example:
-            >>> hidden_TD = store.array("hidden.text", store.index["unit"][0])[:100]
+            >>> hidden_TD = store.array("hidden.text", store.index["shard"][0])[:100]
         """
         import zarr
 
@@ -519,18 +528,17 @@ class Store:
                 f"a shard has no array '{name}'{did_you_mean(name, names)}: {', '.join(names)}"
             )
         try:
-            return zarr.open_array(
-                f"{self.path}/{self.commit(unit).named}/{name}", mode="r"
-            )
+            folder = f"{self.path}/{self.commit(shard).path}"
+            return zarr.open_array(f"{folder}/{name}", mode="r")
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise StoreError(
-                f"{name} of unit {unit} cannot be opened: {one_line(error)}"
+                f"{name} of shard {shard} cannot be opened: {one_line(error)}"
             ) from error
 
     def _find(self, key: str) -> dict[str, Any] | None:
-        """The row of the index of a sample, None when there is none."""
-        row = self._index[1].find(key) if self._index else None
-        return row or self._lines().find(key)  # committed since we last looked?
+        """The line of a sample in the index, None when it is missing."""
+        line = self._index.lines.find(key) if self._index else None
+        return line or self._current_index().lines.find(key)  # committed since?
 
     def read_batch(
         self,
@@ -548,20 +556,27 @@ class Store:
         )
 
 
+@dataclass(frozen=True)
+class _MergedIndex:
+    """The merged index with the statistics of runs."""
+
+    made_from: tuple[tuple[str, ...], tuple[str, ...]]  # the shards, and `stats/`
+    lines: Lines
+    meta: "Mapping[str, pl.DataType]"  # types of the columns that came with the samples
+
+
 def _names(features: Collection[Feature]) -> str:
     return ", ".join(sorted(feature.name for feature in features))
 
 
 def require_room(backend: Backend) -> None:
-    """StoreError when a folder holds more than hidden files and what an interrupted creation leaves."""
-    ours = (HEADS, STAGING)
-    others = [
-        name
-        for name in backend.list_names("")
-        if name not in ours and not name.startswith(".")
-    ]
-    if (
-        others and backend.size(STORE) is None
-    ):  # unless another process made the store since we looked
-        what = f"{backend.url} holds other things, such as {others[0]}, and no {STORE}"
-        raise StoreError(f"{what}: name a new folder")
+    """StoreError when a folder holds more than hidden files and leftovers of an interrupted creation."""
+    foreign = []
+    for name in backend.list_names(""):
+        if name not in (HEADS, STAGING) and not name.startswith("."):
+            foreign.append(name)
+    # Unless another process has made the store meanwhile.
+    if foreign and backend.size(STORE) is None:
+        raise StoreError(
+            f"{backend.url} holds other things, such as {foreign[0]}, and no {STORE}: name a new folder"
+        )

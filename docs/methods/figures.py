@@ -1,4 +1,4 @@
-"""Draw the figures of docs/methods.md: `python docs/methods/figures.py` reads figures.toml beside it.
+"""Draw the figures of docs/papers.md: `python docs/methods/figures.py` reads figures.toml beside it.
 
 A figure has two panels. A panel is a row of passes, a pass the name on its bar and its columns, a column the
 cells that enter at one place, from top to bottom: `h4+e5` is the state h4 over the embedding e5, `-` a place

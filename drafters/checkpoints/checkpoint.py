@@ -28,6 +28,15 @@ from vlmdistill.stores.backends.local import atomic_folder
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
+POSITIVE = (
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position",
+    "rope_theta",
+)
+"""Facts of a target that a drafter cannot be built with if they are 0 or less."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -48,10 +57,11 @@ def save(drafter: Drafter, name: str, folder: Path, origin: Origin) -> None:
         key: value.detach().cpu().contiguous()
         for key, value in drafter.state_dict().items()
     }
+    config = DrafterConfig(drafter.config, origin.settings, drafter.tree)
     description = {
         "format": FORMAT,
         "drafter": name,
-        "config": to_dict(DrafterConfig(drafter.config, origin.settings, drafter.tree)),
+        "config": to_dict(config),
         "target": drafter.info.to_dict(),
         "provenance": origin.provenance.to_dict(),
         "training": origin.training,
@@ -70,19 +80,17 @@ def put(
 
     `files` are further ones, as torch saves them.
     """
+    # One item only: the order of several in the file is random.
+    metadata = {"format": "pt"}
     try:
         with atomic_folder(folder) as new:
-            metadata = {
-                "format": "pt"
-            }  # one item only: their order in the file is random
             save_file(dict(weights), new / WEIGHTS, metadata=metadata)
             (new / "config.json").write_text(json.dumps(description, indent=2) + "\n")
             for name, content in (files or {}).items():
                 torch.save(dict(content), new / name)
             if samples:
-                (new / SAMPLES).write_text(
-                    "".join(f"{key}\n" for key in samples), encoding="utf-8"
-                )
+                lines = "".join(f"{key}\n" for key in samples)
+                (new / SAMPLES).write_text(lines, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"the drafter cannot be written to {folder}: {error}"
@@ -100,74 +108,24 @@ def load(
     description = describe(folder)
     if "provenance" not in description:
         return build(folder.name, catalogue.config(folder.name), info, head)
+    name = description["drafter"]
     trained = Provenance.from_dict(description["provenance"])
-    for field in ("config_hash", "weights_hash"):
-        mine, theirs = getattr(trained, field), getattr(provenance or trained, field)
-        if mine != theirs:
-            raise TrainingError(
-                f"the drafter in {folder} was trained for another target ({trained.target}): "
-                f"{field} {mine}, not {theirs}"
-            )
-    file = folder / WEIGHTS
+    if provenance is not None:
+        _check_target(folder, trained, provenance)
+    weights = _read_weights(folder / WEIGHTS)
     try:
-        weights = read_weights(
-            file
-        )  # what is copied to a GPU has the dtype of the target
-    except (FileNotFoundError, SafetensorError) as error:
-        reason = one_line(error)[:300]
-        raise TrainingError(
-            f"{file} is missing or corrupt ({reason}); train the drafter again"
-        ) from None
-    except OSError as error:
-        raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
-    try:
-        config = from_dict(
-            catalogue.config(description["drafter"]), description["config"]
-        )
-        described = TargetInfo.from_dict(
-            description["target"]
-        )  # as it was then: the shapes of the weights
-        at_least(
-            described,
-            1,
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position",
-            "rope_theta",
-        )
-        at_least(described, 0, "rms_norm_eps")
-        for size in ("hidden_size", "num_layers", "vocab_size"):
-            if getattr(described, size) != getattr(info, size):
-                raise DataError(
-                    f"{size} is {getattr(described, size)}, and {getattr(info, size)} here"
-                )
-        with torch.device("meta"):  # allocates nothing
-            expected = catalogue.load(description["drafter"])(
-                config.model, described, head
-            )
+        config = from_dict(catalogue.config(name), description["config"])
+        trained_info = _trained_info(description, info)
+        # On the meta device nothing is allocated for shapes that may be wrong.
+        with torch.device("meta"):
+            expected = catalogue.load(name)(config.model, trained_info, head)
     except (DataError, RuntimeError) as error:
         raise TrainingError(f"{folder / 'config.json'}: {one_line(error)}") from None
-    if description["format"] == 1:
-        weights = {_since_2(key, expected): value for key, value in weights.items()}
-    there, asked = (
-        {k: [*v.shape] for k, v in one.items()}
-        for one in (weights, expected.state_dict())
-    )
-    if odd := next(
-        (key for key in {**asked, **there} if there.get(key) != asked.get(key)), None
-    ):
-        raise TrainingError(
-            f"{file}: {odd} is {there.get(odd, 'missing')}, and by its config.json "
-            f"{asked.get(odd, 'there is none')}; train the drafter again"
-        )
-    if not all(torch.isfinite(value).all() for value in weights.values()):
-        raise TrainingError(
-            f"{file} holds values that are not finite; train the drafter again"
-        )
-    drafter = build(description["drafter"], config, described, head)
+    _check_weights(folder / WEIGHTS, weights, expected.state_dict())
+    drafter = build(name, config, trained_info, head)
+    # Copied to a GPU, weights get the dtype of the target.
     drafter.load_state_dict(weights)
-    check_columns(file, drafter, described.vocab_size)
+    check_columns(folder / WEIGHTS, drafter, trained_info.vocab_size)
     return drafter
 
 
@@ -178,10 +136,60 @@ def build(name: str, config: DrafterConfig, info: TargetInfo, head: Head) -> Pro
     return drafter.to(device=head.embed_VD.device, dtype=head.embed_VD.dtype).eval()
 
 
-def _since_2(key: str, drafter: Proposer) -> str:
-    """The name of a weight that format 1 kept under `key`: EAGLE's layers were not a block of their own."""
-    return (
-        f"block.{key}"
-        if hasattr(drafter, "block") and key.startswith(("fc.", "layer."))
-        else key
-    )
+def _check_target(folder: Path, trained: Provenance, provenance: Provenance) -> None:
+    """TrainingError if the drafter was trained for another target."""
+    for field in ("config_hash", "weights_hash"):
+        trained_hash = getattr(trained, field)
+        target_hash = getattr(provenance, field)
+        if trained_hash != target_hash:
+            raise TrainingError(
+                f"the drafter in {folder} was trained for another target ({trained.target}): "
+                f"{field} {trained_hash}, not {target_hash}"
+            )
+
+
+def _read_weights(file: Path) -> dict[str, Tensor]:
+    try:
+        return read_weights(file)
+    except (FileNotFoundError, SafetensorError) as error:
+        reason = one_line(error)[:300]
+        raise TrainingError(
+            f"{file} is missing or corrupt ({reason}); train the drafter again"
+        ) from None
+    except OSError as error:
+        raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _trained_info(description: Mapping[str, Any], info: TargetInfo) -> TargetInfo:
+    """The target's facts at the time of training, which gave the weights their shapes.
+
+    DataError if they are no facts of a target, or do not fit the target's tables now.
+    """
+    trained = TargetInfo.from_dict(description["target"])
+    at_least(trained, 1, *POSITIVE)
+    at_least(trained, 0, "rms_norm_eps")
+    for name in ("hidden_size", "num_layers", "vocab_size"):
+        trained_size = getattr(trained, name)
+        size = getattr(info, name)
+        if trained_size != size:
+            raise DataError(f"{name} is {trained_size}, and {size} here")
+    return trained
+
+
+def _check_weights(
+    file: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    """TrainingError if names or shapes of weights are not the expected ones, or a number is not finite."""
+    shapes = {key: [*value.shape] for key, value in weights.items()}
+    expected_shapes = {key: [*value.shape] for key, value in expected.items()}
+    for key in {**expected_shapes, **shapes}:
+        if shapes.get(key) != expected_shapes.get(key):
+            raise TrainingError(
+                f"{file}: {key} is {shapes.get(key, 'missing')}, and by its config.json "
+                f"{expected_shapes.get(key, 'there is none')}; train the drafter again"
+            )
+    for value in weights.values():
+        if not torch.isfinite(value).all():
+            raise TrainingError(
+                f"{file} holds values that are not finite; train the drafter again"
+            )

@@ -1,4 +1,4 @@
-"""What a drafter's folder says of it: `config.json` and `samples.txt`.
+"""The description of a drafter in its folder: `config.json` and `samples.txt`.
 
 Light to import, so that a missing drafter is an error before torch loads.
 """
@@ -6,29 +6,31 @@ Light to import, so that a missing drafter is an error before torch loads.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.stores.errors import TrainingError, one_line
-from vlmdistill.stores.records import open_regular, read_bytes
+from vlmdistill.stores.input_files import open_regular, read_bytes
 from vlmdistill.stores.suggestions import did_you_mean
 
-FORMAT = 2
+FORMAT = 3
+"""Of drafter folders. Development versions wrote 1 and 2; nothing reads them."""
 WEIGHTS = "model.safetensors"
-SAMPLES = "samples.txt"  # the keys of the samples of a drafter's training and of those before it, one a line
+SAMPLES = "samples.txt"
+"""The keys of the samples that the drafter, or a drafter that it began with, was trained on, one a line."""
 
 
 class _DrafterFile(msgspec.Struct, frozen=True):
     """The members of `config.json`."""
 
-    format: Literal[1, 2]
+    format: int
     drafter: str
     config: dict[str, Any]
     target: dict[str, Any]
     provenance: dict[str, Any]
-    training: dict[str, Any] = {}
+    training: dict[str, Any]
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -36,34 +38,43 @@ def describe(folder: Path) -> dict[str, Any]:
 
     A method without training needs no folder: its name is enough.
     """
-    name, file = folder.name, folder / "config.json"
-    if (
-        not folder.exists()
-        and name in catalogue.NAMES
-        and not catalogue.is_trained(name)
-    ):
+    name = folder.name
+    needs_training = name not in catalogue.NAMES or catalogue.is_trained(name)
+    if not folder.exists() and not needs_training:
         from vlmdistill.drafters.core.settings import to_dict
 
-        return {
-            "drafter": name,
-            "config": to_dict(catalogue.config(name)),
-            "training": {},
-        }
+        config = to_dict(catalogue.config(name))
+        return {"drafter": name, "config": config, "training": {}}
+    file = folder / "config.json"
     try:
-        description = json.loads(read_bytes(file))
-        return msgspec.structs.asdict(msgspec.convert(description, _DrafterFile))
+        content = json.loads(read_bytes(file))
+        _check_format(file, content)
+        return msgspec.structs.asdict(msgspec.convert(content, _DrafterFile))
     except FileNotFoundError:
         raise TrainingError(f"no drafter in {folder}{_instead(folder)}") from None
     except OSError as error:
         raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:
-        raise TrainingError(
-            f"{file} is not that of a drafter of format 1 or {FORMAT}: {error}"
-        ) from None
+        raise TrainingError(f"{file} is not a drafter's: {error}") from None
     except (ValueError, RecursionError) as error:
         raise TrainingError(
             f"{file} is not readable JSON ({one_line(error)}); train the drafter again"
         ) from None
+
+
+def _check_format(file: Path, content: Any) -> None:
+    """TrainingError for a drafter that another version of vlmdistill wrote."""
+    version = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(version, int) or version == FORMAT:
+        return
+    if version < FORMAT:
+        raise TrainingError(
+            f"{file} was written by a development version of vlmdistill (format {version}): train "
+            "the drafter again, with --force"
+        )
+    raise TrainingError(
+        f"{file} was written by a later version of vlmdistill (format {version}): update vlmdistill"
+    )
 
 
 def trained_on(folder: Path) -> frozenset[str] | None:
@@ -91,8 +102,8 @@ def _instead(folder: Path) -> str:
     """What to do about a missing drafter: the nearest name, or how to train it."""
     if folder.name in catalogue.NAMES:
         return f": it is not trained yet; `vlmdistill train {folder.name}`"
-    there = sorted(file.parent.name for file in folder.parent.glob("*/config.json"))
-    if near := did_you_mean(folder.name, there):
+    trained = [file.parent.name for file in folder.parent.glob("*/config.json")]
+    if near := did_you_mean(folder.name, sorted(trained)):
         return near
-    known = did_you_mean(folder.name, catalogue.NAMES)
-    return f"{known}: train one first, for example `vlmdistill train sparrow`"
+    near = did_you_mean(folder.name, catalogue.NAMES)
+    return f"{near}: train one first, for example `vlmdistill train sparrow`"

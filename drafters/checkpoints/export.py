@@ -15,15 +15,14 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
-from vlmdistill.drafters.core.serving import KEY, Exportable, unserved
+from vlmdistill.drafters.core.serving import KEY, Exportable, ServedDrafter, unserved
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.errors import TrainingError
-from vlmdistill.stores.records import read_bytes, regular
+from vlmdistill.stores.input_files import read_bytes, regular
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
-DRAFT_TOKENS = (
-    4  # of a served chain, where the drafter has as many and its own tree is no chain
-)
+DRAFT_TOKENS = 4
+"""Of a served chain, where the drafter's own tree is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Exported:
 
 def exportable() -> list[str]:
     """The drafters that serving engines load for targets with images."""
-    trained = (name for name in catalogue.NAMES if catalogue.is_trained(name))
+    trained = [name for name in catalogue.NAMES if catalogue.is_trained(name)]
     return [name for name in trained if issubclass(catalogue.trained(name), Exportable)]
 
 
@@ -67,72 +66,106 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
     description = describe(folder)
     name = description["drafter"]
     if name not in exportable():
-        served = ", ".join(exportable())
         raise TrainingError(
-            f"{name} cannot be exported: for targets with images, serving engines load {served}"
+            f"{name} cannot be exported: for targets with images, serving engines load "
+            f"{', '.join(exportable())}"
         )
     info = TargetInfo.from_dict(description["target"])
-    nothing = torch.empty(0, info.hidden_size)
-    drafter = checkpoint.load(folder, Head(nothing, nothing), info)
+    no_tables = torch.empty(0, info.hidden_size)
+    drafter = checkpoint.load(folder, Head(no_tables, no_tables), info)
     if drafter.config.attention_window:
         raise unserved("attention_window", drafter.config.attention_window, 0)
     assert isinstance(drafter, Exportable)
-    served_as = drafter.published()
-    number = getattr(torch, dtype)
-    held = {  # copies: slices of one matrix share its storage, which a file cannot
-        key: value.detach().to(
-            number if value.is_floating_point() else value.dtype, copy=True
-        )
-        for key, value in served_as.weights.items()
-    }
-    files = {
-        file: {
-            key: one.detach().to(number, copy=True) if isinstance(one, Tensor) else one
-            for key, one in content.items()
-        }
-        for file, content in served_as.files.items()
-    }
-    if odd := [key for key, value in held.items() if not value.isfinite().all()]:
-        raise TrainingError(
-            f"{folder}: {odd[0]} holds values too large for {dtype}: use bfloat16 or float32"
-        )
+    served = drafter.published()
+    weights = _cast(served.weights, dtype)
+    for key, value in weights.items():
+        if not value.isfinite().all():
+            raise TrainingError(
+                f"{folder}: {key} holds values too large for {dtype}: use bfloat16 or float32"
+            )
     trained = Provenance.from_dict(description["provenance"])
-    feeding = msgspec.to_builtins(
-        msgspec.structs.replace(served_as.feeding, trained=trained)
-    )
-    settings = {**served_as.settings, "torch_dtype": dtype, KEY: feeding}
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        checkpoint.put(out, settings, held, files=files)
-    elif not _holds(out, settings, held, files):
-        raise TrainingError(f"{out} exists: name a new folder")
-    most = served_as.feeding.draft_tokens
-    wanted = _chain_length(drafter.tree)
+    _write(out, served, weights, trained, dtype)
+    feeding = served.feeding
     return Exported(
         drafter=name,
         target=trained.target,
         out=str(out),
         dtype=dtype,
-        parameters=sum(
-            value.numel() for value in held.values() if value.is_floating_point()
-        ),
-        draft_vocabulary=served_as.draft_vocabulary,
+        parameters=_count_parameters(weights),
+        draft_vocabulary=served.draft_vocabulary,
         target_vocabulary=info.vocab_size,
-        layers=served_as.layers,
-        engines=served_as.engines,
-        method=served_as.method,
-        drops_visual=served_as.feeding.visual == "dropped",
-        whole_images=served_as.feeding.whole_images,
-        draft_tokens=most if served_as.whole_block else min(wanted, most or wanted),
+        layers=served.layers,
+        engines=served.engines,
+        method=served.method,
+        drops_visual=feeding.visual == "dropped",
+        whole_images=feeding.whole_images,
+        draft_tokens=_draft_tokens(served, drafter.tree),
     )
 
 
-def _chain_length(tree: Tree) -> int:
-    """How many tokens an engine, which knows chains alone, is to draft.
+def _cast(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Copies of weights; floating-point ones in that dtype.
 
-    A chain that ends where it is unsure is no guide: engines draft all of it.
+    Slices of one matrix share its storage, which the file of weights cannot: so all are copied.
     """
-    own = str(tree) == f"chain-{tree.total - 1}"
-    return tree.total - 1 if own else DRAFT_TOKENS
+    floating = getattr(torch, dtype)
+    cast: dict[str, Tensor] = {}
+    for key, value in weights.items():
+        kind = floating if value.is_floating_point() else value.dtype
+        cast[key] = value.detach().to(kind, copy=True)
+    return cast
+
+
+def _count_parameters(weights: Mapping[str, Tensor]) -> int:
+    return sum(value.numel() for value in weights.values() if value.is_floating_point())
+
+
+def _draft_tokens(served: ServedDrafter, tree: Tree) -> int:
+    """How many tokens an engine is to draft: engines know chains only.
+
+    A chain that ends where it is unsure is no guide, since engines draft all of it.
+    """
+    most = served.feeding.draft_tokens
+    if served.whole_block:
+        return most
+    is_chain = str(tree) == f"chain-{tree.total - 1}"
+    wanted = tree.total - 1 if is_chain else DRAFT_TOKENS
+    return min(wanted, most or wanted)
+
+
+def _write(
+    out: Path,
+    served: ServedDrafter,
+    weights: Mapping[str, Tensor],
+    trained: Provenance,
+    dtype: str,
+) -> None:
+    """Write the folder; TrainingError if it holds anything else already."""
+    feeding = msgspec.structs.replace(served.feeding, trained=trained)
+    settings = {
+        **served.settings,
+        "torch_dtype": dtype,
+        KEY: msgspec.to_builtins(feeding),
+    }
+    files = {
+        name: _cast_values(content, dtype) for name, content in served.files.items()
+    }
+    is_empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if is_empty:
+        checkpoint.put(out, settings, weights, files=files)
+    elif not _holds(out, settings, weights, files):
+        raise TrainingError(f"{out} exists: name a new folder")
+
+
+def _cast_values(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The content of a further file, with tensors in that dtype."""
+    floating = getattr(torch, dtype)
+    return {
+        key: value.detach().to(floating, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in content.items()
+    }
 
 
 def _holds(
@@ -143,31 +176,28 @@ def _holds(
 ) -> bool:
     """Whether a folder has exactly these settings, weights and further files."""
     try:
-        there = read_weights(folder / "model.safetensors")
-        others = {
+        stored_settings = json.loads(read_bytes(folder / "config.json"))
+        stored_weights = read_weights(folder / "model.safetensors")
+        stored_files = {
             name: torch.load(regular(folder / name), weights_only=True)
             for name in files
         }
-        same = json.loads(read_bytes(folder / "config.json")) == json.loads(
-            json.dumps(settings)
-        )
     except Exception:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
         return False
-    return (
-        same
-        and _equal(there, weights)
-        and all(_equal(others[name], one) for name, one in files.items())
-    )
-
-
-def _equal(ones: object, others: Mapping[str, Any]) -> bool:
-    """Whether both hold the same tensors and numbers under the same names, bit by bit."""
-    if not isinstance(ones, Mapping) or ones.keys() != others.keys():
+    if stored_settings != json.loads(json.dumps(settings)):
         return False
-    pairs = [(ones[key], other) for key, other in others.items()]
-    return all(
-        one.dtype == other.dtype and torch.equal(one, other)
-        if isinstance(one, Tensor) and isinstance(other, Tensor)
-        else type(one) is type(other) and one == other
-        for one, other in pairs
-    )
+    same_files = [_equal(stored_files[name], files[name]) for name in files]
+    return _equal(stored_weights, weights) and all(same_files)
+
+
+def _equal(stored: object, content: Mapping[str, Any]) -> bool:
+    """Whether both hold the same tensors and numbers under the same names, bit by bit."""
+    if not isinstance(stored, Mapping) or stored.keys() != content.keys():
+        return False
+    return all(_equal_value(stored[key], value) for key, value in content.items())
+
+
+def _equal_value(stored: object, value: object) -> bool:
+    if isinstance(stored, Tensor) and isinstance(value, Tensor):
+        return stored.dtype == value.dtype and torch.equal(stored, value)
+    return type(stored) is type(value) and stored == value

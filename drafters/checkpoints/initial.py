@@ -1,8 +1,8 @@
-"""What a run begins with: fresh weights, or those of another drafter, ours or published, where they fit."""
+"""Initial weights of a run: fresh ones, or those of another drafter, ours or published, where they fit."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from vlmdistill.drafters.checkpoints import published
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
-from vlmdistill.drafters.core.config import DrafterConfig, ModelConfig
+from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import from_dict
 from vlmdistill.drafters.core.vocabulary import check_columns
@@ -41,47 +41,39 @@ def fresh(
     `info` is that of the store, or the same with an `Initial`'s facts.
     """
     torch.manual_seed(seed)
-    drafter = catalogue.trained(name)(
-        config.model, info, Head.of(store.head(), device, dtype)
-    )
+    head = Head.of(store.head(), device, dtype)
+    drafter = catalogue.trained(name)(config.model, info, head)
     drafter.tree = config.tree
     return drafter
 
 
-@dataclass(frozen=True)
-class Taken:
+@dataclass(kw_only=True)
+class WarmStart:
     """What a drafter took from another one, and what it did not."""
 
     taken: list[str]
     """Weights, by their names here."""
-    fresh: dict[str, str]
+    fresh: dict[str, str] = field(default_factory=dict)
     """Weights that begin as in any run -> why."""
-    unused: dict[str, str]
+    unused: dict[str, str] = field(default_factory=dict)
     """Tensors of the other drafter that are not used -> why."""
-    zero: list[str]
+    zero: list[str] = field(default_factory=list)
     """Biases that begin at zero, since the other drafter has none."""
-    settings: dict[str, str]
-    """Settings in which the two differ: theirs."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Settings in which the two differ -> the value of the other drafter."""
 
     def lines(self) -> list[str]:
         """As text, a line for everything that was not simply taken."""
         lines = [f"{len(self.taken)} weights are taken: {', '.join(self.taken)}"]
-        lines += [
-            f"{name} begins at its initial value: {why}"
-            for name, why in self.fresh.items()
-        ]
-        lines += [
-            f"{name} begins at zero: the other drafter has no bias"
-            for name in self.zero
-        ]
-        lines += [
-            f"{name} of the other drafter is not used: {why}"
-            for name, why in self.unused.items()
-        ]
-        return lines + [
-            f"the other drafter has {name}={value}"
-            for name, value in self.settings.items()
-        ]
+        for name, reason in self.fresh.items():
+            lines.append(f"{name} begins at its initial value: {reason}")
+        for name in self.zero:
+            lines.append(f"{name} begins at zero: the other drafter has no bias")
+        for name, reason in self.unused.items():
+            lines.append(f"{name} of the other drafter is not used: {reason}")
+        for name, value in self.settings.items():
+            lines.append(f"the other drafter has {name}={value}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class Initial:
     settings: Mapping[str, Any]
     facts: Mapping[str, float]
     """Facts of its layer that no weight shows: rotary base and epsilon of the norms."""
-    theirs: published.Published | None = None
+    checkpoint: published.Published | None = None
     """The published checkpoint that it was read from."""
     samples: frozenset[str] = frozenset()
     """The keys of what it was trained on, as far as it names them."""
@@ -103,20 +95,12 @@ class Initial:
     def read(cls, folder: Path, drafter: str) -> "Initial":
         """Read a drafter folder, or a published checkpoint as if it were of `drafter`."""
         if published.is_published(folder):
-            found = published.read(folder, drafter)
-            facts = {
-                "rope_theta": found.layer.rope_theta,
-                "rms_norm_eps": found.layer.rms_norm_eps,
-            }
-            return cls(
-                str(folder), found.hash, found.weights, found.settings, facts, found
-            )
+            return cls._read_published(folder, drafter)
         description = describe(folder)
         file = folder / "model.safetensors"
         try:
-            config = from_dict(
-                catalogue.config(description["drafter"]), description["config"]
-            )
+            paper = catalogue.config(description["drafter"])
+            config = from_dict(paper, description["config"])
             info = TargetInfo.from_dict(description["target"])
             weights = read_weights(file)
             digest = blake3(max_threads=blake3.AUTO).update_mmap(file)
@@ -127,88 +111,116 @@ class Initial:
         facts = {"rope_theta": info.rope_theta, "rms_norm_eps": info.rms_norm_eps}
         digest.update(json.dumps(facts).encode())
         settings = {"drafter": description["drafter"], **vars(config.model)}
-        samples = trained_on(folder) or frozenset()
         return cls(
             str(folder),
             digest.hexdigest()[:16],
             weights,
             settings,
             facts,
-            samples=samples,
+            samples=trained_on(folder) or frozenset(),
+        )
+
+    @classmethod
+    def _read_published(cls, folder: Path, drafter: str) -> "Initial":
+        checkpoint = published.read(folder, drafter)
+        layer = checkpoint.layer
+        return cls(
+            str(folder),
+            checkpoint.hash,
+            checkpoint.weights,
+            checkpoint.settings,
+            {"rope_theta": layer.rope_theta, "rms_norm_eps": layer.rms_norm_eps},
+            checkpoint=checkpoint,
         )
 
     def info(self, target: TargetInfo) -> TargetInfo:
         """The target's facts with those of this drafter's layer, with which its weights were trained."""
         return replace(target, **self.facts)
 
-    def into(self, drafter: Drafter, name: str) -> Taken:
-        """Give a drafter the weights that fit; TrainingError if there are none, or if they are damaged.
+    def into(self, drafter: Drafter, name: str) -> WarmStart:
+        """Give a drafter the weights that fit.
 
-        Also if a published checkpoint's copies of the target's tensors show that it is of another target.
+        TrainingError if no weight fits, if one is damaged, or if copies of the target's tensors in a
+        published checkpoint show that it is of another target.
         """
+        warm_start = self._compare(drafter, name)
+        if not warm_start.taken:
+            raise TrainingError(
+                f"no weight of {self.source} fits {name}{_first_shapes(warm_start)}"
+            )
+        for key in warm_start.taken:
+            if not torch.isfinite(self.weights[key].float()).all():
+                raise TrainingError(
+                    f"{self.source}: {key} holds values that are not finite"
+                )
         state = drafter.state_dict()
-        taken = [
+        with torch.no_grad():
+            for key in warm_start.taken:
+                state[key].copy_(self.weights[key])
+            for key in warm_start.zero:
+                state[key].zero_()
+        check_columns(self.source, drafter, drafter.info.vocab_size)
+        if self.checkpoint:
+            self._check_published(self.checkpoint, drafter, name, warm_start)
+        return warm_start
+
+    def _compare(self, drafter: Drafter, name: str) -> WarmStart:
+        """Which weights of the drafter are there in the right shape, and which are not."""
+        state = drafter.state_dict()
+        fitting = [
             key
             for key in state
             if key in self.weights and self.weights[key].shape == state[key].shape
         ]
-        fresh, unused, zero = dict[str, str](), dict[str, str](), list[str]()
+        warm_start = WarmStart(taken=fitting)
         for key, value in state.items():
-            if key in taken:
+            if key in fitting:
                 continue
             if key in self.weights:
-                fresh[key] = (
-                    f"{[*value.shape]} here, {[*self.weights[key].shape]} there"
-                )
-            elif key.endswith(".bias") and f"{key[:-4]}weight" in taken:
-                zero.append(key)
+                shape = [*value.shape]
+                other_shape = [*self.weights[key].shape]
+                warm_start.fresh[key] = f"{shape} here, {other_shape} there"
+            elif key.endswith(".bias") and f"{key[:-4]}weight" in fitting:
+                warm_start.zero.append(key)
             else:
-                fresh[key] = "not there"
-        unused |= {
-            key: f"{name} has no such weight"
-            for key in self.weights
-            if key not in state
-        }
-        if not taken:
-            why = next(
-                (f": {key} is {text}" for key, text in fresh.items() if "here" in text),
-                "",
-            )
-            raise TrainingError(f"no weight of {self.source} fits {name}{why}")
-        broken = [
-            key for key in taken if not torch.isfinite(self.weights[key].float()).all()
-        ]
-        if broken:
-            raise TrainingError(
-                f"{self.source}: {broken[0]} holds values that are not finite"
-            )
-        with torch.no_grad():
-            for key in taken:
-                state[key].copy_(self.weights[key])
-            for key in zero:
-                state[key].zero_()
-        check_columns(self.source, drafter, drafter.info.vocab_size)
-        if found := self.theirs:
-            chosen = any(buffer in taken for buffer, _ in drafter.named_buffers())
-            copies = published.check_copies(self.source, drafter, found, chosen=chosen)
-            unused |= dict.fromkeys(
-                sorted({*found.others} - {*copies}), f"{name} has no such tensor"
-            )
-        return Taken(taken, fresh, unused, zero, self._differing(drafter.config))
+                warm_start.fresh[key] = "not there"
+        for key in self.weights:
+            if key not in state:
+                warm_start.unused[key] = f"{name} has no such weight"
+        config = vars(drafter.config)
+        for key, setting in self.settings.items():
+            if config.get(key, setting) != setting:
+                warm_start.settings[key] = str(setting)
+        return warm_start
 
-    def record(self, taken: Taken) -> dict[str, Any]:
+    def _check_published(
+        self,
+        checkpoint: published.Published,
+        drafter: Drafter,
+        name: str,
+        warm_start: WarmStart,
+    ) -> None:
+        """Compare its copies of the target's tensors; all other tensors without a counterpart are unused."""
+        chosen = any(
+            buffer in warm_start.taken for buffer, _ in drafter.named_buffers()
+        )
+        copies = published.check_copies(self.source, drafter, checkpoint, chosen=chosen)
+        for key in sorted({*checkpoint.others} - {*copies}):
+            warm_start.unused[key] = f"{name} has no such tensor"
+
+    def record(self, warm_start: WarmStart) -> dict[str, Any]:
         """What a drafter's record says of it."""
         return {
             "from": self.source,
             "hash": self.hash,
             "facts": dict(self.facts),
-            **asdict(taken),
+            **asdict(warm_start),
         }
 
-    def _differing(self, config: ModelConfig) -> dict[str, str]:
-        mine = vars(config)
-        return {
-            key: str(value)
-            for key, value in self.settings.items()
-            if mine.get(key, value) != value
-        }
+
+def _first_shapes(warm_start: WarmStart) -> str:
+    """The first weight whose shape does not fit, as the end of an error."""
+    for key, reason in warm_start.fresh.items():
+        if "here" in reason:
+            return f": {key} is {reason}"
+    return ""

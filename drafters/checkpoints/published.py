@@ -6,20 +6,20 @@ counterpart here, or is the target's and is compared with it, or the checkpoint 
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from blake3 import blake3
-from msgspec import Meta
 from torch import Tensor, nn
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.published_config import Layer, read_config
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.config import DrafterConfig
@@ -27,72 +27,21 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.vocabulary import check_columns, columns_of
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
 log = logging.getLogger(__name__)
 
 FILES = ("pytorch_model.bin", "model.safetensors")
-EMBEDDING, HEAD, SPOKEN, FREQUENCIES = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "t2d",
-    "rotary_emb.inv_freq",
-)
-"""What follows from the target, or from other tensors."""
-NEAR = 1e-2  # of a table that was kept in half precision
+# Tensors that are the target's, or follow from other tensors:
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+SPOKEN = "t2d"
+FREQUENCIES = "rotary_emb.inv_freq"
+NEAR = 1e-2
+"""Relative tolerance for a table that was kept in half precision."""
 PADDING = 512
 """Tables of one vocabulary differ by fewer rows: Qwen2-VL's has 151,936 in the small sizes, 152,064 in 7B."""
-UNKNOWN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Switches of later EAGLE-3 trainers that compute something else."""
-NESTED = "transformer_layer_config"
-"""Where speculators has the layers' configuration."""
-WIDTHS = {"qwen3": 128}
-"""The width of a head by `model_type` where `head_dim` is missing; else hidden_size / heads."""
-PLAIN_AXES = "qwen2_vl"
-"""The `model_type` of MSD's code, which gives all axes of M-RoPE the same position: that is plain RoPE."""
-
-
-Size = Annotated[int, Meta(gt=0, le=1 << 20)]
-Heads = Annotated[int, Meta(gt=0, le=1 << 10)]
-Positive = Annotated[float, Meta(gt=0)]
-
-
-class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read of `config.json`; what is missing is as in the authors' code."""
-
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Annotated[int, Meta(gt=0, le=256)] = 1
-    num_attention_heads: Heads
-    num_key_value_heads: Heads | None = None
-    head_dim: Heads | None = None
-    hidden_act: str = "silu"
-    rms_norm_eps: Positive = 1e-6
-    rope_theta: Positive = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
-    model_type: str = "llama"
-    vocab_size: Size | None = None
-    layer_types: tuple[str, ...] | None = None
-    sliding_window: int | None = None
-    use_sliding_window: bool = False
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
-
-    @property
-    def width(self) -> int:
-        """Of a head."""
-        return (
-            self.head_dim
-            or WIDTHS.get(self.model_type)
-            or self.hidden_size // self.num_attention_heads
-        )
-
-
-class _Left(msgspec.Struct):
-    """`eagle_config` of SpecForge and SGLang: the layers that states leave, one less than the next ones."""
-
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,15 +63,16 @@ class Published:
     def info(self, target: TargetInfo) -> TargetInfo:
         """The facts of the target, with those of this drafter's layer in which it may differ."""
         layer = self.layer
+        has_bias = any(name.endswith("qkv_proj.bias") for name in self.weights)
         return msgspec.structs.replace(
             target,
             intermediate_size=layer.intermediate_size,
             num_heads=layer.num_attention_heads,
-            num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
-            head_dim=layer.width,
+            num_kv_heads=layer.kv_heads,
+            head_dim=layer.head_width,
             rms_norm_eps=layer.rms_norm_eps,
             rope_theta=layer.rope_theta,
-            attention_bias=any(name.endswith("qkv_proj.bias") for name in self.weights),
+            attention_bias=has_bias,
         )
 
 
@@ -134,6 +84,9 @@ def is_published(folder: Path) -> bool:
         return False
 
 
+# Reading a checkpoint
+
+
 def read(folder: Path, name: str) -> Published:
     """Read a published checkpoint as the drafter of that name; TrainingError names what does not fit."""
     kind = catalogue.trained(name)
@@ -141,76 +94,201 @@ def read(folder: Path, name: str) -> Published:
         raise TrainingError(
             f"{folder}: published checkpoints of {name} have another architecture than ours"
         )
-    raw, layer = _layer(folder, kind)
-    found = [folder / file for file in FILES if (folder / file).is_file()]
-    if not found:
-        raise TrainingError(
-            f"{folder} has no weights: there is neither {' nor '.join(FILES)}"
-        )
-    file, digest, tensors = (
-        found[0],
-        blake3(max_threads=blake3.AUTO),
-        dict[str, Tensor](),
-    )
-    for one in (
-        file,
-        *filter(Path.is_file, (folder / name for name in kind.published_files)),
-    ):
-        tensors |= _tensors(one, "" if one == file else f"{one.name}:")
-        digest.update_mmap(one)
-    odd = [key for key, one in tensors.items() if not torch.isfinite(one.float()).all()]
-    if odd:
-        raise TrainingError(f"{file}: {odd[0]} holds values that are not finite")
-    digest.update(read_bytes(folder / "config.json"))
-    settings: dict[str, Any] = {}
-    heads = layer.num_attention_heads
-    settings["kv_heads"] = (
-        "all" if (layer.num_key_value_heads or heads) == heads else "target"
-    )
-    switches = vars(kind.Config())
-    for tensor, setting in kind.published_settings.items():
-        if tensor in tensors:
-            settings[setting] = isinstance(switches[setting], bool) or len(
-                tensors[tensor]
+    raw, layer = read_config(folder, kind)
+    weights_file = _weights_file(folder)
+    tensors = _tensors(weights_file)
+    digest = blake3(max_threads=blake3.AUTO).update_mmap(weights_file)
+    for file_name in kind.published_files:
+        file = folder / file_name
+        if file.is_file():
+            tensors |= _further_tensors(file)
+            digest.update_mmap(file)
+    for key, tensor in tensors.items():
+        if not torch.isfinite(tensor.float()).all():
+            raise TrainingError(
+                f"{weights_file}: {key} holds values that are not finite"
             )
-    for switch, setting in kind.published_switches.items():
-        settings[setting] = bool(raw.get(switch))
+    digest.update(read_bytes(folder / "config.json"))
+    settings = _settings(kind, layer, raw, tensors)
     try:
         settings |= kind.published_config(raw, tensors)
     except DataError as error:
         raise TrainingError(f"{folder / 'config.json'}: {error}") from None
-    names = {
-        theirs.replace("*", str(number)): ours.replace("*", str(number))
-        for theirs, ours in kind.published_names.items()
-        for number in range(layer.num_hidden_layers)
-    }
-    weights, origin, others = _translate(file, tensors, names)
+    names: dict[str, str] = {}
+    for published_name, ours in kind.published_names.items():
+        for number in range(layer.num_hidden_layers):
+            layer_name = published_name.replace("*", str(number))
+            names[layer_name] = ours.replace("*", str(number))
+    translation = _translate(weights_file, tensors, names)
     return Published(
-        layer, digest.hexdigest()[:16], weights, settings, origin, names, others
+        layer,
+        digest.hexdigest()[:16],
+        translation.weights,
+        settings,
+        translation.origin,
+        names,
+        translation.unmatched,
     )
 
 
-def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
-    """The tensors of a file; TrainingError when it holds anything else, numbers beside them apart."""
-    tensors: Any
-    try:
-        if file.suffix == ".safetensors":
-            tensors = read_weights(file)
-        else:
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
-        raise TrainingError(
-            f"{file} cannot be read as tensors alone ({_first(error)})"
-        ) from None
-    if prefix and isinstance(tensors, dict):
-        tensors = {key: one for key, one in tensors.items() if not isinstance(one, int)}
-    if not isinstance(tensors, dict) or not all(
-        isinstance(key, str) and _is_plain(one) for key, one in tensors.items()
-    ):
+def _weights_file(folder: Path) -> Path:
+    for name in FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise TrainingError(
+        f"{folder} has no weights: there is neither {' nor '.join(FILES)}"
+    )
+
+
+def _settings(
+    kind: type[Drafter],
+    layer: Layer,
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """The settings of the drafter that shapes, tensors and switches show."""
+    has_all_heads = layer.kv_heads == layer.num_attention_heads
+    settings: dict[str, Any] = {"kv_heads": "all" if has_all_heads else "target"}
+    defaults = vars(kind.Config())
+    for name, setting in kind.published_settings.items():
+        if name in tensors:
+            is_switch = isinstance(defaults[setting], bool)
+            settings[setting] = is_switch or len(tensors[name])
+    for switch, setting in kind.published_switches.items():
+        settings[setting] = bool(raw.get(switch))
+    return settings
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name; TrainingError when it holds anything else."""
+    content = _load(file)
+    if not _is_state_dict(content):
         raise TrainingError(
             f"{file} is not a state dict: it holds more than named dense tensors"
         )
-    return {f"{prefix}{key}": one for key, one in tensors.items()}
+    return dict(content)
+
+
+def _further_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a further file, as `file:key`; numbers beside them are left out."""
+    content = _load(file)
+    if isinstance(content, dict):
+        content = {
+            key: value for key, value in content.items() if not isinstance(value, int)
+        }
+    if not _is_state_dict(content):
+        raise TrainingError(
+            f"{file} is not a state dict: it holds more than named dense tensors"
+        )
+    return {f"{file.name}:{key}": tensor for key, tensor in content.items()}
+
+
+def _load(file: Path) -> Any:
+    try:
+        if file.suffix == ".safetensors":
+            return read_weights(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 (bytes of a stranger: the unpickler raises what it meets)
+        raise TrainingError(
+            f"{file} cannot be read as tensors alone ({_first_sentence(error)})"
+        ) from None
+
+
+def _is_state_dict(content: object) -> bool:
+    """Whether a value is a dictionary of dense tensors by name."""
+    if not isinstance(content, dict):
+        return False
+    return all(
+        isinstance(key, str) and _is_plain(value) for key, value in content.items()
+    )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a dense tensor, not a scalar, that holds as many bytes as its shape says."""
+    if type(value) not in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
+        return False
+    if value.layout != torch.strided or value.device.type != "cpu" or value.ndim == 0:
+        return False
+    if value.is_quantized or value.is_nested or value.is_complex():
+        return False
+    return value.untyped_storage().nbytes() >= value.numel() * value.element_size()
+
+
+# Names: published_name -> ours
+
+
+class _WeightPlace(NamedTuple):
+    """Where a published tensor goes."""
+
+    key: str  # a weight here
+    block: int  # of the rows of that weight, if several tensors are fused there
+
+
+class _Translation(NamedTuple):
+    weights: dict[str, Tensor]  # by the names here
+    origin: dict[str, str]  # name here -> their name, or names
+    unmatched: dict[str, Tensor]  # without a counterpart
+
+
+def _translate(
+    file: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> _Translation:
+    """The tensors by their names here; TrainingError if two are one weight, or a part of one is missing."""
+    fused: dict[str, dict[int, str]] = {}  # weight here -> block of rows -> their name
+    unmatched: dict[str, Tensor] = {}
+    for published_name, tensor in tensors.items():
+        place = _place(published_name, names)
+        if place is None:
+            unmatched[published_name] = tensor
+            continue
+        blocks = fused.setdefault(place.key, {})
+        first = blocks.setdefault(place.block, published_name)
+        if first != published_name:
+            raise TrainingError(
+                f"{file} has both {first} and {published_name}, which are the same weight here"
+            )
+    weights: dict[str, Tensor] = {}
+    origin: dict[str, str] = {}
+    for key, blocks in fused.items():
+        _require_all_blocks(file, key, blocks, names)
+        ordered = [blocks[number] for number in sorted(blocks)]
+        origin[key] = ", ".join(ordered)
+        try:
+            weights[key] = torch.cat([tensors[name] for name in ordered])
+        except RuntimeError as error:
+            raise TrainingError(
+                f"{file}: tensors that belong together do not fit ({_first_sentence(error)})"
+            ) from None
+    return _Translation(weights, origin, unmatched)
+
+
+def _place(published_name: str, names: Mapping[str, str]) -> _WeightPlace | None:
+    """The place of a tensor by its own name or that of its module; None: it has no counterpart."""
+    module, _, kind = published_name.rpartition(".")
+    if published_name in names:
+        key, _, block = names[published_name].partition("/")
+    elif module in names:
+        path, _, block = names[module].partition("/")
+        key = f"{path}.{kind}"
+    else:
+        return None
+    return _WeightPlace(key, int(block or 0))
+
+
+def _require_all_blocks(
+    file: Path, key: str, blocks: Mapping[int, str], names: Mapping[str, str]
+) -> None:
+    """TrainingError if a tensor is missing of those that are fused in a weight here."""
+    module, _, kind = key.rpartition(".")
+    for published_name, ours in names.items():
+        path, slash, block = ours.partition("/")
+        if slash and path == module and int(block) not in blocks:
+            raise TrainingError(
+                f"{file} lacks {published_name}.{kind}, and has {blocks[min(blocks)]}"
+            )
+
+
+# Importing a checkpoint
 
 
 def load(
@@ -228,287 +306,211 @@ def load(
     """
     if out.exists():
         raise TrainingError(f"{out} exists: give another --name")
-    found, paper = read(folder, name), catalogue.config(name)
-    if found.layer.hidden_size != target.hidden_size:
-        raise TrainingError(
-            f"{folder}: hidden_size is {found.layer.hidden_size} and the target's {target.hidden_size}: it "
-            "was trained for another target"
-        )
-    vocabulary = found.layer.vocab_size
-    if vocabulary is not None and abs(vocabulary - target.vocab_size) >= PADDING:
-        raise TrainingError(
-            f"{folder}: vocab_size is {vocabulary} and the target's {target.vocab_size}, more than padding "
-            "explains: it was trained for another target"
-        )
+    published = read(folder, name)
+    _check_target(folder, published.layer, target)
+    info = published.info(target)
+    paper = catalogue.config(name)
+    settings = [
+        f"{key}={json.dumps(value)}" for key, value in published.settings.items()
+    ]
     try:
-        config = override(
-            paper,
-            [f"{key}={json.dumps(value)}" for key, value in found.settings.items()],
-        )
-        drafter = checkpoint.build(
-            catalogue.base(name), config, found.info(target), head
-        )
+        config = override(paper, settings)
+        drafter = checkpoint.build(catalogue.base(name), config, info, head)
     except DataError as error:
         raise TrainingError(f"{folder}: {error}") from None
     assert isinstance(drafter, Drafter)
-    zeros = _fill(folder, drafter, found)
+    zeros = _fill(folder, drafter, published)
     check_columns(folder, drafter, target.vocab_size)
-    checked = check_copies(folder, drafter, found)
+    checked = check_copies(folder, drafter, published)
     if EMBEDDING not in checked:
         log.warning(
             "%s has no %s: whether it is of this target could not be checked",
             folder,
             EMBEDDING,
         )
-    if odd := sorted({*found.others} - {*checked}):
-        raise TrainingError(f"{folder}: {odd[0]} has no counterpart in this method")
-    facts = {"from": str(folder), "hash": found.hash, "zero": zeros, "checked": checked}
-    own = found.info(target)
+    unexplained = sorted({*published.others} - {*checked})
+    if unexplained:
+        raise TrainingError(
+            f"{folder}: {unexplained[0]} has no counterpart in this method"
+        )
     changed = {
-        key: getattr(own, key)
+        key: getattr(info, key)
         for key in TargetInfo.__struct_fields__
-        if getattr(own, key) != getattr(target, key)
+        if getattr(info, key) != getattr(target, key)
+    }
+    imported = {
+        "from": str(folder),
+        "hash": published.hash,
+        "zero": zeros,
+        "checked": checked,
+        "not the target's": changed,
     }
     training = {
         "steps": 0,
+        "saved_step": 0,
         "samples": 0,
         "history": [],
-        "imported": {**facts, "not the target's": changed},
+        "imported": imported,
     }
     origin = checkpoint.Origin(provenance, config.training, training)
     checkpoint.save(drafter, catalogue.base(name), out, origin)
+    parameters = sum(weight.numel() for weight in drafter.parameters())
     return {
         "drafter": str(out),
         "method": name,
-        "parameters": sum(one.numel() for one in drafter.parameters()),
-        "settings": dict(_differing(config, paper)),
+        "parameters": parameters,
+        "settings": _changed_settings(config, paper),
         "not the target's": changed,
         "zero": zeros,
         "compared": checked,
     }
 
 
-def _layer(folder: Path, kind: type[Drafter]) -> tuple[Mapping[str, Any], Layer]:
-    """Its `config.json`, and what that says of the layers; TrainingError for what is not here."""
-    file = folder / "config.json"
-    try:
-        raw = json.loads(read_bytes(file))
-        layer = msgspec.convert({**raw, **raw.get(NESTED, {})}, Layer)
-        rope = layer.rope_scaling or layer.rope_parameters or {}
-        theta = msgspec.convert(rope.get("rope_theta", layer.rope_theta), Positive)
-        heads, width = layer.num_attention_heads, layer.width
-        if heads % (layer.num_key_value_heads or heads) or not width or width % 2:
-            raise ValueError(f"num_attention_heads {heads} do not fit the other sizes")
-        if not math.isfinite(theta + layer.rms_norm_eps):
-            raise ValueError("a number is not finite")
-        left = msgspec.convert(
-            raw.get("eagle_config") or {}, _Left
-        ).eagle_aux_hidden_state_layer_ids
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+def _check_target(folder: Path, layer: Layer, target: TargetInfo) -> None:
+    """TrainingError if the sizes show that the checkpoint is of another target."""
+    if layer.hidden_size != target.hidden_size:
         raise TrainingError(
-            f"{file} is not the configuration of a drafter ({one_line(error)})"
-        ) from None
-    if "sliding_attention" in (
-        layer.layer_types or ("sliding_attention",) * layer.use_sliding_window
-    ):
-        raise TrainingError(
-            f"{file}: its layers have a sliding window of {layer.sliding_window} tokens, and those of "
-            "drafters here see everything"
+            f"{folder}: hidden_size is {layer.hidden_size} and the target's {target.hidden_size}: it "
+            "was trained for another target"
         )
-    for switch in UNKNOWN:
-        if raw.get(switch) and switch not in kind.published_switches:
-            raise TrainingError(
-                f"{file}: {switch}={raw[switch]} is another architecture than the authors'"
-            )
-    if layer.hidden_act != "silu":
+    vocabulary = layer.vocab_size
+    if vocabulary is not None and abs(vocabulary - target.vocab_size) >= PADDING:
         raise TrainingError(
-            f"{file}: hidden_act is {layer.hidden_act}, and drafters here have silu"
+            f"{folder}: vocab_size is {vocabulary} and the target's {target.vocab_size}, more than padding "
+            "explains: it was trained for another target"
         )
-    scaling = rope.get("rope_type") or rope.get("type") or "default"
-    plain = ("default", "mrope") if layer.model_type == PLAIN_AXES else ("default",)
-    if scaling not in plain or (
-        "mrope_section" in rope and layer.model_type != PLAIN_AXES
-    ):
-        raise TrainingError(
-            f"{file}: rope_scaling {rope} is not plain RoPE, which drafters here have"
-        )
-    if left is not None:
-        layer = msgspec.structs.replace(
-            layer, eagle_aux_hidden_state_layer_ids=tuple(one + 1 for one in left)
-        )
-    return raw, msgspec.structs.replace(layer, rope_theta=theta)
 
 
-def _is_plain(one: object) -> bool:
-    """Whether it is a dense tensor, not a scalar, that holds as many bytes as its shape says."""
-    return (
-        type(one) in (Tensor, nn.Parameter)
-        and isinstance(one, Tensor)
-        and one.layout == torch.strided
-        and one.device.type == "cpu"
-        and not (one.is_quantized or one.is_nested or one.is_complex())
-        and one.ndim > 0
-        and one.untyped_storage().nbytes() >= one.numel() * one.element_size()
-    )
-
-
-def _translate(
-    file: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str]
-) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor]]:
-    """The tensors by their names here, where those come from, and those without a counterpart."""
-    blocks: dict[str, dict[int, tuple[str, Tensor]]] = {}
-    others: dict[str, Tensor] = {}
-    for theirs, tensor in tensors.items():
-        module, _, kind = theirs.rpartition(".")
-        if theirs in names:
-            ours = names[theirs]
-        elif module in names:
-            path, slash, number = names[module].partition("/")
-            ours = f"{path}.{kind}{slash}{number}"
-        else:
-            others[theirs] = tensor
-            continue
-        key, _, number = ours.partition("/")
-        if (
-            first := blocks.setdefault(key, {}).setdefault(
-                int(number or 0), (theirs, tensor)
-            )[0]
-        ) != theirs:
-            raise TrainingError(
-                f"{file} has both {first} and {theirs}, which are the same weight here"
-            )
-    for key, found in blocks.items():  # what is fused here must be there as a whole
-        module, _, kind = key.rpartition(".")
-        for theirs, ours in names.items():
-            path, slash, number = ours.partition("/")
-            if slash and path == module and int(number) not in found:
-                raise TrainingError(
-                    f"{file} lacks {theirs}.{kind}, and has {found[min(found)][0]}"
-                )
-    ordered = {
-        key: [found[number] for number in sorted(found)]
-        for key, found in blocks.items()
-    }
-    try:
-        weights = {
-            key: torch.cat([one for _, one in parts]) for key, parts in ordered.items()
-        }
-    except RuntimeError as error:
-        raise TrainingError(
-            f"{file}: tensors that belong together do not fit ({_first(error)})"
-        ) from None
-    return (
-        weights,
-        {key: ", ".join(name for name, _ in parts) for key, parts in ordered.items()},
-        others,
-    )
-
-
-def _fill(folder: Path, drafter: Drafter, found: Published) -> list[str]:
+def _fill(folder: Path, drafter: Drafter, published: Published) -> list[str]:
     """Load the weights; returns the biases that are zero because the checkpoint has none."""
     state = drafter.state_dict()
-    for key, value in found.weights.items():
-        theirs = found.origin[key]
+    for key, value in published.weights.items():
+        published_name = published.origin[key]
         if key not in state:
-            raise TrainingError(f"{folder}: {theirs} has no counterpart in this method")
+            raise TrainingError(
+                f"{folder}: {published_name} has no counterpart in this method"
+            )
         if value.shape != state[key].shape:
             raise TrainingError(
-                f"{folder}: {theirs} is {[*value.shape]}, and {[*state[key].shape]} is expected of its config"
+                f"{folder}: {published_name} is {[*value.shape]}, and {[*state[key].shape]} is "
+                "expected of its config"
             )
-    missing = sorted(set(state) - set(found.weights))
-    zeros = [
-        key
-        for key in missing
-        if key.endswith(".bias") and f"{key[:-4]}weight" in found.weights
-    ]
-    buffers = (
-        {name for name, _ in drafter.named_buffers()}
-        if columns_of(drafter) is None
-        else set()
-    )
-    for key in missing:
-        if key not in zeros and key not in buffers:
-            theirs = next(
-                (name for name, ours in found.names.items() if _is(ours, key)), key
+    zeros: list[str] = []
+    optional = set()  # the choice of all tokens is the default of its buffer
+    if columns_of(drafter) is None:
+        optional = {name for name, _ in drafter.named_buffers()}
+    for key in sorted(set(state) - set(published.weights)):
+        is_bias = key.endswith(".bias")
+        if is_bias and f"{key[:-4]}weight" in published.weights:
+            zeros.append(key)
+        elif key not in optional:
+            raise TrainingError(
+                f"{folder} lacks {_their_name(key, published.names)}, which this method needs"
             )
-            raise TrainingError(f"{folder} lacks {theirs}, which this method needs")
     empty = {key: torch.zeros_like(state[key]) for key in zeros}
-    drafter.load_state_dict({**state, **found.weights, **empty})
+    drafter.load_state_dict({**state, **published.weights, **empty})
     return zeros
 
 
-def _is(ours: str, key: str) -> bool:
-    return key == ours or key.rpartition(".")[0] == ours.partition("/")[0]
+def _their_name(key: str, names: Mapping[str, str]) -> str:
+    """The published name of a weight or of its module; the name here if there is none."""
+    module = key.rpartition(".")[0]
+    for published_name, ours in names.items():
+        if key == ours or module == ours.partition("/")[0]:
+            return published_name
+    return key
+
+
+def _changed_settings(config: DrafterConfig, paper: DrafterConfig) -> dict[str, Any]:
+    """The model's settings that are not the paper's."""
+    default = vars(paper.model)
+    return {
+        name: value
+        for name, value in vars(config.model).items()
+        if value != default[name]
+    }
+
+
+# Copies of the target's tensors
+
+
+class _Copy(NamedTuple):
+    """What a tensor must equal, by its name in an error, and the comparison."""
+
+    name: str
+    matches: Callable[[Tensor], bool]
 
 
 def check_copies(
-    source: object, drafter: Drafter, found: Published, *, chosen: bool = True
+    source: object, drafter: Drafter, published: Published, *, chosen: bool = True
 ) -> list[str]:
-    """Compare what is a copy of the target's tensors, or follows from other tensors; returns its names.
+    """Compare tensors that copy the target's, or follow from other tensors; returns their names.
 
     Not `chosen`: the drafter has not taken the checkpoint's choice of tokens.
     """
-    columns_K, taps = columns_of(drafter), drafter.taps
-    theirs = found.layer.eagle_aux_hidden_state_layer_ids
-    if theirs is not None and theirs != taps:
+    layers = published.layer.eagle_aux_hidden_state_layer_ids
+    if layers is not None and layers != drafter.taps:
         raise TrainingError(
-            f"{source}: it reads the inputs of layers {theirs}; drafters here read {taps}"
+            f"{source}: it reads the inputs of layers {layers}; drafters here read {drafter.taps}"
         )
-
-    def table(theirs_VD: Tensor, mine_VD: Tensor) -> bool:
-        rows = min(len(theirs_VD), len(mine_VD))  # tables are padded differently
-        same_width = theirs_VD.ndim == 2 and theirs_VD.shape[1] == mine_VD.shape[1]
-        mine_VD = mine_VD[:rows].float().cpu()
-        return same_width and torch.allclose(
-            theirs_VD[:rows].float(), mine_VD, rtol=NEAR, atol=1e-4
-        )
-
-    def embedding(table_VD: Tensor) -> bool:
-        return table(table_VD, drafter.embed_VD)
-
-    def lm_head(table_KD: Tensor) -> bool:
-        mine_VD = drafter.lm_head_VD
-        return table(
-            table_KD,
-            mine_VD if columns_K is None else mine_VD[columns_K.to(mine_VD.device)],
-        )
-
-    def spoken(spoken_V: Tensor) -> bool:
-        chosen = torch.arange(len(spoken_V)) if columns_K is None else columns_K.cpu()
-        return torch.equal(spoken_V.nonzero()[:, 0], chosen)
-
-    def frequencies(value_d: Tensor) -> bool:
-        width = drafter.info.head_dim
-        exponent_d = torch.arange(0, width, 2, dtype=torch.float64) / width
-        expected_d = drafter.info.rope_theta**-exponent_d
-        fits = value_d.shape == expected_d.shape
-        return fits and torch.allclose(value_d.double(), expected_d, rtol=NEAR)
-
-    copies: Mapping[str, tuple[Callable[[Tensor], bool], str]] = {
-        EMBEDDING: (embedding, "the target's embeddings"),
-        **(
-            {HEAD: (lm_head, "the target's LM head")}
-            if chosen or columns_K is None
-            else {}
-        ),
-        **({SPOKEN: (spoken, "the choice in d2t")} if chosen else {}),
-        FREQUENCIES: (frequencies, f"those of rope_theta {drafter.info.rope_theta:g}"),
-    }
+    copies = _copies(drafter, chosen)
     checked = []
-    for name, tensor in sorted(found.others.items()):
-        if check := copies.get(FREQUENCIES if name.endswith(FREQUENCIES) else name):
-            if not check[0](tensor):
-                raise TrainingError(
-                    f"{source}: {name} is not {check[1]}, which a drafter here reads instead"
-                )
-            checked.append(name)
+    for name, tensor in sorted(published.others.items()):
+        copy = copies.get(FREQUENCIES if name.endswith(FREQUENCIES) else name)
+        if copy is None:
+            continue
+        if not copy.matches(tensor):
+            raise TrainingError(
+                f"{source}: {name} is not {copy.name}, which a drafter here reads instead"
+            )
+        checked.append(name)
     return checked
 
 
-def _differing(config: DrafterConfig, paper: DrafterConfig) -> Mapping[str, Any]:
-    mine, theirs = vars(config.model), vars(paper.model)
-    return {name: value for name, value in mine.items() if value != theirs[name]}
+def _copies(drafter: Drafter, chosen: bool) -> dict[str, _Copy]:
+    """The tensors of a checkpoint that can be compared, by name."""
+    columns_K = columns_of(drafter)
+    embed_VD = drafter.embed_VD
+    lm_head_VD = drafter.lm_head_VD
+    if columns_K is not None:
+        lm_head_VD = lm_head_VD[columns_K.to(lm_head_VD.device)]
+    rope_theta = drafter.info.rope_theta
+    is_embedding = partial(_is_table, embed_VD)
+    is_frequencies = partial(_is_frequencies, rope_theta, drafter.info.head_dim)
+    copies = {
+        EMBEDDING: _Copy("the target's embeddings", is_embedding),
+        FREQUENCIES: _Copy(f"those of rope_theta {rope_theta:g}", is_frequencies),
+    }
+    if chosen or columns_K is None:
+        copies[HEAD] = _Copy("the target's LM head", partial(_is_table, lm_head_VD))
+    if chosen:
+        copies[SPOKEN] = _Copy("the choice in d2t", partial(_is_choice, columns_K))
+    return copies
 
 
-def _first(error: BaseException) -> str:
+def _is_table(expected_VD: Tensor, table_VD: Tensor) -> bool:
+    """Whether a table of the vocabulary is the expected one, as far as both have rows: padding differs."""
+    rows = min(len(table_VD), len(expected_VD))
+    if table_VD.ndim != 2 or table_VD.shape[1] != expected_VD.shape[1]:
+        return False
+    expected_VD = expected_VD[:rows].float().cpu()
+    return torch.allclose(table_VD[:rows].float(), expected_VD, rtol=NEAR, atol=1e-4)
+
+
+def _is_choice(columns_K: Tensor | None, spoken_V: Tensor) -> bool:
+    """Whether these tokens of the vocabulary are the columns of the drafter's logits."""
+    expected_K = torch.arange(len(spoken_V)) if columns_K is None else columns_K.cpu()
+    return torch.equal(spoken_V.nonzero()[:, 0], expected_K)
+
+
+def _is_frequencies(rope_theta: float, width: int, value_d: Tensor) -> bool:
+    """Whether these are the frequencies of plain RoPE for heads of that width."""
+    exponent_d = torch.arange(0, width, 2, dtype=torch.float64) / width
+    expected_d = rope_theta**-exponent_d
+    if value_d.shape != expected_d.shape:
+        return False
+    return torch.allclose(value_d.double(), expected_d, rtol=NEAR)
+
+
+def _first_sentence(error: BaseException) -> str:
     return one_line(error).split(". ")[0][:200] or type(error).__name__

@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors.torch import load
 from torch import Tensor
 
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

@@ -1,12 +1,14 @@
-"""The attention of training: exact, in memory that grows with the keys and not with their square.
+"""The attention of training: exact, in memory that is linear in the number of keys.
 
-A row sees a run of keys in common with other rows, and keys of its own. The common ones go through a flash
-kernel in blocks that need no mask; all parts are merged by their log-sum-exp. Flash kernels keep no weights
-but compute them again in the backward pass, as exp(score - lse), and so do we for a row's own keys: with the
-lse and the output of all parts, the gradient of each part is exact.
+A row sees a run of keys in common with other rows, and keys of its own. The common ones go
+through a flash kernel in blocks that need no mask; all parts are merged by their log-sum-exp
+(lse). Flash kernels do not keep weights but compute them again in the backward pass, as
+exp(score - lse), and so does the code for a row's own keys: with the lse and the output of
+all parts, the gradient of each part is exact.
 
-Shapes: R rows, L rows of a block, S keys in common, J keys of one row, K key heads, X queries of a row for
-each key head, H = K * X, d head width; 1HLd is the order that kernels take.
+Shapes: R rows, L rows of a block, S keys in common, J keys of one row, K key heads, X queries
+of a row for each key head, H = K * X, d head width; C runs of rows; 1HLd is the order that
+kernels take.
 """
 
 from collections.abc import Sequence
@@ -20,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_flash_attention, flash_sdp_enabled
 
 SCORE_BYTES = 1 << 26
-"""Scores at a time where there is no flash kernel."""
-EVERY = slice(None)
+"""Bytes of scores at a time where there is no flash kernel."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,15 @@ class Block:
 
     def of(self, state_1HNd: Tensor, where: slice) -> Tensor:
         """Its rows or keys of all, in the order in which they are counted: [1, H, L, d]."""
-        part_1HLd = state_1HNd[:, :, where]
-        return part_1HLd.flip(2) if self.reversed else part_1HLd
+        return self.in_order(state_1HNd[:, :, where])
 
-    def into(self, whole_1HNd: Tensor, where: slice, part_1HLd: Tensor) -> None:
-        """Add what was computed for its rows or keys to that of all."""
-        whole_1HNd[:, :, where] += part_1HLd.flip(2) if self.reversed else part_1HLd
+    def in_order(self, state_1HLd: Tensor) -> Tensor:
+        """Its rows or keys from the order in which they are counted to theirs, or back."""
+        return state_1HLd.flip(2) if self.reversed else state_1HLd
+
+    def add(self, total_1HNd: Tensor, where: slice, state_1HLd: Tensor) -> None:
+        """Add what was computed for its rows or keys to the total of all."""
+        total_1HNd[:, :, where] += self.in_order(state_1HLd)
 
 
 Part = Sequence[Block]
@@ -51,45 +55,47 @@ Part = Sequence[Block]
 
 
 def blocks(first_R: Tensor, end_R: Tensor) -> list[Part]:
-    """Blocks in which row r sees the keys from `first_R[r]` up to and without `end_R[r]`, at least one.
+    """Blocks in which row r sees the keys from `first_R[r]` up to, without, `end_R[r]`.
 
-    While each row sees one key more than the row before, two blocks serve them all; while it also sees one
-    older key less, as in a window, three blocks serve as many rows as the window has keys. The first part
-    has a block for every row.
+    Each row sees at least one key. While each row sees one key more than the row before, two
+    blocks serve them all; while it also sees one older key less, as in a window, three blocks
+    serve as many rows as the window has keys. The first part has a block for every row.
     """
+    # Rows are cut into runs in which both ends move at a constant step of 0 or 1.
     step_R = torch.ones_like(end_R)
-    jumps_R, starts_R = (torch.ones_like(end_R, dtype=torch.bool) for _ in range(2))
-    step_R[1:] = first_R[1:] - first_R[:-1]
-    jumps_R[1:] = (end_R[1:] != end_R[:-1] + 1) | (step_R[1:] < 0) | (step_R[1:] > 1)
-    starts_R[1:] = jumps_R[1:] | (~jumps_R[:-1] & (step_R[1:] != step_R[:-1]))
+    step_R[1:] = first_R.diff()
+    end_jumps_R = torch.ones_like(end_R, dtype=torch.bool)
+    end_jumps_R[1:] = end_R.diff() != 1
+    jumps_R = end_jumps_R | (step_R < 0) | (step_R > 1)
+    turns_R = torch.zeros_like(jumps_R)
+    turns_R[1:] = ~jumps_R[:-1] & (step_R.diff() != 0)
     row_R = torch.arange(len(end_R), device=end_R.device)
-    run_4C = torch.stack([row_R, first_R, end_R, step_R.roll(-1)])[:, starts_R]
-    starts, firsts, ends, steps = run_4C.tolist()
-    older, common, later = list[Block](), list[Block](), list[Block]()
+    run_4R = torch.stack([row_R, first_R, end_R, step_R.roll(-1)])
+    starts, firsts, ends, steps = run_4R[:, jumps_R | turns_R].tolist()
     stops = [*starts[1:], len(end_R)]
-    for begin, stop, first, end, step in zip(
+
+    later = list[Block]()
+    common = list[Block]()
+    older = list[Block]()
+    for start, stop, first, end, step in zip(
         starts, stops, firsts, ends, steps, strict=False
     ):
-        moving = stop - begin > 1 and step == 1
-        length = end - first if moving else stop - begin
-        for start in range(begin, stop, length):
-            rows, moved = slice(start, min(start + length, stop)), start - begin
-            last = end - 1 + moved
-            oldest = (
-                first + moved + (rows.stop - start - 1 if moving else 0)
-            )  # that all of them see
-            later.append(Block(rows, slice(last, last + rows.stop - start), True))
-            if oldest < last:
-                common.append(Block(rows, slice(oldest, last), False))
-            if first + moved < oldest:
-                older.append(
-                    Block(
-                        slice(start, rows.stop - 1),
-                        slice(first + moved, oldest),
-                        True,
-                        True,
-                    )
-                )
+        window_moves = stop - start > 1 and step == 1
+        length = end - first if window_moves else stop - start
+        for begin in range(start, stop, length):
+            rows = slice(begin, min(begin + length, stop))
+            moved = begin - start
+            count = rows.stop - begin
+            oldest = first + moved  # key that the first row sees
+            shared = oldest + count - 1 if window_moves else oldest  # that all rows see
+            last = end - 1 + moved  # newest key of the first row
+            later.append(Block(rows, slice(last, last + count), causal=True))
+            if shared < last:
+                common.append(Block(rows, slice(shared, last), causal=False))
+            if oldest < shared:
+                but_last = slice(begin, rows.stop - 1)
+                keys = slice(oldest, shared)
+                older.append(Block(but_last, keys, causal=True, reversed=True))
     return [part for part in (later, common, older) if part] or [later]
 
 
@@ -100,14 +106,17 @@ def attention(
     seen: Sequence[Part],
     own: Sequence[tuple[Tensor, Tensor, int]],
 ) -> Tensor:
-    """Each query's mean of the values that it sees, weighted by the softmax of their scores: [R, K, X, d].
+    """Each query's mean of the values that it sees, weighted by the softmax of their scores.
 
-    `own` are keys and values [R, J, K, d] of each row, seen by its queries from the given one on.
+    `seen` are the keys in common. `own` are keys and values [R, J, K, d] of each row, seen by
+    its queries from that number on. Returns [R, K, X, d].
     """
-    flat = [part for key_RJKd, value_RJKd, _ in own for part in (key_RJKd, value_RJKd)]
+    states: list[Tensor] = []
+    for key_RJKd, value_RJKd, _ in own:
+        states += [key_RJKd, value_RJKd]
     since = [first for *_, first in own]
     mixed_RKXd: Tensor = _Attention.apply(
-        query_RKXd, key_SKd, value_SKd, seen, since, *flat
+        query_RKXd, key_SKd, value_SKd, seen, since, *states
     )  # type: ignore[no-untyped-call]
     return mixed_RKXd
 
@@ -125,108 +134,134 @@ class _Attention(torch.autograd.Function):
         since: Sequence[int],
         *own: Tensor,
     ) -> Tensor:
-        exact, shape = (
-            torch.promote_types(query_RKXd.dtype, torch.float32),
-            query_RKXd.shape,
-        )
+        exact = torch.promote_types(query_RKXd.dtype, torch.float32)
+        shape = query_RKXd.shape
         out_RKXd = query_RKXd.new_zeros(shape, dtype=exact)
         lse_RKX = query_RKXd.new_full(shape[:-1], -torch.inf, dtype=exact)
-        query, key, value = (
-            _heads_first(state) for state in (query_RKXd, key_SKd, value_SKd)
-        )
+
+        # The keys in common, part by part.
+        query = _heads_first(query_RKXd)
+        key = _heads_first(key_SKd)
+        value = _heads_first(value_SKd)
         kernel = _kernel(query)
         kept = []
         for part in seen:
-            part_RKXd, part_RKX = (
-                torch.zeros_like(out_RKXd),
-                torch.full_like(lse_RKX, -torch.inf),
-            )
-            part_1HRd, part_1HR = (
-                _heads_first(part_RKXd),
-                _heads_first(part_RKX[..., None])[..., 0],
-            )
+            part_RKXd = torch.zeros_like(out_RKXd)
+            part_lse_RKX = torch.full_like(lse_RKX, -torch.inf)
+            part_1HRd = _heads_first(part_RKXd)
+            part_lse_1HR1 = _heads_first(part_lse_RKX[..., None])
             for block in part:
-                rows, keys = block.rows, block.keys
-                out_1HLd, lse_1HL, *rest = kernel.forward(
-                    block.of(query, rows),
-                    block.of(key, keys),
-                    block.of(value, keys),
-                    block.causal,
+                query_1HLd = block.of(query, block.rows)
+                key_1KSd = block.of(key, block.keys)
+                value_1KSd = block.of(value, block.keys)
+                out_1HLd, lse_1HL, *for_backward = kernel.forward(
+                    query_1HLd, key_1KSd, value_1KSd, block.causal
                 )
-                part_1HRd[:, :, rows] = block.of(out_1HLd, EVERY)
-                part_1HR[:, :, rows] = block.of(lse_1HL, EVERY)
-                kept.append(rest)
-            _merge(out_RKXd, lse_RKX, part_RKXd, part_RKX)
-        for key_RJKd, value_RJKd, first in zip(own[::2], own[1::2], since, strict=True):
-            score_RKXJ = _scores(query_RKXd[:, :, first:], key_RJKd).to(exact)
-            part_RKX = score_RKXJ.logsumexp(-1)
-            weight_RKXJ = (score_RKXJ - part_RKX[..., None]).exp().to(value_RJKd.dtype)
-            part_RKXd = torch.einsum("rkxj,rjkd->rkxd", weight_RKXJ, value_RJKd)
-            _merge(out_RKXd[:, :, first:], lse_RKX[:, :, first:], part_RKXd, part_RKX)
+                part_1HRd[:, :, block.rows] = block.in_order(out_1HLd)
+                part_lse_1HR1[:, :, block.rows, 0] = block.in_order(lse_1HL)
+                kept.append(for_backward)
+            _merge(out_RKXd, lse_RKX, part_RKXd, part_lse_RKX)
+
+        # The keys of each row.
+        keys, values = own[::2], own[1::2]
+        for key_RJKd, value_RJKd, first in zip(keys, values, since, strict=True):
+            later_RKXd = query_RKXd[:, :, first:]
+            score_RKXJ = _scores(later_RKXd, key_RJKd).to(exact)
+            part_lse_RKX = score_RKXJ.logsumexp(-1)
+            weight_RKXJ = (score_RKXJ - part_lse_RKX[..., None]).exp()
+            part_RKXd = torch.einsum(
+                "rkxj,rjkd->rkxd", weight_RKXJ.to(value_RJKd.dtype), value_RJKd
+            )
+            later_out_RKXd = out_RKXd[:, :, first:]
+            later_lse_RKX = lse_RKX[:, :, first:]
+            _merge(later_out_RKXd, later_lse_RKX, part_RKXd, part_lse_RKX)
+
         out_RKXd = out_RKXd.to(query_RKXd.dtype)
         ctx.save_for_backward(query_RKXd, key_SKd, value_SKd, out_RKXd, lse_RKX, *own)
-        ctx.seen, ctx.since, ctx.kernel, ctx.kept = seen, since, kernel, kept
+        ctx.seen = seen
+        ctx.since = since
+        ctx.kernel = kernel
+        ctx.kept = kept
         return out_RKXd
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RKXd: Tensor) -> tuple[Tensor | None, ...]:
         query_RKXd, key_SKd, value_SKd, out_RKXd, lse_RKX, *own = ctx.saved_tensors
-        exact, scale = lse_RKX.dtype, query_RKXd.shape[-1] ** -0.5
-        grads = [
-            part.new_zeros(part.shape, dtype=exact)
-            for part in (query_RKXd, key_SKd, value_SKd)
-        ]
-        into = [_heads_first(grad) for grad in grads]
-        grad_RKXd = (
-            grad_RKXd.contiguous()
-        )  # kernels take the last dimension to be dense
-        grad, query, out = (
-            _heads_first(state) for state in (grad_RKXd, query_RKXd, out_RKXd)
-        )
-        key, value, lse = (
-            _heads_first(state) for state in (key_SKd, value_SKd, lse_RKX[..., None])
-        )
-        for block, rest in zip(chain.from_iterable(ctx.seen), ctx.kept, strict=True):
-            rows, keys = block.rows, block.keys
-            found = ctx.kernel.backward(
-                *(
-                    block.of(grad, rows),
-                    block.of(query, rows),
-                    block.of(key, keys),
-                    block.of(value, keys),
-                ),
-                *(
-                    block.of(out, rows),
-                    block.of(lse, rows)[..., 0],
-                    block.causal,
-                    *rest,
-                ),
+        exact = lse_RKX.dtype
+        dtype = query_RKXd.dtype
+        query_grad_RKXd = query_RKXd.new_zeros(query_RKXd.shape, dtype=exact)
+        key_grad_SKd = key_SKd.new_zeros(key_SKd.shape, dtype=exact)
+        value_grad_SKd = value_SKd.new_zeros(value_SKd.shape, dtype=exact)
+        grad_RKXd = grad_RKXd.contiguous()  # kernels take a dense last dimension
+
+        # The keys in common, block by block.
+        grad = _heads_first(grad_RKXd)
+        out = _heads_first(out_RKXd)
+        query = _heads_first(query_RKXd)
+        lse = _heads_first(lse_RKX[..., None])
+        key = _heads_first(key_SKd)
+        value = _heads_first(value_SKd)
+        query_grad = _heads_first(query_grad_RKXd)
+        key_grad = _heads_first(key_grad_SKd)
+        value_grad = _heads_first(value_grad_SKd)
+        all_blocks = chain.from_iterable(ctx.seen)
+        for block, from_forward in zip(all_blocks, ctx.kept, strict=True):
+            query_1HLd = block.of(query, block.rows)
+            key_1KSd = block.of(key, block.keys)
+            value_1KSd = block.of(value, block.keys)
+            grad_1HLd = block.of(grad, block.rows)
+            out_1HLd = block.of(out, block.rows)
+            lse_1HL = block.of(lse, block.rows)[..., 0]
+            grads = ctx.kernel.backward(
+                grad_1HLd,
+                query_1HLd,
+                key_1KSd,
+                value_1KSd,
+                out_1HLd,
+                lse_1HL,
+                block.causal,
+                *from_forward,
             )
-            for whole, at, added in zip(into, (rows, keys, keys), found, strict=True):
-                block.into(whole, at, added)
+            block.add(query_grad, block.rows, grads[0])
+            block.add(key_grad, block.keys, grads[1])
+            block.add(value_grad, block.keys, grads[2])
+
+        # The keys of each row.
+        scale = query_RKXd.shape[-1] ** -0.5
         mean_RKX = (grad_RKXd * out_RKXd).sum(-1, dtype=exact)
-        for key_RJKd, value_RJKd, first in zip(
-            own[::2], own[1::2], ctx.since, strict=True
-        ):
-            asking, given = query_RKXd[:, :, first:], grad_RKXd[:, :, first:]
-            weight_RKXJ = (
-                _scores(asking, key_RJKd) - lse_RKX[:, :, first:, None]
-            ).exp()
-            slope_RKXJ = (
-                torch.einsum("rkxd,rjkd->rkxj", given, value_RJKd)
-                - mean_RKX[:, :, first:, None]
+        own_grads: list[Tensor | None] = []
+        keys, values = own[::2], own[1::2]
+        for key_RJKd, value_RJKd, first in zip(keys, values, ctx.since, strict=True):
+            later_RKXd = query_RKXd[:, :, first:]
+            later_grad_RKXd = grad_RKXd[:, :, first:]
+            score_RKXJ = _scores(later_RKXd, key_RJKd)
+            later_lse_RKX1 = lse_RKX[:, :, first:, None]
+            later_mean_RKX1 = mean_RKX[:, :, first:, None]
+            weight_RKXJ = (score_RKXJ - later_lse_RKX1).exp()
+            weight_grad_RKXJ = torch.einsum(
+                "rkxd,rjkd->rkxj", later_grad_RKXd, value_RJKd
             )
-            slope_RKXJ = (weight_RKXJ * slope_RKXJ * scale).to(asking.dtype)
-            grads[0][:, :, first:] += torch.einsum(
+            slope_RKXJ = _score_gradient(
+                weight_RKXJ, weight_grad_RKXJ, later_mean_RKX1, scale, dtype
+            )
+            query_grad_RKXd[:, :, first:] += torch.einsum(
                 "rkxj,rjkd->rkxd", slope_RKXJ, key_RJKd
             )
-            grads.append(torch.einsum("rkxj,rkxd->rjkd", slope_RKXJ, asking))
-            grads.append(
-                torch.einsum("rkxj,rkxd->rjkd", weight_RKXJ.to(given.dtype), given)
+            own_key_grad_RJKd = torch.einsum("rkxj,rkxd->rjkd", slope_RKXJ, later_RKXd)
+            weight_RKXJ = weight_RKXJ.to(grad_RKXd.dtype)
+            own_value_grad_RJKd = torch.einsum(
+                "rkxj,rkxd->rjkd", weight_RKXJ, later_grad_RKXd
             )
-        dtype = query_RKXd.dtype
-        return *(whole.to(dtype) for whole in grads[:3]), None, None, *grads[3:]
+            own_grads += [own_key_grad_RJKd, own_value_grad_RJKd]
+        return (
+            query_grad_RKXd.to(dtype),
+            key_grad_SKd.to(dtype),
+            value_grad_SKd.to(dtype),
+            None,
+            None,
+            *own_grads,
+        )
 
 
 def _scores(query_RKXd: Tensor, key_RJKd: Tensor) -> Tensor:
@@ -235,12 +270,24 @@ def _scores(query_RKXd: Tensor, key_RJKd: Tensor) -> Tensor:
     return score_RKXJ.mul(query_RKXd.shape[-1] ** -0.5)
 
 
+def _score_gradient(
+    weight: Tensor, weight_grad: Tensor, mean: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of query-key products, from that of the weights that their softmax is.
+
+    `mean` is the product of the output and its gradient: the mean of `weight_grad`.
+    """
+    slope = weight_grad - mean
+    return (weight * slope * scale).to(dtype)
+
+
 def _merge(
     out_RKXd: Tensor, lse_RKX: Tensor, part_RKXd: Tensor, part_lse_RKX: Tensor
 ) -> None:
     """Add a part to the mean so far, in place."""
-    share_RKX1 = torch.sigmoid(part_lse_RKX - lse_RKX)[..., None]
-    out_RKXd.lerp_(part_RKXd.to(out_RKXd.dtype), share_RKX1)
+    share_RKX = torch.sigmoid(part_lse_RKX - lse_RKX)
+    part_RKXd = part_RKXd.to(out_RKXd.dtype)
+    out_RKXd.lerp_(part_RKXd, share_RKX[..., None])
     torch.logaddexp(lse_RKX, part_lse_RKX, out=lse_RKX)
 
 
@@ -256,13 +303,14 @@ class _Flash:
     def forward(
         query_1HLd: Tensor, key_1KSd: Tensor, value_1KSd: Tensor, causal: bool
     ) -> tuple[Any, ...]:
-        """Output [1, H, L, d], log-sum-exp [1, H, L], and what else `backward` takes."""
-        aten, states = torch.ops.aten, (query_1HLd, key_1KSd, value_1KSd)
+        """Output [1, H, L, d], log-sum-exp [1, H, L], and further arguments of `backward`."""
+        aten = torch.ops.aten
+        states = (query_1HLd, key_1KSd, value_1KSd)
         if query_1HLd.is_cpu:
-            return tuple(
-                aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, causal)
-            )
-        return tuple(aten._scaled_dot_product_flash_attention(*states, 0.0, causal)[:8])
+            on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+            return tuple(on_cpu(*states, 0.0, causal))
+        results = aten._scaled_dot_product_flash_attention(*states, 0.0, causal)
+        return tuple(results[:8])
 
     @staticmethod
     def backward(
@@ -273,51 +321,46 @@ class _Flash:
         out_1HLd: Tensor,
         lse_1HL: Tensor,
         causal: bool,
-        *rest: Any,
+        *from_forward: Any,
     ) -> tuple[Tensor, ...]:
-        """The gradients of queries, keys and values, given output and log-sum-exp of all that is seen."""
-        aten, states = (
-            torch.ops.aten,
-            (grad_1HLd, query_1HLd, key_1KSd, value_1KSd, out_1HLd),
-        )
+        """The gradients of queries, keys and values.
+
+        Output and log-sum-exp are those of all that a query sees, not of these keys alone.
+        """
+        aten = torch.ops.aten
+        states = (grad_1HLd, query_1HLd, key_1KSd, value_1KSd, out_1HLd)
         if query_1HLd.is_cpu:
-            return tuple(
-                aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    *states, lse_1HL, 0.0, causal
-                )
-            )
-        *lengths, seed, offset = rest
-        # Contiguous: the kernel does not look at the strides.
-        states = (*states, lse_1HL.contiguous(), *lengths)
-        return tuple(
-            aten._scaled_dot_product_flash_attention_backward(
-                *states, 0.0, causal, seed, offset
-            )
-        )
+            on_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            return tuple(on_cpu(*states, lse_1HL, 0.0, causal))
+        *lengths, seed, offset = from_forward
+        lse_1HL = lse_1HL.contiguous()  # the kernel ignores strides
+        on_gpu = aten._scaled_dot_product_flash_attention_backward
+        return tuple(on_gpu(*states, lse_1HL, *lengths, 0.0, causal, seed, offset))
 
 
 class _Plain:
-    """The same from matrix products, some rows at a time: for devices and dtypes without a flash kernel."""
+    """The same from matrix products, some rows at a time.
+
+    For devices and dtypes without a flash kernel.
+    """
 
     @staticmethod
     def forward(
         query_1HLd: Tensor, key_1KSd: Tensor, value_1KSd: Tensor, causal: bool
     ) -> tuple[Any, ...]:
-        """See `_Flash.forward`."""
-        query_KXLd, key_KSd, value_KSd = (
-            _grouped(query_1HLd, key_1KSd),
-            key_1KSd[0],
-            value_1KSd[0],
-        )
+        """See `_Flash.forward`; `backward` has no further arguments."""
+        query_KXLd = _grouped(query_1HLd, key_1KSd)
+        key_KSd = key_1KSd[0]
+        value_KSd = value_1KSd[0]
         outs, sums = [], []
-        for rows in _some(query_1HLd, key_KSd):
+        for rows in _row_slices(query_1HLd, key_KSd):
             score_KXLS = _masked(query_KXLd[:, :, rows], key_KSd, rows.start, causal)
-            sums.append(score_KXLS.logsumexp(-1))
-            weight_KXLS = (score_KXLS - sums[-1][..., None]).exp().to(value_KSd.dtype)
+            lse_KXL = score_KXLS.logsumexp(-1)
+            weight_KXLS = (score_KXLS - lse_KXL[..., None]).exp()
+            weight_KXLS = weight_KXLS.to(value_KSd.dtype)
             outs.append(torch.einsum("kxls,ksd->kxld", weight_KXLS, value_KSd))
-        return torch.cat(outs, 2).flatten(0, 1)[None], torch.cat(sums, 2).flatten(0, 1)[
-            None
-        ]
+            sums.append(lse_KXL)
+        return _ungrouped(outs), _ungrouped(sums)
 
     @staticmethod
     def backward(
@@ -330,55 +373,65 @@ class _Plain:
         causal: bool,
     ) -> tuple[Tensor, ...]:
         """See `_Flash.backward`."""
-        exact, scale = lse_1HL.dtype, query_1HLd.shape[-1] ** -0.5
-        query_KXLd, grad_KXLd = (
-            _grouped(state, key_1KSd) for state in (query_1HLd, grad_1HLd)
-        )
-        key_KSd, value_KSd = key_1KSd[0], value_1KSd[0]
-        lse_KXL1, mean_KXL1 = (
-            _grouped(state[..., None], key_1KSd)
-            for state in (lse_1HL, (grad_1HLd * out_1HLd).sum(-1, dtype=exact))
-        )
-        queries, keys, values = (
-            [],
-            torch.zeros_like(key_KSd, dtype=exact),
-            torch.zeros_like(value_KSd, dtype=exact),
-        )
-        for rows in _some(query_1HLd, key_KSd):
-            asking, given = query_KXLd[:, :, rows], grad_KXLd[:, :, rows]
-            weight_KXLS = (
-                _masked(asking, key_KSd, rows.start, causal) - lse_KXL1[:, :, rows]
-            ).exp()
-            slope_KXLS = (
-                torch.einsum("kxld,ksd->kxls", given, value_KSd) - mean_KXL1[:, :, rows]
+        exact = lse_1HL.dtype
+        scale = query_1HLd.shape[-1] ** -0.5
+        key_KSd = key_1KSd[0]
+        value_KSd = value_1KSd[0]
+        mean_1HL = (grad_1HLd * out_1HLd).sum(-1, dtype=exact)
+        every_query_KXLd = _grouped(query_1HLd, key_1KSd)
+        every_grad_KXLd = _grouped(grad_1HLd, key_1KSd)
+        lse_KXL1 = _grouped(lse_1HL[..., None], key_1KSd)
+        mean_KXL1 = _grouped(mean_1HL[..., None], key_1KSd)
+        query_grads = []
+        key_grad_KSd = torch.zeros_like(key_KSd, dtype=exact)
+        value_grad_KSd = torch.zeros_like(value_KSd, dtype=exact)
+        for rows in _row_slices(query_1HLd, key_KSd):
+            query_KXLd = every_query_KXLd[:, :, rows]
+            grad_KXLd = every_grad_KXLd[:, :, rows]
+            score_KXLS = _masked(query_KXLd, key_KSd, rows.start, causal)
+            weight_KXLS = (score_KXLS - lse_KXL1[:, :, rows]).exp()
+            weight_grad_KXLS = torch.einsum("kxld,ksd->kxls", grad_KXLd, value_KSd)
+            mean_rows_KXL1 = mean_KXL1[:, :, rows]
+            slope_KXLS = _score_gradient(
+                weight_KXLS, weight_grad_KXLS, mean_rows_KXL1, scale, grad_KXLd.dtype
             )
-            slope_KXLS = (weight_KXLS * slope_KXLS * scale).to(given.dtype)
-            queries.append(torch.einsum("kxls,ksd->kxld", slope_KXLS, key_KSd))
-            keys += torch.einsum("kxls,kxld->ksd", slope_KXLS, asking)
-            values += torch.einsum("kxls,kxld->ksd", weight_KXLS.to(given.dtype), given)
-        return torch.cat(queries, 2).flatten(0, 1)[None], keys[None], values[None]
+            query_grads.append(torch.einsum("kxls,ksd->kxld", slope_KXLS, key_KSd))
+            key_grad_KSd += torch.einsum("kxls,kxld->ksd", slope_KXLS, query_KXLd)
+            weight_KXLS = weight_KXLS.to(grad_KXLd.dtype)
+            value_grad_KSd += torch.einsum("kxls,kxld->ksd", weight_KXLS, grad_KXLd)
+        return _ungrouped(query_grads), key_grad_KSd[None], value_grad_KSd[None]
 
 
 def _kernel(query_1HRd: Tensor) -> type[_Flash] | type[_Plain]:
-    """Flash where there is such a kernel; `torch.nn.attention.sdpa_kernel(MATH)` asks for plain products."""
+    """Flash where there is such a kernel.
+
+    `torch.nn.attention.sdpa_kernel(MATH)` asks for plain products.
+    """
     if query_1HRd.is_cpu:
         return _Flash if flash_sdp_enabled() else _Plain  # type: ignore[no-untyped-call]
-    fits = can_use_flash_attention(
-        SDPAParams(query_1HRd, query_1HRd, query_1HRd, None, 0.0, True, False)
-    )
-    return _Flash if fits and query_1HRd.shape[-1] % 8 == 0 else _Plain
+    like_query = (query_1HRd, query_1HRd, query_1HRd)
+    fits = can_use_flash_attention(SDPAParams(*like_query, None, 0.0, True, False))
+    is_aligned = query_1HRd.shape[-1] % 8 == 0
+    return _Flash if fits and is_aligned else _Plain
 
 
 def _grouped(state_1HLd: Tensor, key_1KSd: Tensor) -> Tensor:
     """[1, H, L, d] -> [K, X, L, d]."""
-    heads, (_, count, length, width) = key_1KSd.shape[1], state_1HLd.shape
-    return state_1HLd.reshape(heads, count // heads, length, width)
+    kv_heads = key_1KSd.shape[1]
+    _, heads, length, width = state_1HLd.shape
+    return state_1HLd.reshape(kv_heads, heads // kv_heads, length, width)
 
 
-def _some(query_1HLd: Tensor, key_KSd: Tensor) -> list[slice]:
+def _ungrouped(states_KXLd: Sequence[Tensor]) -> Tensor:
+    """The rows of some [K, X, L, ...], one after the other: [1, H, L, ...]."""
+    return torch.cat([*states_KXLd], dim=2).flatten(0, 1)[None]
+
+
+def _row_slices(query_1HLd: Tensor, key_KSd: Tensor) -> list[slice]:
     """Rows whose scores fit in `SCORE_BYTES`."""
     _, heads, length, _ = query_1HLd.shape
-    step = max(1, SCORE_BYTES // (4 * heads * key_KSd.shape[1]))
+    row_bytes = 4 * heads * key_KSd.shape[1]
+    step = max(1, SCORE_BYTES // row_bytes)
     return [slice(start, start + step) for start in range(0, length, step)]
 
 
@@ -388,8 +441,9 @@ def _masked(query_KXLd: Tensor, key_KSd: Tensor, first: int, causal: bool) -> Te
     score_KXLS = score_KXLS.to(torch.promote_types(score_KXLS.dtype, torch.float32))
     score_KXLS = score_KXLS.mul(query_KXLd.shape[-1] ** -0.5)
     if causal:
-        row_L, key_S = (
-            torch.arange(size, device=key_KSd.device) for size in score_KXLS.shape[2:]
-        )
-        score_KXLS = score_KXLS.masked_fill(first + row_L[:, None] < key_S, -torch.inf)
+        *_, rows, keys = score_KXLS.shape
+        row_L = first + torch.arange(rows, device=key_KSd.device)
+        key_S = torch.arange(keys, device=key_KSd.device)
+        later_LS = row_L[:, None] < key_S
+        score_KXLS = score_KXLS.masked_fill(later_LS, -torch.inf)
     return score_KXLS

@@ -1,6 +1,6 @@
-"""The settings of a drafter: what it computes, how it is trained, and the tree that it drafts."""
+"""The settings of a drafter: what it computes, how it is trained, and its draft tree."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
@@ -12,6 +12,9 @@ from vlmdistill.stores.schema import Feature, TargetInfo
 
 ALWAYS = 4096  # tokens of a sample that is trained at any `batch_tokens`
 Positions = Literal["expanded", "target", "compact"]
+EAGLE_LOSSES: Mapping[str, float] = {"regression": 1.0, "cross_entropy": 0.1}
+EAGLE_AND_TOP_K: Mapping[str, float] = {**EAGLE_LOSSES, "top_k": 1.0}
+"""HASS's losses."""
 
 
 def features(*names: str) -> frozenset[Feature]:
@@ -19,35 +22,48 @@ def features(*names: str) -> frozenset[Feature]:
     return frozenset(map(Feature.parse, names))
 
 
+def states_of(sources: Iterable[str], *where: str) -> frozenset[Feature]:
+    """The states of all sources, such as `layer3`, at each of `text`, `visual` or `span`."""
+    names = [f"{source}.{rows}" for source in sources for rows in where]
+    return features(*names)
+
+
 def depths(layers: int) -> tuple[str, str, str]:
-    """EAGLE-3's layers, whose inputs are read: 2, half, the last but two; kept apart on shallow targets."""
+    """The three layers whose inputs EAGLE-3 reads, of a target with so many `layers`.
+
+    Layer 2, the middle one and the last but two; on shallow targets they move apart.
+    """
     middle = layers // 2
-    low, high = min(2, max(middle - 1, 0)), min(max(layers - 3, middle + 1), layers - 1)
+    low = min(2, max(middle - 1, 0))
+    high = min(max(layers - 3, middle + 1), layers - 1)
     return f"layer{low}", f"layer{middle}", f"layer{high}"
 
 
 def at_least(settings: object, least: int, *names: str, most: float = inf) -> None:
-    """DataError names the first of the settings that is smaller, larger than `most`, or not finite."""
+    """Raise DataError for the first setting below `least`, above `most`, or not finite."""
     for name in names:
-        if not (least <= (value := getattr(settings, name)) <= most and value < inf):
-            limit = "" if most == inf else f", at most {most:g}"
-            raise DataError(f"{name}={value}: give a number of at least {least}{limit}")
+        value = getattr(settings, name)
+        if least <= value <= most and value < inf:
+            continue
+        limit = "" if most == inf else f", at most {most:g}"
+        raise DataError(f"{name}={value}: give a number of at least {least}{limit}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a drafter computes, in training and in decoding alike. A method's `Config` adds its switches."""
+    """What a drafter computes, in training and in decoding; a method adds its switches."""
 
     kv_heads: Literal["all", "target"] = "all"
-    """Key heads of the drafter's layer: as many as query heads (the published sizes), or the target's."""
+    """Key heads of the drafter's layer: as many as query heads, or as the target has."""
     positions: Positions = "expanded"
-    """Rotary positions: index in the expanded sequence, the target's own on text, or text tokens alone."""
+    """Rotary positions of text: its index in the expanded sequence, the target's own
+    position, or its index among text tokens."""
     attention_window: int = 0
-    """How many positions of the expanded sequence the drafter's layers see of what is committed, the last one
-    included; 0: all. Visual ones count even if it reads none. No weight depends on it."""
+    """Committed positions that the drafter's layers see, the last included; 0: all. They are
+    counted in the expanded sequence, visual ones too. No weight depends on it."""
 
     def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
-        """Exactly the features that it reads in training, or of a prompt when `decoding`."""
+        """The features that the drafter reads in training, or of a prompt when `decoding`."""
         return frozenset()
 
     @property
@@ -59,18 +75,9 @@ class ModelConfig:
         return None
 
     @property
-    def tells_confidence(self) -> bool:
-        """Whether the drafter has a head for the chance that its guess is accepted."""
-        return False
-
-    @property
-    def learns_middle(self) -> bool:
-        """Whether the drafter has a state that learns from a layer of the target below the last."""
-        return False
-
-    def middle_source(self, info: TargetInfo) -> str | None:
-        """The states of that layer; None: it has no such state."""
-        return None
+    def own_losses(self) -> frozenset[str]:
+        """Terms of the losses that need a part which few drafters have."""
+        return frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,55 +86,44 @@ class Stage:
 
     name: str
     epochs: float = 20.0
-    """Passes over its samples. If the run counts `steps`: its share of them, relative to other stages."""
+    """Passes over its samples. If `steps` is set: its share of them, relative to other stages."""
     visual: tuple[float, float] = (0.0, 1.0)
-    """Share of samples with images, ramped over the stage; (0, 0) is text only, (1, 1) images only."""
+    """Share of samples with images, from the start to the end of the stage: (0, 0) is text
+    only, (1, 1) images only."""
     hops: int = 1
     """Draft steps unrolled per position; 1 is plain teacher forcing."""
     hop_decay: float = 1.0
-    """Weight of each hop relative to the one before."""
+    """Weight of each hop, relative to the hop before."""
     pace: float = 0.0
-    """Each row's hops weigh by the chance that they are reached (D-PACE, arXiv 2605.18810), into which this
-    share of certainty is mixed (the paper: 0.5); 0: all alike."""
+    """Weigh the hops of a row by the chance that they are reached (D-PACE, arXiv 2605.18810),
+    smoothed by this share (the paper: 0.5); 0: do not."""
     learning_rate: float = 3e-5
-    anchors: int | Literal["failed"] = 0
-    """The most response positions of a sample that are trained in a step, random runs of 16; 0: all; failed:
-    those where the target rejected in a replay (`vlmdistill replay`), all of samples without one."""
-    mixed: float = 0.0
-    """With `anchors=failed`, how many other positions are drawn for each, so that what works stays."""
+    anchors: int = 0
+    """The most response positions of a sample that are trained in a step, in random runs of
+    16; 0: all."""
     keep_top: int = 0
-    """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is not among the
-    drafter's `keep_top` best; 0 keeps all."""
-    keep_failing: bool = False
-    """That hop itself still counts."""
+    """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is
+    not among the drafter's `keep_top` best; 0: rows always count."""
     view: str = ""
-    """View of the store that the stage is trained on; empty: the run's own."""
-    losses: Mapping[str, float] = field(
-        default_factory=lambda: {"regression": 1.0, "cross_entropy": 0.1}
-    )
-    """Weight of each term of `losses.py`."""
-
-    @property
-    def probed(self) -> int:
-        """The anchors of a measurement, which is of all positions alike."""
-        return 0 if self.anchors == "failed" else self.anchors
+    """View of the store that the stage is trained on; empty: the run's view."""
+    losses: Mapping[str, float] = field(default_factory=lambda: {**EAGLE_LOSSES})
+    """Weight of each term, by its name in `losses.py`."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "mixed")
+        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "anchors")
         at_least(self, 0, "pace", most=1)
-        if self.anchors != "failed":
-            at_least(self, 0, "anchors")
         at_least(self, 1, "hops")
+        key = f"stages.{self.name}"
         if not all(0 <= share <= 1 for share in self.visual):
-            raise DataError(
-                f"stages.{self.name}.visual={list(self.visual)}: give two shares from 0 to 1"
-            )
+            shares = list(self.visual)
+            raise DataError(f"{key}.visual={shares}: give two shares from 0 to 1")
         if unknown := sorted(set(self.losses) - {*NAMES}):
+            choice = ", ".join(NAMES)
             raise DataError(
-                f"stages.{self.name}.losses has no term '{unknown[0]}': choose from {', '.join(NAMES)}"
+                f"{key}.losses has no term '{unknown[0]}': choose from {choice}"
             )
         if not any(self.losses.values()):
-            raise DataError(f"stages.{self.name}.losses: give a term a weight above 0")
+            raise DataError(f"{key}.losses: give a term a weight above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,24 +131,25 @@ class TrainConfig:
     """How a drafter is trained. A method's `Training` sets its paper's values."""
 
     batch_tokens: int = 16384
-    """Tokens in one optimizer step over all ranks; visual ones count if the drafter reads them."""
+    """Tokens of an optimizer step over all ranks; visual tokens count if they are read."""
     max_length: int = 0
-    """Samples of more tokens are left out; 0: of more than `batch_tokens`, and than 4,096."""
+    """Longer samples are left out; 0: those longer than `batch_tokens` and than 4,096 tokens."""
     steps: int = 0
-    """Optimizer steps of all stages together, divided in proportion to their epochs; 0: as epochs say."""
+    """Optimizer steps of all stages together, divided by their epochs; 0: train the epochs."""
     warmup: float = 0.05
-    """Share of the steps of a stage over which its learning rate rises."""
+    """Share of a stage's steps over which its learning rate rises."""
     noise: float = 0.2
-    """Width of the uniform noise on input states at 512 tokens (EAGLE); it shrinks with length."""
+    """Width of the uniform noise on input states of a sample of 512 tokens (EAGLE); it is
+    inversely proportional to the length."""
     clip: float = 0.5
-    """Gradient norm."""
+    """The most that the gradient's norm may be; a larger gradient is scaled down."""
     detach: bool = False
     """Cut the gradient between hops, as HASS does."""
     validate_every: int = 0
-    """Optimizer steps between validations on held-out samples, the best of which gives the drafter that is
-    kept; 0: held-out agreement is measured at the end of each stage, and the last weights are kept."""
+    """Optimizer steps between validations on held-out samples; the best weights are kept.
+    0: agreement is measured at the end of each stage, and the last weights are kept."""
     patience: int = 0
-    """A stage ends after that many validations in a row without a better one; 0: as its steps say."""
+    """A stage ends after so many validations in a row that do not improve; 0: never early."""
     stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
@@ -168,13 +165,53 @@ class TrainConfig:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sample, visual ones included; alone it needs no more memory than a step."""
+        """The most tokens of a sample, visual ones included."""
         return self.max_length or max(self.batch_tokens, ALWAYS)
 
     @property
     def schedule(self) -> tuple[Stage, ...]:
-        """The stages as trained: `stages` after the method's switches."""
+        """The stages as they are trained, after the method's switches."""
         return self.stages
+
+
+def text_then_images(
+    learning_rate: float,
+    *,
+    hops: int = 1,
+    hop_decay: float = 1.0,
+    losses: Mapping[str, float] = EAGLE_LOSSES,
+) -> tuple[Stage, ...]:
+    """The schedule of the ViSpec paper: a stage of text, and the same on images."""
+    text = Stage(
+        name="text",
+        epochs=20,
+        visual=(0, 0),
+        hops=hops,
+        hop_decay=hop_decay,
+        learning_rate=learning_rate,
+        losses=losses,
+    )
+    return text, replace(text, name="multimodal", visual=(1, 1))
+
+
+def vispec_stages(learning_rate: float) -> tuple[Stage, ...]:
+    """The stages of ViSpec's official code: text, then images with a second pass."""
+    text = Stage(
+        name="text",
+        epochs=20,
+        visual=(0, 0),
+        learning_rate=learning_rate,
+        losses={**EAGLE_LOSSES, "list_mle": 0.01},
+    )
+    multimodal = Stage(
+        name="multimodal",
+        epochs=20,
+        visual=(1, 1),
+        hops=2,
+        learning_rate=learning_rate,
+        losses={"l1": 10.0, "list_mle": 0.1},
+    )
+    return text, multimodal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,16 +219,14 @@ class TwoPasses(TrainConfig):
     """Training whose stages may have a second pass, on the drafter's own states."""
 
     mtp: bool = True
-    """Multi-token prediction: run the stages' later passes; off: every stage has one hop."""
+    """Multi-token prediction: run the second pass; off: every stage has one hop."""
 
     @property
     def schedule(self) -> tuple[Stage, ...]:
         """The stages, with one hop each when `mtp` is off."""
-        return (
-            self.stages
-            if self.mtp
-            else tuple(replace(stage, hops=1) for stage in self.stages)
-        )
+        if self.mtp:
+            return self.stages
+        return tuple(replace(stage, hops=1) for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -204,28 +239,35 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         at_least(self.model, 0, "attention_window")
-        lacking = {
-            "confidence": (self.model.tells_confidence, "confidence head"),
-            "middle": (self.model.learns_middle, "middle state"),
-        }
         for stage in self.training.stages:
-            for term, (there, what) in lacking.items():
-                if stage.losses.get(term) and not there:
-                    raise DataError(
-                        f"stages.{stage.name}.losses: this drafter has no {what}; leave {term} out"
-                    )
-            if (limit := self.model.max_hops) is not None and stage.hops not in (
-                1,
-                limit,
-            ):
+            self._check_losses(stage)
+            self._check_hops(stage)
+
+    def _check_losses(self, stage: Stage) -> None:
+        """DataError for a term that needs a part which this drafter lacks."""
+        for term, part in {
+            "confidence": "confidence head",
+            "middle": "middle state",
+        }.items():
+            if stage.losses.get(term) and term not in self.model.own_losses:
                 raise DataError(
-                    f"stages.{stage.name}.hops={stage.hops}: this drafter trains all {limit} tokens that "
-                    "it can draft in a row; leave the setting out"
+                    f"stages.{stage.name}.losses: this drafter has no {part}; "
+                    f"leave {term} out"
                 )
+
+    def _check_hops(self, stage: Stage) -> None:
+        """DataError for another number of hops than a drafter of `max_hops` trains."""
+        limit = self.model.max_hops
+        if limit is not None and stage.hops not in (1, limit):
+            raise DataError(
+                f"stages.{stage.name}.hops={stage.hops}: this drafter trains all {limit} "
+                "tokens that it can draft in a row; leave the setting out"
+            )
 
     @property
     def schedule(self) -> tuple[Stage, ...]:
-        """The stages as trained, after the switches of the method and with all hops that it must train."""
-        if (limit := self.model.max_hops) is None:
+        """The stages as they are trained, with all hops that the drafter must train."""
+        limit = self.model.max_hops
+        if limit is None:
             return self.training.schedule
         return tuple(replace(stage, hops=limit) for stage in self.training.schedule)

@@ -1,10 +1,10 @@
-"""What code for a CPU and for a GPU has to do differently."""
+"""Where a GPU has to be handled differently from a CPU."""
 
 import torch
 
 
 def choose_kernels(device: torch.device) -> None:
-    """Choose how a GPU computes what PyTorch would compute otherwise by default.
+    """Choose kernels of a GPU that PyTorch does not choose by default.
 
     - Attention without cuDNN. cuDNN builds a plan for each combination of sizes (68 ms on
       an H100), and a KV cache grows by a token a step: every step would wait for a plan.

@@ -1,7 +1,8 @@
-"""Drafters that are one `EagleBlock`: what entries are made of, in training, in decoding and in vLLM.
+"""Drafters that are one `EagleBlock`: what entries are made of, in training, decoding and vLLM.
 
-Shapes: N entries, R rows, U visual tokens, M visual spans, C entries of a compressed span, Q outputs of a
-compression, X entries of all spans, D hidden, S the states of several layers side by side.
+Shapes: N entries, R rows, U visual tokens, M visual spans, C entries of a compressed span, Q
+outputs of a compression, X entries of all spans, D hidden, S the states of several layers
+side by side.
 """
 
 from abc import ABC
@@ -9,6 +10,7 @@ from dataclasses import asdict
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
@@ -30,7 +32,10 @@ from vlmdistill.stores.schema import TargetInfo
 
 
 class GuessTable(nn.Embedding):
-    """A vector for the first, second, ... guess; later ones share the last. Committed tokens have zeros."""
+    """A vector for the first, second, ... guess; later ones share the last.
+
+    Committed tokens have zeros.
+    """
 
     def __init__(self, guesses: int, width: int) -> None:
         super().__init__(guesses + 1, width, padding_idx=0)
@@ -55,23 +60,24 @@ class EagleDrafter(Drafter, ABC):
 
     @property
     def compresses(self) -> Literal["embed", "hidden"] | None:
-        """What of dropped visual tokens `compress` reads: visual embeddings or states; None: nothing."""
+        """Whether `compress` reads visual embeddings or states; None: nothing is compressed."""
         return None
 
     @property
     def joins(self) -> bool:
-        """The last output of `compress` joins all later entries, until the next span."""
+        """Whether the last output of `compress` joins all later entries, until the next span."""
         return False
 
     def compress(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
-        """What visual tokens become, [M, Q, D]: the entries of each span, and what is joined to others.
+        """Compress the visual tokens of each span: [M, Q, D].
 
-        `span_U` is the span of each visual token, on the CPU where it is known there.
+        The first outputs are the entries of a span; the last may be joined to later ones.
+        `span_U` is the span of each visual token; it is on the CPU if it is known there.
         """
         raise NotImplementedError
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
-        """The positions of the entries of each span, [M, C]; -1 where a span is too short for one."""
+        """The positions of the entries of each span, [M, C]; -1 where a span has fewer."""
         raise NotImplementedError
 
     def combine(self, states_NS: Tensor) -> Tensor:
@@ -87,60 +93,63 @@ class EagleDrafter(Drafter, ABC):
     ) -> Tensor:
         """The layer's input, [N, D]; by default fc([e_{t+1} ; h_t]).
 
-        `guess_1` is the hop, a tensor: a captured graph of vLLM runs every hop. `joined_ND` is what
-        `compress` joins, zeros before the first span.
+        Args:
+            embed_ND: Token embeddings.
+            state_ND: The states before them, from `combine`.
+            guess_1: The hop, as a tensor: a captured graph of vLLM runs every hop.
+            joined_ND: What `compress` joins; zeros before the first span.
         """
-        x_ND: Tensor = self.block.fc(torch.cat([embed_ND, state_ND], dim=-1))
+        entry_N2D = torch.cat([embed_ND, state_ND], dim=-1)
+        x_ND: Tensor = self.block.fc(entry_N2D)
         return x_ND
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
-        """Write visual tokens as `visual` has it, or what `compress` leaves of them."""
+        """Write visual tokens as `visual` says, or what `compress` makes of them."""
         if self.visual == "fused":
             self.block.write_visual(batch.feature("embed", "visual"), batch, cache)
         elif self.visual == "raw":
+            embed_UD = batch.feature("embed", "visual")
             tokens = batch.visual_tokens
-            self.block.layer.write_kv(
-                batch.feature("embed", "visual"), tokens.position_N - 1, tokens, cache
-            )
+            rotary_U = tokens.position_N - 1
+            self.block.layer.write_kv(embed_UD, rotary_U, tokens, cache)
         elif self.compresses is not None:
-            read_UD, known = batch.feature(self.compresses, "visual"), batch.readable
-            out_MQD = self.compress(
-                read_UD, known.visual_tokens.span_N, len(known.start_M)
-            )
-            self.write_compressed(
-                out_MQD, self.places(known.start_M, known.length_M), batch, cache
-            )
+            read_UD = batch.feature(self.compresses, "visual")
+            readable = batch.readable
+            start_M = readable.start_M
+            length_M = readable.length_M
+            span_U = readable.visual_tokens.span_N
+            out_MQD = self.compress(read_UD, span_U, len(start_M))
+            position_MC = self.places(start_M, length_M)
+            self.write_compressed(out_MQD, position_MC, batch, cache)
             if self.joins:
                 cache.context["joined"] = out_MQD[:, -1]
 
     def write_compressed(
         self, out_MQD: Tensor, position_MC: Tensor, batch: Batch, cache: KVCache
     ) -> None:
-        """Write the first entries of each span at their positions, [M, C]; -1: there is none.
+        """Write the first entries of each span at their positions; -1: there is none.
 
-        The positions are where the batch is `readable`.
+        `position_MC` is where the batch is `readable`.
         """
-        known, device = batch.readable, out_MQD.device
+        device = out_MQD.device
         span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
-        tokens = TokenIndex(
-            known.segment_M[span_X], position_MC[span_X, entry_X], span_X
-        ).to(device)
+        segment_X = batch.readable.segment_M[span_X]
+        position_X = position_MC[span_X, entry_X]
+        tokens = TokenIndex(segment_X, position_X, span_X).to(device)
         out_XD = out_MQD[tokens.span_N, place(entry_X, device)]
         self.block.layer.write_kv(out_XD, tokens.position_N - 1, tokens, cache)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """EAGLE's step: layer(fuse(e_{t+1}, h_t)) -> g_{t+1}, [R, D]."""
         joined_ND = None
-        if self.joins:  # row 0 is for text before the first span
-            rows_ND = torch.nn.functional.pad(cache.context["joined"], (0, 0, 1, 0))
-            joined_ND = rows_ND[entries.tokens.span_N + 1]
+        if self.joins:
+            # Row 0 is for text before the first span.
+            joined_XD = F.pad(cache.context["joined"], (0, 0, 1, 0))
+            joined_ND = joined_XD[entries.tokens.span_N + 1]
         guess_1 = entries.ids_N.new_full((1,), entries.hop)
-        x_ND = self.fuse(
-            self.embed(entries.ids_N),
-            self.combine(entries.hidden_ND),
-            guess_1,
-            joined_ND,
-        )
+        embed_ND = self.embed(entries.ids_N)
+        state_ND = self.combine(entries.hidden_ND)
+        x_ND = self.fuse(embed_ND, state_ND, guess_1, joined_ND)
         state_RD: Tensor = self.block.layer(
             x_ND, entries.rotary_N, entries.tokens, cache, entries.hop
         )
@@ -148,51 +157,56 @@ class EagleDrafter(Drafter, ABC):
 
     @property
     def after_image(self) -> Literal["visual", "text"]:
-        """The state with which the first token after an image is paired: the image's last, or the text's."""
+        """The state with which the first token after an image is paired.
+
+        The last one of the image, or of the text before it.
+        """
         needs = self.config.needs(self.info, decoding=True)
         return "visual" if needs & features("hidden.span", "hidden.visual") else "text"
 
     def published(self) -> ServedDrafter:
-        """As the plugin of vLLM runs it, which builds the drafter itself around a layer of its own.
+        """As the plugin of vLLM runs it, which builds the drafter around a layer of vLLM's.
 
         TrainingError when the plugin does not have its rotary positions.
         """
-        config, layer = self.config, self.block.layer
-        if config.positions == "target" or (
-            self.compresses and config.positions != "expanded"
-        ):
-            raise unserved("positions", config.positions, "expanded")
-        weights = {
-            f"drafter.{name}": value
-            for name, value in self.state_dict().items()
-            if not name.startswith("block.layer.")
-        }
+        self._check_positions()
+        config = self.config
+        info = self.info
+        layer = self.block.layer
+        # By their prefixes vLLM tells drafters that read the states of several layers.
+        architecture = "Eagle3BlockVlmdistill" if self.taps else "EagleVlmdistill"
+        settings = layer_settings(self, layer)
+        settings["architectures"] = [architecture]
+        settings["qkv_bias"] = layer.qkv_proj.bias is not None
+        if self.taps:
+            settings["eagle_aux_hidden_state_layer_ids"] = [*self.taps]
+        weights = {}
+        for name, value in self.state_dict().items():
+            if not name.startswith("block.layer."):
+                weights[f"drafter.{name}"] = value
         if layer.input_norm is not None:
             weights["layer.input_layernorm.weight"] = layer.input_norm.weight
+        _, _, name = type(self).__module__.rpartition(".")
+        feeding = Feeding(
+            drafter=name,
+            visual=self.visual,
+            whole_images=self.compresses == "hidden",
+            draft_tokens=config.max_hops or 0,
+            built=Built(config=asdict(config), target=info),
+        )
         return ServedDrafter(
-            settings={  # vLLM knows prefixes of the names of classes
-                "architectures": [
-                    "Eagle3BlockVlmdistill" if self.taps else "EagleVlmdistill"
-                ],
-                "qkv_bias": layer.qkv_proj.bias is not None,
-                **layer_settings(self, layer),
-                **(
-                    {"eagle_aux_hidden_state_layer_ids": [*self.taps]}
-                    if self.taps
-                    else {}
-                ),
-            },
+            settings=settings,
             weights={**weights, **layer_weights(layer, "layer")},
-            feeding=Feeding(
-                drafter=type(self).__module__.rpartition(".")[2],
-                visual=self.visual,
-                whole_images=self.compresses == "hidden",
-                draft_tokens=config.max_hops or 0,
-                built=Built(config=asdict(config), target=self.info),
-            ),
-            method="eagle3"
-            if self.taps
-            else "eagle",  # which has vLLM keep the states of several layers
-            draft_vocabulary=self.info.vocab_size,
+            feeding=feeding,
+            method="eagle3" if self.taps else "eagle",
+            draft_vocabulary=info.vocab_size,
             layers=self.taps,
         )
+
+    def _check_positions(self) -> None:
+        """TrainingError for rotary positions that the plugin does not have."""
+        positions = self.config.positions
+        if positions == "expanded":
+            return
+        if positions == "target" or self.compresses:
+            raise unserved("positions", positions, "expanded")

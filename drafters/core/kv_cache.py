@@ -1,9 +1,11 @@
 """The drafter's KV caches: one for training, one for decoding.
 
-A drafter's `step` writes and attends through the `KVCache` protocol, so it runs the same code in both.
+A drafter's `step` writes and attends through the `KVCache` protocol, so that it runs the
+same code in both.
 
-Shapes: N entries, R rows whose output is wanted, J queries of a row, Q = R * J queries, S entries of the
-prefix, A nodes drafted so far, H query heads, K key heads, G = H / K, X = J * G, d head width.
+Shapes: N entries, R rows whose output is wanted, J queries of a row, Q = R * J queries, S
+entries of the prefix, A nodes drafted so far, B nodes of a block, H query heads, K key heads,
+G = H / K, X = J * G, d head width.
 """
 
 import operator
@@ -27,9 +29,9 @@ class KVCache(Protocol):
     """Keys and values of everything that a query may see."""
 
     context: dict[str, Any]
-    """What a method keeps of the prompt besides keys and values; filled by `condition`."""
+    """What a method keeps of the prompt besides keys and values, from `condition` on."""
     generator: torch.Generator | None
-    """Draws what a method leaves to chance in training; None: nothing is."""
+    """Draws what a method leaves to chance in training; None: nothing is drawn."""
 
     def update(
         self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int
@@ -40,32 +42,35 @@ class KVCache(Protocol):
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
         """Attention of the wanted rows over what each may see: [Q, H, d].
 
-        Several queries of a row are adjacent. They stand for tokens guessed in one pass: query j of a row
-        belongs to hop + j, and sees the guesses of its row up to that hop.
+        Several queries of a row are adjacent. They stand for tokens guessed in one pass:
+        query j of a row belongs to hop + j, and sees the guesses of its row up to that hop.
         """
         ...
 
     def attend_block(
         self, query_QHd: Tensor, key_QKd: Tensor, value_QKd: Tensor, tokens: TokenIndex
     ) -> Tensor:
-        """Attention of J adjacent queries of each wanted row that see each other and the prefix: [Q, H, d].
+        """Attention of J adjacent queries of each wanted row: [Q, H, d].
 
-        Their keys and values are not kept.
+        They see each other and the prefix. Their keys and values are not kept.
         """
         ...
 
     def temporary(self) -> AbstractContextManager[None]:
-        """Guesses written in this context are dropped at its end."""
+        """A context at whose end the guesses that were written in it are dropped."""
         ...
 
     def layer(self, number: int) -> "KVCache":
-        """The cache of a drafter's layer; layer 0 has this one."""
+        """The cache of a drafter's layer; this one is that of layer 0."""
         ...
 
 
 @dataclass(frozen=True)
 class _Order:
-    """A prefix by sample and position, and what some rows see of it: the same for all layers."""
+    """A prefix sorted by sample and position, and what some rows see of it.
+
+    It is the same for all layers.
+    """
 
     written: Sequence[TokenIndex]
     asking: TokenIndex
@@ -77,29 +82,40 @@ class _Order:
     def of(
         cls, written: Sequence[TokenIndex], asking: TokenIndex, window: int
     ) -> "_Order":
-        """On a GPU too, it is worked out on the CPU if all places are readable there."""
-        known = [tokens.readable for tokens in (*written, asking)]
-        if any(tokens.segment_N.is_cpu for tokens in known):
-            known = [tokens.to(torch.device("cpu")) for tokens in known]
-        tokens, rows = TokenIndex.cat(known[:-1]), known[-1].at_rows()
+        """Sort the tokens that were written, and find what the rows of `asking` see.
+
+        This is done on the CPU if any of the tokens can be read there.
+        """
+        prefix = [tokens.readable for tokens in written]
+        asking_tokens = asking.readable
+        if any(tokens.segment_N.is_cpu for tokens in (*prefix, asking_tokens)):
+            cpu = torch.device("cpu")
+            prefix = [tokens.to(cpu) for tokens in prefix]
+            asking_tokens = asking_tokens.to(cpu)
+        tokens = TokenIndex.cat(prefix)
+        rows = asking_tokens.at_rows()
         far = tokens.position_N.max() + 1
-        place_S, order_S = torch.sort(
-            tokens.segment_N * far + tokens.position_N, stable=True
-        )
-        oldest_R = (rows.position_N - window + 1).clamp(min=0) if window else 0
-        first_R = torch.searchsorted(place_S, rows.segment_N * far + oldest_R)
-        end_R = torch.searchsorted(
-            place_S, rows.segment_N * far + rows.position_N, right=True
-        )
-        placed_S = place(order_S, asking.segment_N.device)
-        return cls(
-            written, asking, tokens.only(order_S), placed_S, blocks(first_R, end_R)
-        )
+        place_N = tokens.segment_N * far + tokens.position_N
+        place_S, order_S = torch.sort(place_N, stable=True)
+        oldest_R: Tensor | int = 0
+        if window:
+            oldest_R = (rows.position_N - window + 1).clamp(min=0)
+        sample_R = rows.segment_N * far
+        first_R = torch.searchsorted(place_S, sample_R + oldest_R)
+        place_R = sample_R + rows.position_N
+        end_R = torch.searchsorted(place_S, place_R, right=True)
+        seen = blocks(first_R, end_R)
+        in_order = tokens.only(order_S)
+        order_S = place(order_S, asking.segment_N.device)
+        return cls(written, asking, in_order, order_S, seen)
 
     def serves(self, written: Sequence[TokenIndex], asking: TokenIndex) -> bool:
         """Whether it is of this prefix and these rows."""
-        one, other = (*self.written, self.asking), (*written, asking)
-        return len(one) == len(other) and all(map(operator.is_, one, other))
+        own = (*self.written, self.asking)
+        wanted = (*written, asking)
+        if len(own) != len(wanted):
+            return False
+        return all(map(operator.is_, own, wanted))
 
 
 class PackedKVCache:
@@ -107,9 +123,9 @@ class PackedKVCache:
 
     With a `window`, a row sees that many positions of the prefix, its own the last.
 
-    Row r of hop n is the decoder after reading the target's states up to entry r and drafting n tokens: it
-    sees the prefix up to r and its own n guesses. Over all rows this is the multi-step mask of HASS
-    (section 3.2), with every masked score at minus infinity.
+    Row r of hop n is the decoder after reading the target's states up to entry r and drafting
+    n tokens: it sees the prefix up to r and its own n guesses. Over all rows this is the
+    multi-step mask of HASS (section 3.2), with every masked score at minus infinity.
     """
 
     def __init__(
@@ -122,87 +138,94 @@ class PackedKVCache:
         self.context: dict[str, Any] = {}
         self.generator = generator
         self._window = window
-        self._prefix: list[
-            tuple[Tensor, Tensor, TokenIndex]
-        ] = []  # keys and values of tokens
-        self._guesses: list[
-            tuple[Tensor, Tensor]
-        ] = []  # keys and values [R, 1, K, d] of hops 1, 2, ...
+        self._prefix: list[tuple[Tensor, Tensor, TokenIndex]] = []
+        """Keys and values [N, K, d] of tokens."""
+        self._guesses: list[tuple[Tensor, Tensor]] = []
+        """Keys and values [R, 1, K, d] of hops 1, 2, ..."""
         self._seen: Sequence[Part] = []
-        self._rows = -1  # how many those are of
-        self._orders: list[_Order] = [] if orders is None else orders  # the last one
+        self._seen_rows = -1  # for how many rows `_seen` is
+        self._orders: list[_Order] = [] if orders is None else orders
+        """The last order, or none."""
         later = partial(PackedKVCache, window, None, self._orders)
-        self._later = defaultdict[int, PackedKVCache](later)  # of later layers
+        self._later_layers = defaultdict[int, PackedKVCache](later)
 
     def update(
         self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int
     ) -> None:
-        """Write prefix entries (hop 0), or one more guess for every row (in the rows' order)."""
+        """Write prefix entries (hop 0), or one more guess for every row, in their order."""
         if hop == 0:
             self._prefix.append((key_NKd, value_NKd, tokens))
         else:
-            self._guesses.append((key_NKd[:, None], value_NKd[:, None]))
+            key_R1Kd = key_NKd[:, None]
+            value_R1Kd = value_NKd[:, None]
+            self._guesses.append((key_R1Kd, value_R1Kd))
 
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
         """Softmax over the prefix up to each row and the row's own guesses.
 
-        All hops want the same rows, except that below the last layer hop 0 may want every entry.
+        All hops want the same rows, except that below the last layer hop 0 may want every
+        entry.
         """
-        group = query_QHd.shape[1] // self._prefix[0][0].shape[1]
-        own = [
-            (*guess, group * max(0, number - hop))
-            for number, guess in enumerate(self._guesses, start=1)
-        ]
-        return self._attend(query_QHd, tokens, own, hop == 0)
+        key_SKd = self._prefix[0][0]
+        group = query_QHd.shape[1] // key_SKd.shape[1]
+        own = []
+        for guess_hop, (key_R1Kd, value_R1Kd) in enumerate(self._guesses, start=1):
+            first_query = group * max(0, guess_hop - hop)
+            own.append((key_R1Kd, value_R1Kd, first_query))
+        return self._attend(query_QHd, tokens, own, is_first=hop == 0)
 
     def attend_block(
         self, query_QHd: Tensor, key_QKd: Tensor, value_QKd: Tensor, tokens: TokenIndex
     ) -> Tensor:
         """See `KVCache.attend_block`."""
         count = len(tokens.at_rows().segment_N)
-        key_RJKd, value_RJKd = (
-            part.view(count, len(part) // max(1, count), *part.shape[1:])
-            for part in (key_QKd, value_QKd)
-        )
-        return self._attend(query_QHd, tokens, [(key_RJKd, value_RJKd, 0)], True)
+        queries = len(key_QKd) // max(1, count)
+        shape = (count, queries, *key_QKd.shape[1:])
+        key_RJKd = key_QKd.view(shape)
+        value_RJKd = value_QKd.view(shape)
+        own = [(key_RJKd, value_RJKd, 0)]
+        return self._attend(query_QHd, tokens, own, is_first=True)
 
     def _attend(
         self,
         query_QHd: Tensor,
         tokens: TokenIndex,
         own: list[tuple[Tensor, Tensor, int]],
-        first: bool,
+        *,
+        is_first: bool,
     ) -> Tensor:
-        rows = tokens.at_rows()
-        if first or len(rows.segment_N) != self._rows:
-            self._seen, self._rows = self._sorted(tokens), len(rows.segment_N)
-        ((key_SKd, value_SKd, *_),) = self._prefix
-        count, (kv_heads, width) = len(rows.segment_N), key_SKd.shape[1:]
-        queries, group = len(query_QHd) // max(1, count), query_QHd.shape[1] // kv_heads
-        query_RKJGd = query_QHd.view(count, queries, kv_heads, group, width).transpose(
-            1, 2
-        )
+        """Attend to the prefix and to keys and values [R, J, K, d] of each row.
+
+        They are seen by the queries of a row from the given one on; `is_first` in a pass of
+        which the prefix may have grown.
+        """
+        count = len(tokens.at_rows().segment_N)
+        if is_first or count != self._seen_rows:
+            self._seen = self._sorted(tokens)
+            self._seen_rows = count
+        ((key_SKd, value_SKd, _),) = self._prefix
+        _, kv_heads, width = key_SKd.shape
+        queries = len(query_QHd) // max(1, count)
+        group = query_QHd.shape[1] // kv_heads
+        query_RJKGd = query_QHd.view(count, queries, kv_heads, group, width)
+        query_RKJGd = query_RJKGd.transpose(1, 2)
         query_RKXd = query_RKJGd.reshape(count, kv_heads, queries * group, width)
         mixed_RKXd = attention(query_RKXd, key_SKd, value_SKd, self._seen, own)
-        mixed_RJKGd = mixed_RKXd.view(count, kv_heads, queries, group, width).transpose(
-            1, 2
-        )
-        return mixed_RJKGd.reshape(query_QHd.shape)
+        mixed_RKJGd = mixed_RKXd.view(count, kv_heads, queries, group, width)
+        return mixed_RKJGd.transpose(1, 2).reshape(query_QHd.shape)
 
     def _sorted(self, asking: TokenIndex) -> Sequence[Part]:
         """Sort the prefix by sample and position, so that what a row sees is a run of it."""
         keys, values, written = zip(*self._prefix, strict=True)
-        key_SKd, value_SKd = torch.cat(keys), torch.cat(values)
-        known = [order for order in self._orders if order.serves(written, asking)]
-        if not known:
-            known = [_Order.of(written, asking, self._window)]
-            self._orders[:] = known
-        order_S = known[0].order_S
-        key_SKd, value_SKd = (
-            part.index_select(0, order_S) for part in (key_SKd, value_SKd)
-        )
-        self._prefix = [(key_SKd, value_SKd, known[0].tokens)]
-        return known[0].seen
+        orders = [order for order in self._orders if order.serves(written, asking)]
+        if not orders:
+            orders = [_Order.of(written, asking, self._window)]
+            self._orders[:] = orders
+        (order,) = orders
+        key_SKd = torch.cat(keys).index_select(0, order.order_S)
+        value_SKd = torch.cat(values).index_select(0, order.order_S)
+        self._prefix = [(key_SKd, value_SKd, order.tokens)]
+        return order.seen
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
@@ -213,14 +236,50 @@ class PackedKVCache:
 
     def layer(self, number: int) -> "PackedKVCache":
         """See `KVCache.layer`."""
-        return self._later[number] if number else self
+        return self._later_layers[number] if number else self
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Keys and values of committed entries, then of nodes, and room for more of them."""
+
+    key_KSd: Tensor
+    value_KSd: Tensor
+    position_S: Tensor  # in the expanded sequence; of committed entries
+
+    @property
+    def room(self) -> int:
+        """The entries that they can hold."""
+        return len(self.position_S)
+
+    @classmethod
+    def like(cls, key_NKd: Tensor, room: int) -> "_Buffers":
+        """Empty buffers."""
+        _, kv_heads, width = key_NKd.shape
+        shape = (kv_heads, room, width)
+        position_S = torch.empty(room, dtype=torch.long, device=key_NKd.device)
+        key_KSd = key_NKd.new_empty(shape)
+        value_KSd = key_NKd.new_empty(shape)
+        return cls(key_KSd, value_KSd, position_S)
+
+    def copy_from(self, smaller: "_Buffers") -> None:
+        """Take over all entries of smaller buffers."""
+        self.key_KSd[:, : smaller.room] = smaller.key_KSd
+        self.value_KSd[:, : smaller.room] = smaller.value_KSd
+        self.position_S[: smaller.room] = smaller.position_S
+
+    def only(self, index_S: Tensor) -> "_Buffers":
+        """Buffers of some entries, without room for more."""
+        key_KSd = self.key_KSd[:, index_S]
+        value_KSd = self.value_KSd[:, index_S]
+        return _Buffers(key_KSd, value_KSd, self.position_S[index_S])
 
 
 class GrowingKVCache:
     """One sequence: committed entries, then the nodes of the draft tree now growing.
 
-    With a `window`, guesses see that many positions of what is committed. Older entries are dropped, those of
-    a prompt when the first tokens after it are committed.
+    With a `window`, guesses see that many positions of what is committed. Older entries are
+    dropped, those of a prompt when the first tokens after it are committed.
     """
 
     generator: torch.Generator | None = None
@@ -231,91 +290,98 @@ class GrowingKVCache:
         self._window = window
         self._capacity = capacity
         self._nodes = 0
-        self._buffers: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # keys, values [K, S, d]; positions [S]
-        )
-        self._later = defaultdict[int, GrowingKVCache](
-            partial(GrowingKVCache, capacity, window)
-        )  # layers
+        self._buffers: _Buffers | None = None
+        later = partial(GrowingKVCache, capacity, window)
+        self._later_layers = defaultdict[int, GrowingKVCache](later)
 
     @property
     def room(self) -> int:
         """The entries that the buffers have room for."""
-        return len(self._buffers[2]) if self._buffers else 0
+        return self._buffers.room if self._buffers else 0
 
     def update(
         self, key_NKd: Tensor, value_NKd: Tensor, tokens: TokenIndex, hop: int
     ) -> None:
-        """Commit entries (hop 0), or add nodes to the tree; hops 0 and 1 forget the tree before."""
+        """Commit entries (hop 0), or add nodes; hops 0 and 1 forget the tree before."""
         if hop <= 1:
             self._nodes = 0
-        if hop == 0 and self._window and self.committed > 2 * self._window:
+        if hop == 0 and self._has_old_entries:
             self._forget(tokens.position_N)
         start = self.committed + self._nodes
         end = start + len(key_NKd)
-        key_KSd, value_KSd, position_S = self._extended(key_NKd, end)
-        key_KSd[:, start:end] = key_NKd.transpose(0, 1)
-        value_KSd[:, start:end] = value_NKd.transpose(0, 1)
+        buffers = self._extended(key_NKd, end)
+        buffers.key_KSd[:, start:end] = key_NKd.transpose(0, 1)
+        buffers.value_KSd[:, start:end] = value_NKd.transpose(0, 1)
         if hop == 0:
-            position_S[start:end] = tokens.position_N
+            buffers.position_S[start:end] = tokens.position_N
             self.committed = end
         else:
             self._nodes += len(key_NKd)
 
+    @property
+    def _has_old_entries(self) -> bool:
+        """Whether enough entries are outside of the window to be worth dropping."""
+        return self._window > 0 and self.committed > 2 * self._window
+
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
-        """Causal over the committed entries at hop 0; the prefix and its ancestors for a tree node."""
-        rows, end = tokens.at_rows(), self.committed + self._nodes
+        """Causal over committed entries at hop 0; the prefix and its ancestors for a node."""
+        rows = tokens.at_rows()
+        end = self.committed + self._nodes
         count = len(rows.segment_N)
         queries = max(1, len(query_QHd) // max(1, count))
-        own = count * (
-            queries - 1
-        )  # nodes that belong to one row each, `count` for each later query
-        mask_QS: Tensor | None = None
-        if hop > 0 and (tokens.visible_NA is not None or self._window):
-            seen_NA = tokens.visible_NA
-            if seen_NA is None:
-                seen_NA = rows.segment_N.new_ones(
-                    (count, self._nodes - own), dtype=torch.bool
-                )
-            mask_QS = F.pad(seen_NA, (self.committed, 0), value=True)
-            if self._window:
-                mask_QS[:, : self.committed] = self._recent(self._positions()[-1])
-        elif hop == 0 and (count > 1 or self._window):
-            mask_QS = self._causal(rows)
-        if own:
-            if mask_QS is None:
-                mask_QS = torch.ones(
-                    count, end - own, dtype=torch.bool, device=query_QHd.device
-                )
-            mask_QS = _with_own(mask_QS, queries)
-        return self._attend(query_QHd, end, mask_QS)
+        own = count * (queries - 1)  # the last nodes are of one row each
+        mask_RS: Tensor | None = None
+        if hop > 0:
+            mask_RS = self._node_mask(rows, tokens.visible_NA, self._nodes - own)
+        elif count > 1 or self._window:
+            mask_RS = self._causal(rows)
+        if not own:
+            return self._attend(query_QHd, end, mask_RS)
+        if mask_RS is None:
+            shape = (count, end - own)
+            mask_RS = torch.ones(shape, dtype=torch.bool, device=query_QHd.device)
+        return self._attend(query_QHd, end, _with_own(mask_RS, queries))
+
+    def _node_mask(
+        self, rows: TokenIndex, visible_RA: Tensor | None, nodes: int
+    ) -> Tensor | None:
+        """What nodes see of the committed entries and of `nodes`, [R, S + A]; None: all."""
+        if visible_RA is None and not self._window:
+            return None
+        if visible_RA is None:
+            shape = (len(rows.segment_N), nodes)
+            visible_RA = rows.segment_N.new_ones(shape, dtype=torch.bool)
+        mask_RS = F.pad(visible_RA, (self.committed, 0), value=True)
+        if self._window:
+            last = self._positions()[-1]
+            mask_RS[:, : self.committed] = self._recent(last)
+        return mask_RS
 
     def attend_block(
         self, query_QHd: Tensor, key_QKd: Tensor, value_QKd: Tensor, tokens: TokenIndex
     ) -> Tensor:
         """See `KVCache.attend_block`."""
-        rows, mask_QS = tokens.at_rows(), None
+        rows = tokens.at_rows()
+        count = len(rows.segment_N)
         with self.temporary():
             self._nodes = 0
             self.update(key_QKd, value_QKd, tokens, 1)
-            end = self.committed + self._nodes
-            if (count := len(rows.segment_N)) > 1 or self._window:
+            mask_QS = None
+            if count > 1 or self._window:
+                queries = self._nodes // max(1, count)
                 own_RR = torch.eye(count, dtype=torch.bool, device=query_QHd.device)
-                each = self._nodes // max(1, count)
-                mask_RS = torch.cat(
-                    [self._causal(rows), own_RR.repeat_interleave(each, 1)], dim=1
-                )
-                mask_QS = mask_RS.repeat_interleave(each, 0)
-            return self._attend(query_QHd, end, mask_QS)
+                own_RB = own_RR.repeat_interleave(queries, 1)
+                mask_RS = torch.cat([self._causal(rows), own_RB], dim=1)
+                mask_QS = mask_RS.repeat_interleave(queries, 0)
+            return self._attend(query_QHd, self.committed + self._nodes, mask_QS)
 
     def _causal(self, rows: TokenIndex) -> Tensor:
         """Which committed entries each row sees, [R, S]."""
-        seen_RS = self._positions() <= rows.position_N[:, None]
-        return (
-            seen_RS & self._recent(rows.position_N[:, None])
-            if self._window
-            else seen_RS
-        )
+        position_R1 = rows.position_N[:, None]
+        seen_RS = self._positions() <= position_R1
+        if self._window:
+            seen_RS = seen_RS & self._recent(position_R1)
+        return seen_RS
 
     def _recent(self, position: Tensor) -> Tensor:
         """Which committed entries are in the window that ends at a position."""
@@ -323,25 +389,28 @@ class GrowingKVCache:
 
     def _positions(self) -> Tensor:
         assert self._buffers is not None, "nothing was written yet"
-        return self._buffers[2][: self.committed]
+        return self._buffers.position_S[: self.committed]
 
     def _forget(self, position_N: Tensor) -> None:
-        """Drop the committed entries that no entry at these positions, or later, sees."""
+        """Drop committed entries that no entry from these positions on sees."""
         assert self._buffers is not None
-        kept_S = self._recent(position_N.min()).nonzero()[:, 0]
-        key_KSd, value_KSd, position_S = self._buffers
-        self._buffers = key_KSd[:, kept_S], value_KSd[:, kept_S], position_S[kept_S]
+        is_recent_S = self._recent(position_N.min())
+        kept_S = is_recent_S.nonzero()[:, 0]
+        self._buffers = self._buffers.only(kept_S)
         self.committed = len(kept_S)
 
     def _attend(self, query_QHd: Tensor, end: int, mask_QS: Tensor | None) -> Tensor:
+        """Attend to the first `end` entries."""
         assert self._buffers is not None, "nothing was written yet"
-        key_KSd, value_KSd, _ = self._buffers
+        key_KSd = self._buffers.key_KSd[:, :end]
+        value_KSd = self._buffers.value_KSd[:, :end]
+        query_HQd = query_QHd.transpose(0, 1)
         mixed_1HQd = F.scaled_dot_product_attention(
-            query_QHd.transpose(0, 1)[None],
-            key_KSd[None, :, :end],
-            value_KSd[None, :, :end],
+            query_HQd[None],
+            key_KSd[None],
+            value_KSd[None],
             attn_mask=mask_QS,
-            enable_gqa=query_QHd.shape[1] != key_KSd.shape[0],
+            enable_gqa=len(query_HQd) != len(key_KSd),
         )
         return mixed_1HQd[0].transpose(0, 1)
 
@@ -354,36 +423,35 @@ class GrowingKVCache:
 
     def layer(self, number: int) -> "GrowingKVCache":
         """See `KVCache.layer`."""
-        return self._later[number] if number else self
+        return self._later_layers[number] if number else self
 
-    def _extended(self, like_NKd: Tensor, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The buffers; those that cannot hold `end` entries are replaced, by the next power of two."""
-        if self._buffers is not None and end <= self.room:
+    def _extended(self, key_NKd: Tensor, end: int) -> _Buffers:
+        """Buffers that hold `end` entries: those that there are, or larger ones.
+
+        Their room is a power of two.
+        """
+        if self._buffers is not None and end <= self._buffers.room:
             return self._buffers
-        held = max(self._capacity, 1 << (end - 1).bit_length())
-        shape = (like_NKd.shape[1], held, like_NKd.shape[2])
-        grown = (
-            like_NKd.new_empty(shape),
-            like_NKd.new_empty(shape),
-            torch.empty(held, dtype=torch.long, device=like_NKd.device),
-        )
+        room = max(self._capacity, 1 << (end - 1).bit_length())
+        larger = _Buffers.like(key_NKd, room)
         if self._buffers is not None:
-            key_KSd, value_KSd, position_S = self._buffers
-            grown[0][:, : key_KSd.shape[1]] = key_KSd
-            grown[1][:, : key_KSd.shape[1]] = value_KSd
-            grown[2][: len(position_S)] = position_S
-        self._buffers = grown
-        return grown
+            larger.copy_from(self._buffers)
+        self._buffers = larger
+        return larger
 
 
 def _with_own(mask_RS: Tensor, queries: int) -> Tensor:
-    """The mask of J queries a row, [Q, S + R * (J - 1)]: query j also sees the first j nodes of its row."""
-    rows, device = len(mask_RS), mask_RS.device
+    """The mask of J queries a row: query j also sees the first j nodes of its row.
+
+    [Q, S + B], where B = R * (J - 1) are the nodes of all rows, by their number j.
+    """
+    rows = len(mask_RS)
+    device = mask_RS.device
     own_RR = torch.eye(rows, dtype=torch.bool, device=device)
-    later_JX = torch.ones(queries, queries - 1, dtype=torch.bool, device=device).tril(
-        -1
-    )
-    own_QX = (own_RR[:, None, None, :] & later_JX[None, :, :, None]).reshape(
-        rows * queries, -1
-    )
-    return torch.cat([mask_RS.repeat_interleave(queries, 0), own_QX], dim=1)
+    before_JJ = torch.ones(queries, queries - 1, dtype=torch.bool, device=device)
+    before_JJ = before_JJ.tril(-1)
+    own_R11R = own_RR[:, None, None, :]
+    own_RJJR = own_R11R & before_JJ[None, :, :, None]
+    own_QB = own_RJJR.reshape(rows * queries, -1)
+    mask_QS = mask_RS.repeat_interleave(queries, 0)
+    return torch.cat([mask_QS, own_QB], dim=1)

@@ -1,12 +1,14 @@
-"""Losses between drafter and target, on supervised rows only and never on a whole [rows, vocabulary] block.
+"""Losses between drafter and target, on supervised rows only.
 
-Rows are scored in chunks. A chunk computes the target's logits once for all hops, whose targets overlap by
-all but one token, and the gradient of its states at once, so that no logits are kept or computed again
-in the backward pass: two matrix products with the LM head per row and hop, and one per row for the target.
-Every term is a sum over rows; the trainer divides by the number of rows over all ranks.
+Rows are scored in chunks, so that no block of logits [rows, vocabulary] exists. A chunk
+computes the target's logits once for all hops, and takes the gradient of its losses at
+once, so that no logits are kept or computed again in the backward pass: two matrix
+products with the LM head per row and hop, and one per row for the target. Every term is
+a sum over rows; the trainer divides by the number of rows over all ranks.
 
-Shapes: H hops, R rows, C rows of one chunk, N counted rows of a chunk and hop, T text tokens, U of them in
-a chunk, L terms, D hidden, V vocabulary, K best tokens.
+Shapes: H hops, R rows, C rows of one chunk, N counted rows of a chunk and hop, T text
+tokens, U of them in a chunk, L terms, D hidden, V vocabulary, K best tokens or columns of
+the draft vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +22,28 @@ from torch import Tensor
 
 from vlmdistill.drafters.core.transfer import place, place_all
 
-CHUNK_BYTES, CHUNK_BYTES_GPU = 2**28, 2**30
-"""Upper bound of one float32 block of logits: anywhere, and on a GPU that has room for 16 of them."""
+CHUNK_BYTES = 2**28
+"""Most bytes of a float32 block of logits."""
+CHUNK_BYTES_GPU = 2**30
+"""The same on a GPU with room for 16 such blocks."""
 BEST = 10
 """Tokens of the target that `top_k` and `list_mle` compare."""
+
+DraftLogits = Callable[[Tensor, Tensor], Tensor]
+"""Float32 logits [N, V] of estimates [N, D] after the tokens [N]."""
 
 
 @cache
 def chunk_bytes(device: torch.device) -> int:
-    """The most bytes of a block of logits on a device: decided once for each."""
+    """Most bytes of a block of logits on a device, decided when it is first asked for."""
     if device.type != "cuda":
         return CHUNK_BYTES
-    return chunk_of(torch.cuda.mem_get_info(device)[0])
+    free, _ = torch.cuda.mem_get_info(device)
+    return chunk_of(free)
 
 
 def chunk_of(free: int) -> int:
-    """The most bytes of a block of logits on a GPU with so many free bytes."""
+    """Most bytes of a block of logits on a GPU with that many free bytes."""
     size = CHUNK_BYTES
     while size < CHUNK_BYTES_GPU and 32 * size <= free:
         size *= 2
@@ -44,19 +52,28 @@ def chunk_of(free: int) -> int:
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What the drafter's rows are compared with; whole numbers are on the CPU where they are known there."""
+    """The target's side of the drafter's rows.
 
-    hidden_TD: Tensor  # the target's hidden states
-    ids_T: Tensor  # the tokens
-    token_R: Tensor  # hop n of a row estimates the state of token `token_R + n`
-    valid_HR: Tensor  # bool: all tokens up to the hop's are response tokens
-    middle_TD: Tensor | None = (
-        None  # states of a layer below the last, where a drafter learns from them
-    )
+    Tokens and rows are whole numbers: they are on the CPU if they have come from there.
+
+    Args:
+        hidden_TD: The target's last hidden states.
+        ids_T: The tokens.
+        token_R: Hop n of a row estimates the state of token `token_R + n`.
+        valid_HR: bool, whether all tokens up to the hop's are of the response.
+        middle_TD: The states of a lower layer, if the drafter learns from one.
+    """
+
+    hidden_TD: Tensor
+    ids_T: Tensor
+    token_R: Tensor
+    valid_HR: Tensor
+    middle_TD: Tensor | None = None
 
     def after(self, index_N: Tensor, hop: int) -> Tensor:
-        """The tokens of rows `hop` tokens after their first one; at the end of all, the last one."""
-        return self.ids_T[(self.token_R[index_N] + hop).clamp(max=len(self.ids_T) - 1)]
+        """The tokens `hop` after the first one of each row, at most the last token: [N]."""
+        token_N = self.token_R[index_N] + hop
+        return self.ids_T[token_N.clamp(max=len(self.ids_T) - 1)]
 
 
 @dataclass(frozen=True)
@@ -77,9 +94,8 @@ class Score:
     def sums(self) -> Tensor:
         """Loss, rows that agree, rows that count: float64 [3]."""
         agree = (self.agree_R & self.count_R).sum()
-        return torch.stack(
-            [self.total.double(), agree.double(), self.count_R.sum().double()]
-        )
+        sums = [self.total, agree, self.count_R.sum()]
+        return torch.stack([value.double() for value in sums])
 
 
 @dataclass(frozen=True)
@@ -91,59 +107,70 @@ class Scores:
 
 
 def regression(state_CD: Tensor, target_CD: Tensor) -> Tensor:
-    """Smooth-L1 (beta 1) between hidden states, mean over the width (EAGLE eq. of L_reg): [C]."""
-    return F.smooth_l1_loss(state_CD.float(), target_CD.float(), reduction="none").mean(
-        -1
-    )
+    """Smooth-L1 (beta 1) between states, mean over the width (EAGLE, L_reg): [C]."""
+    state_CD = state_CD.float()
+    loss_CD = F.smooth_l1_loss(state_CD, target_CD.float(), reduction="none")
+    return loss_CD.mean(-1)
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits, and what the terms read of them, each computed once."""
+    """Logits, and what the terms derive from them, each computed once."""
 
     logits_CV: Tensor
 
     @cached_property
     def softmax_CV(self) -> Tensor:
-        """The distribution."""
+        """The probabilities."""
         return self.logits_CV.softmax(-1)
 
     @cached_property
     def log_softmax_CV(self) -> Tensor:
-        """Its logarithm."""
+        """The log-probabilities."""
         return self.logits_CV.log_softmax(-1)
 
     @cached_property
     def best_CK(self) -> Tensor:
         """The columns of the `BEST` most likely tokens, the best first."""
-        return self.logits_CV.topk(min(BEST, self.logits_CV.shape[-1])).indices
+        count = min(BEST, self.logits_CV.shape[-1])
+        return self.logits_CV.topk(count).indices
 
     @cached_property
     def best_softmax_CK(self) -> Tensor:
-        """Their probabilities."""
+        """The probabilities of the `BEST` most likely tokens."""
         return self.softmax_CV.gather(1, self.best_CK)
 
 
 def cross_entropy(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
-    """Cross-entropy against the target's distribution (EAGLE, L_cls): [C]."""
-    return -(target.softmax_CV[row_C] * draft.log_softmax_CV).sum(-1)
+    """Cross-entropy with the target's distribution (EAGLE, L_cls): [C]."""
+    product_CV = target.softmax_CV[row_C] * draft.log_softmax_CV
+    return -product_CV.sum(-1)
 
 
 def top_k(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
-    """Cross-entropy over the target's `BEST` most likely tokens, not renormalised (HASS section 3.1): [C]."""
+    """Cross-entropy over the target's `BEST` most likely tokens: [C].
+
+    Not renormalized (HASS, section 3.1).
+    """
     log_draft_CK = draft.log_softmax_CV.gather(1, target.best_CK[row_C])
-    return -(target.best_softmax_CK[row_C] * log_draft_CK).sum(-1)
+    product_CK = target.best_softmax_CK[row_C] * log_draft_CK
+    return -product_CK.sum(-1)
 
 
 def l1(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
     """L1 distance of the two distributions (ViSpec, official code): [C]."""
-    return (draft.softmax_CV - target.softmax_CV[row_C]).abs().sum(-1)
+    difference_CV = draft.softmax_CV - target.softmax_CV[row_C]
+    return difference_CV.abs().sum(-1)
 
 
 def list_mle(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
-    """Negative log-likelihood of the target's order of its best tokens (ViSpec, official code): [C]."""
+    """Negative log-likelihood of the target's order of its `BEST` tokens: [C].
+
+    ListMLE, as in the official code of ViSpec.
+    """
     score_CK = draft.logits_CV.gather(1, target.best_CK[row_C])
-    tail_CK = score_CK.flip(-1).logcumsumexp(-1).flip(-1)
+    reversed_CK = score_CK.flip(-1)
+    tail_CK = reversed_CK.logcumsumexp(-1).flip(-1)
     return (tail_CK - score_CK).sum(-1)
 
 
@@ -153,13 +180,14 @@ TERMS: dict[str, Callable[[Logits, Logits, Tensor], Tensor]] = {
     "l1": l1,
     "list_mle": list_mle,
 }
-"""Terms on logits, the drafter's against rows of the target's."""
+"""Terms on logits: the drafter's against rows of the target's."""
 NAMES = ("regression", "middle", *TERMS, "confidence")
-"""All terms; `regression` and `middle` are on states, `confidence` on what the drafter tells of guesses."""
+"""All terms. `regression` and `middle` are on states, `confidence` on the estimated chance
+that a guess is accepted."""
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradient was computed along with it."""
+    """A scalar whose gradients were computed along with it."""
 
     @staticmethod
     def forward(
@@ -171,24 +199,61 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        """Scale it."""
-        return (
-            None,
-            None,
-            *(outer[0].to(gradient.dtype) * gradient for gradient in ctx.gradients),
-        )
+        """Scale them by the gradient of the scalar."""
+        (scale,) = outer
+        scaled = [scale.to(gradient.dtype) * gradient for gradient in ctx.gradients]
+        return None, None, *scaled
 
 
 @dataclass(frozen=True)
-class _Teacher:
-    """The target's logits of all tokens that a chunk of rows is compared with, computed once."""
+class Objective:
+    """The terms of a stage that have a weight, L of them."""
 
-    token_HC: Tensor  # index of each hop's token among those below
+    names: list[str]
+    weight_L: Tensor  # float32 or wider
+    has_loss_without_column_L: Tensor
+    """bool: the term also has a loss where the target's best token has no column."""
+
+    @classmethod
+    def of(
+        cls, weights: Mapping[str, float], dtype: torch.dtype, device: torch.device
+    ) -> "Objective":
+        """Choose the terms that weigh anything; KeyError for an unknown name."""
+        if unknown := set(weights) - {*NAMES}:
+            choice = ", ".join(NAMES)
+            raise KeyError(f"unknown loss {sorted(unknown)}; there are {choice}")
+        names = [name for name, weight in weights.items() if weight]
+        values = [weights[name] for name in names]
+        weight_L = torch.tensor(values, dtype=dtype)
+        # It compares probabilities, and knows the share of those that have no column.
+        without_L = torch.tensor([name == "confidence" for name in names])
+        return cls(names, place(weight_L, device), place(without_L, device))
+
+
+@dataclass(frozen=True)
+class HopRows:
+    """The N rows of a chunk that count at a hop, on the drafter's device."""
+
+    index_N: Tensor  # among all rows
+    token_N: Tensor  # the token that the hop is compared with, among the chunk's
+    last_N: Tensor  # the id of the token before the guess
+
+
+@dataclass(frozen=True)
+class LossChunk:
+    """Adjacent rows, and the target's logits of all tokens that any hop of them needs.
+
+    The tokens of neighbouring rows and hops overlap; each is computed once.
+    """
+
+    rows: TargetRows
+    first: int  # the chunk's first row
+    token_HC: Tensor  # index of each hop's token among the U tokens below
     hidden_UD: Tensor
     middle_UD: Tensor | None
-    logits: Logits  # float32, U rows; over the draft vocabulary where there is one
-    share_U: Tensor  # of the target's probability, what that has
-    best_U: Tensor  # column of the best token, -1: none
+    logits: Logits  # float32, U rows; over the draft vocabulary if there is one
+    share_U: Tensor  # the target's probability of all tokens that have a column
+    best_U: Tensor  # column of the best token; -1: it has none
 
     @classmethod
     def of(
@@ -197,219 +262,290 @@ class _Teacher:
         chunk: slice,
         lm_head_VD: Tensor,
         vocabulary_K: Tensor | None,
-    ) -> "_Teacher":
-        hop_H1 = torch.arange(len(rows.valid_HR), device=rows.token_R.device)[:, None]
-        token_HC = (rows.token_R[chunk] + hop_H1).clamp(max=len(rows.hidden_TD) - 1)
+    ) -> "LossChunk":
+        """Compute the target's logits for the rows in `chunk`."""
+        hop_H = torch.arange(len(rows.valid_HR), device=rows.token_R.device)
+        last = len(rows.hidden_TD) - 1
+        token_HC = rows.token_R[chunk] + hop_H[:, None]
+        token_HC = token_HC.clamp(max=last)
         token_U, index_HC = torch.unique(token_HC, return_inverse=True)
         token_U = place(token_U, rows.hidden_TD.device)
         hidden_UD = rows.hidden_TD[token_U]
         logits_UV = F.linear(hidden_UD, lm_head_VD).float()
-        best_U, share_U = logits_UV.argmax(-1), logits_UV.new_ones(len(logits_UV))
-        if vocabulary_K is not None:  # ascending
-            share_U = (
-                logits_UV[:, vocabulary_K].logsumexp(-1) - logits_UV.logsumexp(-1)
-            ).exp()
-            column_U = torch.searchsorted(vocabulary_K, best_U).clamp(
-                max=len(vocabulary_K) - 1
-            )
-            best_U = torch.where(vocabulary_K[column_U] == best_U, column_U, -1)
-            logits_UV = logits_UV[:, vocabulary_K]
+        best_U = logits_UV.argmax(-1)
+        share_U = logits_UV.new_ones(len(logits_UV))
+        if vocabulary_K is not None:
+            logits_UK = logits_UV[:, vocabulary_K]
+            lse_U = logits_UV.logsumexp(-1)
+            log_share_U = logits_UK.logsumexp(-1) - lse_U
+            share_U = log_share_U.exp()
+            column_U, has_column_U = _columns(best_U, vocabulary_K)
+            best_U = torch.where(has_column_U, column_U, -1)
+            logits_UV = logits_UK
         middle_UD = None if rows.middle_TD is None else rows.middle_TD[token_U]
-        return cls(index_HC, hidden_UD, middle_UD, Logits(logits_UV), share_U, best_U)
+        return cls(
+            rows,
+            chunk.start,
+            token_HC=index_HC,
+            hidden_UD=hidden_UD,
+            middle_UD=middle_UD,
+            logits=Logits(logits_UV),
+            share_U=share_U,
+            best_U=best_U,
+        )
 
-    def losses(
+    def rows_at(self, hop: int, counts_R: Tensor) -> HopRows:
+        """The rows of `counts_R` (bool), which are all of this chunk, at a hop."""
+        row_N = counts_R.nonzero()[:, 0]
+        token_N = self.token_HC[hop, row_N - self.first]
+        last_N = self.rows.after(row_N, hop)
+        device = self.hidden_UD.device
+        return HopRows(*place_all([row_N, token_N, last_N], device))
+
+    def hop_losses(
         self,
         names: Sequence[str],
+        token_N: Tensor,
         estimate_ND: Tensor,
         draft_NV: Tensor,
         confidence_N: Tensor | None,
-        token_N: Tensor,
     ) -> Tensor:
-        """The named terms of estimates and their logits against these tokens: [N, L]."""
+        """The named terms of one hop against the chunk's tokens `token_N`: [N, L].
+
+        `draft_NV` are the logits of the estimates; `confidence_N` are the logits of the
+        chance that a guess is accepted.
+        """
         draft = Logits(draft_NV)
-        found, width = [], self.hidden_UD.shape[1]
+        width = self.hidden_UD.shape[1]
+        losses = []
         for name in names:
             if name == "regression":
-                found.append(
-                    regression(estimate_ND[:, :width], self.hidden_UD[token_N])
-                )
+                own_ND = estimate_ND[:, :width]
+                loss_N = regression(own_ND, self.hidden_UD[token_N])
             elif name == "middle":
-                assert self.middle_UD is not None, (
-                    "this drafter learns from no middle state"
-                )
-                found.append(
-                    regression(estimate_ND[:, width:], self.middle_UD[token_N])
-                )
-            elif (
-                name == "confidence"
-            ):  # DSpark: the chance that a sampled guess is accepted
+                assert self.middle_UD is not None, "this drafter has no middle state"
+                middle_ND = estimate_ND[:, width:]
+                loss_N = regression(middle_ND, self.middle_UD[token_N])
+            elif name == "confidence":
                 assert confidence_N is not None, "this drafter has no confidence head"
-                target_NV = (
-                    self.logits.softmax_CV[token_N] * self.share_U[token_N, None]
-                )
-                chance_N = draft.softmax_CV.detach().minimum(target_NV).sum(-1)
-                found.append(
-                    F.binary_cross_entropy_with_logits(
-                        confidence_N.float(), chance_N, reduction="none"
-                    )
-                )
+                loss_N = self._confidence_loss(draft, confidence_N, token_N)
             else:
-                found.append(TERMS[name](draft, self.logits, token_N))
-        return torch.stack(found, dim=-1)
+                loss_N = TERMS[name](draft, self.logits, token_N)
+            losses.append(loss_N)
+        return torch.stack(losses, dim=-1)
+
+    def _confidence_loss(
+        self, draft: Logits, confidence_N: Tensor, token_N: Tensor
+    ) -> Tensor:
+        """Cross-entropy with the chance that a sampled guess is accepted (DSpark): [N]."""
+        share_N1 = self.share_U[token_N, None]
+        target_NV = self.logits.softmax_CV[token_N] * share_N1
+        chance_N = draft.softmax_CV.detach().minimum(target_NV).sum(-1)
+        return F.binary_cross_entropy_with_logits(
+            confidence_N.float(), chance_N, reduction="none"
+        )
 
 
-def _kept(draft_NV: Tensor, best_N: Tensor, keep_top: int) -> Tensor:
-    """Rows whose target token is among the drafter's `keep_top` best; all of them when it is 0: [N]."""
-    if not keep_top:
-        return torch.ones_like(best_N, dtype=torch.bool)
-    best_NK = draft_NV.topk(min(keep_top, draft_NV.shape[-1])).indices
-    return (best_NK == best_N[:, None]).any(-1)
+def accumulate_gradients(
+    gradients: Sequence[Tensor],
+    hop: int,
+    index_N: Tensor,
+    loss_NL: Tensor,
+    weight_NL: Tensor,
+    inputs: Sequence[Tensor],
+) -> None:
+    """Add the gradient of one hop's weighted losses, in place.
+
+    `gradients` are those of the estimates of all hops, [R, D], then those of the
+    parameters. `inputs` are the estimates of this hop's rows, [N, D], then the parameters.
+    """
+    estimate_ND, *of_parameters = torch.autograd.grad(
+        loss_NL, inputs, weight_NL, allow_unused=True
+    )
+    gradients[hop][index_N] = estimate_ND
+    totals = gradients[len(gradients) - len(of_parameters) :]
+    for total, gradient in zip(totals, of_parameters, strict=True):
+        if gradient is not None:
+            total += gradient
 
 
 def pace_weights(chance_HR: Tensor, valid_HR: Tensor, smoothing: float) -> Tensor:
-    """D-PACE's weights of the hops of each row (arXiv 2605.18810), 0 where it is not valid: [H, R].
+    """D-PACE's weights of the hops of each row (arXiv 2605.18810): [H, R].
 
-    A hop counts as far as it is reached: w_j is the sum over m >= j of the product over i <= m of
-    (1 - a) q_i + a, where q_i is the chance that the drafter gives the response's own token, and a the
-    `smoothing`.
+    A hop weighs by how likely it is reached: w_j is the sum over m >= j of the product
+    over i <= m of (1 - a) q_i + a, where q_i is the drafter's probability of the response's
+    own token and a the `smoothing`. Hops that are not valid weigh 0.
     """
-    reached_HR = (((1 - smoothing) * chance_HR + smoothing) * valid_HR).cumprod(0)
+    factor_HR = (1 - smoothing) * chance_HR + smoothing
+    reached_HR = (factor_HR * valid_HR).cumprod(0)
     return reached_HR.flip(0).cumsum(0).flip(0)
+
+
+def no_confidence(estimate_ND: Tensor, last_N: Tensor) -> Tensor | None:
+    """The `confidence` of a drafter without a head for it: None."""
+    return None
 
 
 def score(
     estimates: Sequence[Tensor],
     rows: TargetRows,
-    logits: Callable[[Tensor, Tensor], Tensor],
+    logits: DraftLogits,
     lm_head_VD: Tensor,
     weights: Mapping[str, float],
     *,
-    confidence: Callable[
-        [Tensor, Tensor], Tensor | None
-    ] = lambda estimate_ND, last_N: None,
+    confidence: Callable[[Tensor, Tensor], Tensor | None] = no_confidence,
     parameters: Sequence[Tensor] = (),
     decay: float = 1.0,
     pace: float = 0.0,
     keep_top: int = 0,
-    keep_failing: bool = False,
     vocabulary_K: Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> Scores:
-    """Score all hops: weighted losses of their rows, hop n weighing `decay` ** n, and agreement.
+    """Score all hops: the weighted losses of their rows, and agreement with the target.
 
-    With `pace`, each row's hops weigh in addition as `pace_weights` has it, with that smoothing.
+    Args:
+        estimates: The drafter's estimates of the target's states, [R, D] for each hop; with
+            `rows.middle_TD` [R, 2D], those of the middle states last.
+        rows: The target's side of the rows.
+        logits: Computes the drafter's logits.
+        lm_head_VD: The target's LM head.
+        weights: By the name of a term (`NAMES`) its weight; 0: it is not computed.
+        confidence: Computes logits [N] of the chance that a guess is accepted, from the same
+            arguments as `logits`; None: the drafter has no such head.
+        parameters: What `logits` and `confidence` train.
+        decay: Hop n weighs `decay` ** n.
+        pace: Above 0, hops weigh in addition as in `pace_weights`, with this smoothing.
+        keep_top: Above 0, a row stops counting at the first hop whose target token is not
+            among the drafter's `keep_top` best (HiViS, section 3.2).
+        vocabulary_K: The target's ids of the columns of `logits`, ascending; None: every
+            token has its own. The target's distribution is renormalized over them. A row
+            whose target token has no column never agrees, and has no loss but `confidence`.
+        chunk_rows: Rows at a time; None: as many as `chunk_bytes` allows.
 
-    `estimates` are the drafter's, [R, D] for each hop, or [R, 2D] with those of `rows.middle_TD` behind.
-    `logits(estimate_ND, last_N)` computes its float32 logits after the tokens `last_N`, `confidence` its
-    logit of the chance that its guess is accepted, and `parameters` are those that they train. With
-    `keep_top`, a row whose target token is not among the drafter's `keep_top` best counts at no later
-    hop, and at this one only with `keep_failing` (HiViS section 3.2). With `vocabulary_K`, the target's
-    ids of the columns of those logits, the target's distribution is renormalized over them, and a row
-    whose target token has no column never agrees and has no loss but `confidence`, which knows what the
-    columns lack. KeyError for an unknown term.
+    Returns:
+        The differentiable total, and the result of each hop.
+
+    Raises:
+        KeyError: A term is unknown.
     """
-    if unknown := set(weights) - {*NAMES}:
-        raise KeyError(f"unknown loss {sorted(unknown)}; there are {', '.join(NAMES)}")
-    names = [name for name, weight in weights.items() if weight]
-    device, where = estimates[0].device, rows.token_R.device
-    always_L = place(torch.tensor([name == "confidence" for name in names]), device)
+    device = estimates[0].device
+    exact = torch.promote_types(lm_head_VD.dtype, torch.float32)
+    objective = Objective.of(weights, exact, device)
     inputs = [*estimates, *parameters]
-    track = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
-    gradients = [torch.zeros_like(one) for one in inputs] if track else []
-    wide = torch.promote_types(lm_head_VD.dtype, torch.float32)
-    weight_L = place(
-        torch.tensor([weights[name] for name in names], dtype=wide), device
-    )
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    gradients = [torch.zeros_like(x) for x in inputs] if learns else []
     hops, count = rows.valid_HR.shape
-    step = chunk_rows or max(1, chunk_bytes(device) // (4 * len(lm_head_VD)))
-    loss_HRL = weight_L.new_zeros(hops, count, len(names))
+    loss_HRL = torch.zeros(
+        hops, count, len(objective.names), dtype=exact, device=device
+    )
     count_HR, agree_HR = torch.zeros(2, hops, count, dtype=torch.bool, device=device)
-    slot_H = torch.tensor([decay**hop for hop in range(hops)], dtype=wide)
-    slot_HR = place(slot_H, device)[:, None].repeat(1, count)
+
+    row_bytes = 4 * len(lm_head_VD)
+    size = chunk_rows or max(1, chunk_bytes(device) // row_bytes)
+    decays = [decay**hop for hop in range(hops)]
+    decay_H = place(torch.tensor(decays, dtype=exact), device)
+    hop_weight_HR = decay_H[:, None].repeat(1, count)
     if pace:
-        chance_HR = _chances(estimates, rows, logits, vocabulary_K, step)
+        chance_HR = _chances(estimates, rows, logits, vocabulary_K, size)
         valid_HR = place(rows.valid_HR, device)
-        slot_HR *= pace_weights(chance_HR.to(slot_HR.dtype), valid_HR, pace)
+        hop_weight_HR *= pace_weights(chance_HR.to(exact), valid_HR, pace)
 
-    for chunk in (slice(start, start + step) for start in range(0, count, step)):
-        teacher = _Teacher.of(rows, chunk, lm_head_VD, vocabulary_K)
-        alive_R = rows.valid_HR.new_zeros(count)
-        alive_R[chunk] = True
+    # A checkpointed backward pass, written by hand: the logits of a chunk, [chunk, V], are
+    # the largest tensors of training. Their gradient is taken here, in the forward pass, so
+    # that they are freed before the next hop; `_WithGradient` hands it to autograd.
+    for start in range(0, count, size):
+        chunk_slice = slice(start, start + size)
+        chunk = LossChunk.of(rows, chunk_slice, lm_head_VD, vocabulary_K)
+        counts_R = rows.valid_HR.new_zeros(count)
+        counts_R[chunk_slice] = True
         for hop, estimate_RD in enumerate(estimates):
-            alive_R = alive_R & rows.valid_HR[hop]
-            index_N = alive_R.nonzero()[:, 0]
-            token_N = teacher.token_HC[hop, index_N - chunk.start]
-            index_N, token_N, last_N = place_all(
-                [index_N, token_N, rows.after(index_N, hop)], device
-            )
-            best_N = teacher.best_U[token_N]
-            estimate_ND = estimate_RD.detach()[index_N].requires_grad_(track)
-            with torch.set_grad_enabled(track):
-                draft_NV, chance_N = (
-                    logits(estimate_ND, last_N),
-                    confidence(estimate_ND, last_N),
+            counts_R = counts_R & rows.valid_HR[hop]
+            hop_rows = chunk.rows_at(hop, counts_R)
+            index_N = hop_rows.index_N
+            token_N = hop_rows.token_N
+            estimate_ND = estimate_RD.detach()[index_N].requires_grad_(learns)
+            with torch.set_grad_enabled(learns):
+                draft_NV = logits(estimate_ND, hop_rows.last_N)
+                confidence_N = confidence(estimate_ND, hop_rows.last_N)
+                loss_NL = chunk.hop_losses(
+                    objective.names, token_N, estimate_ND, draft_NV, confidence_N
                 )
-                loss_NL = teacher.losses(
-                    names, estimate_ND, draft_NV, chance_N, token_N
-                )
-            draft_NV = draft_NV.detach()
-            kept_N = _kept(draft_NV, best_N, keep_top)
-            counted_N = kept_N | keep_failing
-            has_loss_NL = counted_N[:, None] & ((best_N >= 0)[:, None] | always_L)
-            if track:
-                outer_NL = (slot_HR[hop, index_N, None] * weight_L * has_loss_NL).to(
-                    loss_NL.dtype
-                )
-                found = torch.autograd.grad(
-                    loss_NL, [estimate_ND, *parameters], outer_NL, allow_unused=True
-                )
-                gradients[hop][index_N] = found[0]
-                for total, part in zip(gradients[hops:], found[1:], strict=True):
-                    if part is not None:
-                        total += part
-            loss_HRL[hop, index_N] = (loss_NL.detach() * has_loss_NL).to(loss_HRL.dtype)
-            count_HR[hop, index_N] = counted_N
-            agree_HR[hop, index_N] = draft_NV.argmax(-1) == best_N
-            if (
-                keep_top and hop + 1 < hops
-            ):  # a wait for a GPU; what no longer counts costs more
-                alive_R = alive_R.masked_scatter(alive_R, place(kept_N, where))
 
-    weighted_HR = loss_HRL @ weight_L
-    total = (weighted_HR * slot_HR).sum()
-    scores = [
-        Score(dict(zip(names, loss_HRL[hop].sum(0), strict=True)), *columns)
-        for hop, columns in enumerate(zip(count_HR, agree_HR, weighted_HR, strict=True))
-    ]
-    if track:
+            draft_NV = draft_NV.detach()
+            best_N = chunk.best_U[token_N]
+            kept_N = _kept(draft_NV, best_N, keep_top)
+            has_column_N1 = (best_N >= 0)[:, None]
+            has_loss_NL = has_column_N1 | objective.has_loss_without_column_L
+            has_loss_NL = kept_N[:, None] & has_loss_NL
+            counted_NL = loss_NL.detach() * has_loss_NL
+            loss_HRL[hop, index_N] = counted_NL.to(exact)
+            count_HR[hop, index_N] = kept_N
+            draft_best_N = draft_NV.argmax(-1)
+            agree_HR[hop, index_N] = draft_best_N == best_N
+            if learns:
+                hop_weight_N1 = hop_weight_HR[hop, index_N, None]
+                weight_NL = hop_weight_N1 * objective.weight_L * has_loss_NL
+                weight_NL = weight_NL.to(loss_NL.dtype)
+                of_hop = [estimate_ND, *parameters]
+                accumulate_gradients(
+                    gradients, hop, index_N, loss_NL, weight_NL, of_hop
+                )
+            if keep_top and hop + 1 < hops:
+                # A wait for a GPU. To go on with rows that no longer count costs more.
+                kept_N = place(kept_N, counts_R.device)
+                counts_R = counts_R.masked_scatter(counts_R, kept_N)
+
+    weighted_HR = loss_HRL @ objective.weight_L
+    total = (weighted_HR * hop_weight_HR).sum()
+    if learns:
         total = _WithGradient.apply(total, gradients, *inputs)  # type: ignore[no-untyped-call]
+    scores = []
+    for hop in range(hops):
+        sums_L = loss_HRL[hop].sum(0)
+        terms = dict(zip(objective.names, sums_L, strict=True))
+        scores.append(Score(terms, count_HR[hop], agree_HR[hop], weighted_HR[hop]))
     return Scores(total, scores)
+
+
+def _kept(draft_NV: Tensor, best_N: Tensor, keep_top: int) -> Tensor:
+    """Rows whose target token is among the drafter's `keep_top` best; 0: all of them. [N]"""
+    if not keep_top:
+        return torch.ones_like(best_N, dtype=torch.bool)
+    count = min(keep_top, draft_NV.shape[-1])
+    best_NK = draft_NV.topk(count).indices
+    return (best_NK == best_N[:, None]).any(-1)
+
+
+def _columns(ids_N: Tensor, vocabulary_K: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of tokens in an ascending draft vocabulary, and whether they have one."""
+    last = len(vocabulary_K) - 1
+    column_N = torch.searchsorted(vocabulary_K, ids_N).clamp(max=last)
+    return column_N, vocabulary_K[column_N] == ids_N
 
 
 @torch.no_grad()
 def _chances(
     estimates: Sequence[Tensor],
     rows: TargetRows,
-    logits: Callable[[Tensor, Tensor], Tensor],
+    logits: DraftLogits,
     vocabulary_K: Tensor | None,
-    step: int,
+    size: int,
 ) -> Tensor:
-    """The chances that the drafter gives the response's own tokens, [H, R]; 0 for one without a column."""
+    """The drafter's probabilities of the response's own tokens; 0 without a column: [H, R]."""
     device = estimates[0].device
     chance_HR = torch.zeros(rows.valid_HR.shape, device=device)
-    index_R = torch.arange(len(rows.token_R), device=rows.token_R.device)
+    row_R = torch.arange(len(rows.token_R), device=rows.token_R.device)
     for hop, estimate_RD in enumerate(estimates):
-        for known_N in torch.split(index_R, step):
-            parts = [known_N, rows.after(known_N, hop), rows.after(known_N, hop + 1)]
-            index_N, last_N, own_N = place_all(parts, device)
-            softmax_NV = logits(estimate_RD[index_N], last_N).softmax(-1)
+        for row_N in torch.split(row_R, size):
+            last_N = rows.after(row_N, hop)
+            own_N = rows.after(row_N, hop + 1)
+            index_N, last_N, own_N = place_all([row_N, last_N, own_N], device)
+            draft_NV = logits(estimate_RD[index_N], last_N)
+            softmax_NV = draft_NV.softmax(-1)
             column_N = own_N
-            if vocabulary_K is not None:  # ascending
-                column_N = torch.searchsorted(vocabulary_K, own_N).clamp(
-                    max=len(vocabulary_K) - 1
-                )
-                softmax_NV = softmax_NV * (vocabulary_K[column_N] == own_N)[:, None]
-            chance_HR[hop, index_N] = softmax_NV.gather(1, column_N[:, None])[:, 0].to(
-                chance_HR.dtype
-            )
+            if vocabulary_K is not None:
+                column_N, has_column_N = _columns(own_N, vocabulary_K)
+                softmax_NV = softmax_NV * has_column_N[:, None]
+            chance_N1 = softmax_NV.gather(1, column_N[:, None])
+            chance_HR[hop, index_N] = chance_N1[:, 0].to(chance_HR.dtype)
     return chance_HR

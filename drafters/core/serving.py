@@ -1,4 +1,7 @@
-"""A drafter as serving engines load it: names of its weights and settings, and how it must be fed."""
+"""A drafter as serving engines load it: its weights and settings by their names, and its inputs.
+
+Shapes: D hidden, M width of the MLP.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,13 +17,15 @@ from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
 KEY = "vlmdistill"
-"""The key of `config.json` that holds a `Feeding`; a served folder without it is not ours."""
+"""The key of `config.json` that holds a `Feeding`, in every exported folder."""
 
 Visual = Literal["fused", "raw", "states", "dropped", "unread"]
+"""How visual tokens enter: [visual embedding ; state before it], the bare embedding, states
+alone, not at all; unread: the drafter has no entries."""
 
 
 class Built(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a drafter is built from, besides its weights."""
+    """What the plugin builds a drafter from, besides its weights."""
 
     config: Mapping[str, Any]
     """Its `Config`."""
@@ -32,16 +37,15 @@ class Feeding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     drafter: str
     visual: Visual
-    """How visual tokens enter: [visual embedding ; state before it], the bare embedding, their states alone,
-    or not at all; or the drafter has no entries."""
     whole_images: bool = False
-    """It needs the states of a whole image in one step."""
+    """The states of a whole image are needed in one step."""
     draft_tokens: int = 0
     """The most tokens that it drafts; 0: any number."""
     built: Built | None = None
-    """The drafter whose `combine`, `fuse` and `compress` run in the engine; None: the engine has its own."""
+    """The drafter whose `combine`, `fuse` and `compress` run in the engine; None: the engine
+    has an implementation of its own."""
     trained: Provenance | None = None
-    """Of the features that it was trained on; `export` adds it, and an engine compares its own target."""
+    """Provenance of its training features, added by `export`; an engine compares its target."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,15 @@ class ServedDrafter:
     weights: Mapping[str, Tensor]
     feeding: Feeding
     method: Literal["eagle", "eagle3", "draft_model", "dflash", "dspark"]
-    """What vLLM calls it in `--speculative-config`."""
+    """The `method` of vLLM's `--speculative-config`."""
     draft_vocabulary: int
     engines: tuple[str, ...] = ("vllm",)
     layers: tuple[int, ...] = field(default=())
-    """The layers of the target whose inputs it reads; none: the last state alone."""
+    """The layers of the target whose inputs it reads; none: the last state only."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further files, as torch saves them."""
     whole_block: bool = False
-    """It was trained to draft as many tokens as it can: with fewer it drafts others."""
+    """It drafts all tokens of a block together: to ask for fewer changes the tokens."""
 
 
 @runtime_checkable
@@ -69,20 +73,21 @@ class Exportable(Protocol):
     """The capability of a drafter that serving engines can run."""
 
     def published(self) -> ServedDrafter:
-        """Its settings and weights by their names; TrainingError if they would feed it otherwise."""
+        """Its settings and weights by engines' names; TrainingError if no engine can run it."""
         ...
 
 
 def unserved(setting: str, trained: object, served: object) -> TrainingError:
     """The error for a drafter with a setting that no engine has."""
+    value = str(served).lower()
     return TrainingError(
-        f"this drafter has {setting}={trained}, which serving engines do not: they have "
-        f"{setting}={served}. Train one with --set {setting}={str(served).lower()}"
+        f"this drafter has {setting}={trained}, which serving engines do not have: they have "
+        f"{setting}={served}. Train one with --set {setting}={value}"
     )
 
 
 def layer_settings(drafter: Drafter, layer: DecoderLayer) -> dict[str, Any]:
-    """The shape of one decoder layer by the names of a Llama configuration."""
+    """The shape of a drafter of one decoder layer, by the names of a Llama configuration."""
     info = drafter.info
     return {
         "model_type": "llama",
@@ -103,24 +108,26 @@ def layer_settings(drafter: Drafter, layer: DecoderLayer) -> dict[str, Any]:
 
 
 def layer_weights(layer: DecoderLayer, prefix: str) -> dict[str, Tensor]:
-    """The weights of one decoder layer by the names of a Llama checkpoint, its input norm left out."""
-    heads = [
-        count * layer.head_dim
-        for count in (layer.heads, layer.kv_heads, layer.kv_heads)
-    ]
-    gate, up = layer.gate_up_proj.weight.chunk(2)
+    """The weights of a decoder layer, but for an input norm, by the names of Llama."""
+    gate_MD, up_MD = layer.gate_up_proj.weight.chunk(2)
     weights = {
         "self_attn.o_proj.weight": layer.o_proj.weight,
         "post_attention_layernorm.weight": layer.post_attention_norm.weight,
-        "mlp.gate_proj.weight": gate,
-        "mlp.up_proj.weight": up,
+        "mlp.gate_proj.weight": gate_MD,
+        "mlp.up_proj.weight": up_MD,
         "mlp.down_proj.weight": layer.down_proj.weight,
     }
     for name in ("q_norm", "k_norm"):
-        if (norm := getattr(layer, name)) is not None:
+        norm = getattr(layer, name)
+        if norm is not None:
             weights[f"self_attn.{name}.weight"] = norm.weight
+    heads = (layer.heads, layer.kv_heads, layer.kv_heads)
+    rows = [count * layer.head_dim for count in heads]
     for kind in ("weight", "bias"):
-        if (value := getattr(layer.qkv_proj, kind)) is not None:
-            for name, part in zip("qkv", torch.split(value, heads), strict=True):
-                weights[f"self_attn.{name}_proj.{kind}"] = part
-    return {f"{prefix}.{name}": value for name, value in weights.items()}
+        qkv = getattr(layer.qkv_proj, kind)
+        if qkv is not None:
+            query, key, value = torch.split(qkv, rows)
+            weights[f"self_attn.q_proj.{kind}"] = query
+            weights[f"self_attn.k_proj.{kind}"] = key
+            weights[f"self_attn.v_proj.{kind}"] = value
+    return {f"{prefix}.{name}": weight for name, weight in weights.items()}

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -14,40 +14,46 @@ from vlmdistill.stores.suggestions import did_you_mean
 
 
 def to_dict(config: DrafterConfig) -> dict[str, Any]:
-    """A JSON-able form, all settings on one level; `from_dict` reads it back. Trees are written as text."""
-    model, training = (
-        dataclasses.asdict(part) for part in (config.model, config.training)
-    )
+    """All settings on one level, as JSON can hold them; `from_dict` reads them back.
+
+    The tree is written as text.
+    """
+    model = dataclasses.asdict(config.model)
+    training = dataclasses.asdict(config.training)
     return {**model, "tree": str(config.tree), **training}
 
 
 def flat(config: DrafterConfig | Mapping[str, Any]) -> dict[str, Any]:
     """Every setting by its key in `override`, such as `stages.text.hops`; to compare runs."""
     values = to_dict(config) if isinstance(config, DrafterConfig) else config
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
-    def walk(value: Any, key: str) -> None:
-        if (
-            isinstance(value, list | tuple)
-            and value
-            and all(isinstance(item, dict) for item in value)
-        ):
-            value = {
-                str(item.get("name", number)): item for number, item in enumerate(value)
-            }
+    def add(value: Any, key: str) -> None:
+        if _is_list_of_stages(value):
+            stages = {}
+            for number, stage in enumerate(value):
+                stages[str(stage.get("name", number))] = stage
+            value = stages
         if isinstance(value, dict):
             for name, inner in value.items():
-                walk(inner, f"{key}.{name}" if key else name)
+                add(inner, f"{key}.{name}" if key else name)
         else:
-            found[key] = list(value) if isinstance(value, tuple) else value
+            settings[key] = list(value) if isinstance(value, tuple) else value
 
-    walk(values, "")
-    return found
+    add(values, "")
+    return settings
+
+
+def _is_list_of_stages(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(item, dict) for item in value)
 
 
 def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
-    """Read `to_dict`'s form for the drafter whose paper's settings are given; they fill in what is missing.
+    """Read what `to_dict` wrote.
 
+    `paper` has the paper's settings of that drafter, which stand for missing ones.
     DataError names a setting that the drafter does not have, or a value that does not fit.
     """
     values = {**to_dict(paper), **values}
@@ -61,11 +67,12 @@ def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
             f"the value does not fit the setting '{setting}': {reason}"
         ) from None
     config = DrafterConfig(model, training, Tree.parse(str(values["tree"])))
-    known = flat(config)
-    if unknown := sorted(set(flat(values)) - set(known)):
-        near = did_you_mean(unknown[0], known)
+    settings = flat(config)
+    if unknown := sorted(set(flat(values)) - set(settings)):
+        near = did_you_mean(unknown[0], settings)
+        choice = ", ".join(sorted(settings))
         raise DataError(
-            f"unknown setting {', '.join(unknown)}{near}; there are {', '.join(sorted(known))}"
+            f"unknown setting {', '.join(unknown)}{near}; there are {choice}"
         )
     return config
 
@@ -73,15 +80,17 @@ def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
 def override(config: DrafterConfig, settings: Sequence[str]) -> DrafterConfig:
     """Apply `key=value` settings in order.
 
-    A key is a setting, or a path into the stages by index, name or `*`: `stages.*.learning_rate=1e-4`,
-    `stages.multimodal.hops=3`. Values are JSON or plain words. DataError on a key or value that does not fit.
+    A key is a setting, or a path into the stages by index, name or `*`:
+    `stages.*.learning_rate=1e-4`, `stages.multimodal.hops=3`. A value is JSON or plain
+    words. DataError on a key or value that does not fit.
     """
     parsed = []
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
             raise DataError(
-                f"'{setting}' is not a setting: write key=value, such as batch_tokens=8192"
+                f"'{setting}' is not a setting: "
+                "write key=value, such as batch_tokens=8192"
             )
         parsed.append((key, _parse(text)))
     return changed(config, parsed)
@@ -90,7 +99,7 @@ def override(config: DrafterConfig, settings: Sequence[str]) -> DrafterConfig:
 def changed(
     config: DrafterConfig, settings: Iterable[tuple[str, Any]]
 ) -> DrafterConfig:
-    """Assign values by key, in order."""
+    """Assign values by key, in order; DataError on a key or value that does not fit."""
     values = to_dict(config)
     for key, value in settings:
         _assign(values, key.split("."), value, key)
@@ -98,44 +107,54 @@ def changed(
 
 
 def _assign(values: Any, path: list[str], value: Any, key: str) -> None:
-    name, rest = path[0], path[1:]
-    open_ended = ".losses." in key and not rest  # a loss may be added, not only changed
+    """Assign to the setting at `path` within `values`; `key` is the whole path, for errors."""
+    name = path[0]
+    deeper = path[1:]
     if isinstance(values, list | tuple):
-        chosen = [
-            item
-            for i, item in enumerate(values)
-            if name in ("*", str(i)) or item.get("name") == name
-        ]
-        if not chosen or not rest:
-            names = [str(item.get("name")) for item in values]
-            near = "" if chosen else did_you_mean(name, names)
-            raise DataError(
-                f"'{key}' does not name a stage and its setting{near}: stages are {', '.join(names)} "
-                "(or 0, 1, ... or *)"
-            )
-        for item in chosen:
-            _assign(item, rest, value, key)
-    elif not isinstance(values, dict) or not (name in values or open_ended):
-        known = sorted(values) if isinstance(values, dict) else []
-        there = ", ".join(known) or "nothing inside"
-        named = "learning_rate" if name == "lr" else name  # as most trainers call it
-        near = did_you_mean(named, known)
-        stages = (
-            values.get("stages", ()) if isinstance(values, dict) and key == name else ()
-        )
-        if any(named in stage for stage in stages):
-            raise DataError(
-                f"'{key}' is a setting of each stage: write stages.*.{named}=..."
-            )
-        where = key.removesuffix(name).rstrip(".")
-        inside = f"{where} has" if where else "it has"
-        raise DataError(
-            f"'{key}' is not a setting of this drafter{near}; {inside} {there}"
-        )
-    elif rest:
-        _assign(values[name], rest, value, key)
+        stages = []
+        for number, stage in enumerate(values):
+            if name in ("*", str(number), stage.get("name")):
+                stages.append(stage)
+        if not stages or not deeper:
+            _refuse_stage(values, name, key, is_stage=bool(stages))
+        for stage in stages:
+            _assign(stage, deeper, value, key)
+        return
+    is_new_loss = ".losses." in key and not deeper
+    if not isinstance(values, dict) or not (name in values or is_new_loss):
+        _refuse_setting(values, name, key)
+    if deeper:
+        _assign(values[name], deeper, value, key)
     else:
         values[name] = value
+
+
+def _refuse_stage(
+    stages: Sequence[Mapping[str, Any]], name: str, key: str, *, is_stage: bool
+) -> NoReturn:
+    """Raise the DataError for a key that does not name a stage and a setting of it."""
+    names = [str(stage.get("name")) for stage in stages]
+    near = "" if is_stage else did_you_mean(name, names)
+    raise DataError(
+        f"'{key}' does not name a stage and its setting{near}: "
+        f"stages are {', '.join(names)} (or 0, 1, ... or *)"
+    )
+
+
+def _refuse_setting(values: Any, name: str, key: str) -> NoReturn:
+    """Raise the DataError for a key whose part `name` is not a setting in `values`."""
+    settings: Mapping[str, Any] = values if isinstance(values, dict) else {}
+    near_name = "learning_rate" if name == "lr" else name  # as most trainers call it
+    stages = settings.get("stages", ()) if key == name else ()
+    if any(near_name in stage for stage in stages):
+        raise DataError(
+            f"'{key}' is a setting of each stage: write stages.*.{near_name}=..."
+        )
+    parent = key.removesuffix(name).rstrip(".")
+    owner = f"{parent} has" if parent else "it has"
+    choice = ", ".join(sorted(settings)) or "nothing inside"
+    near = did_you_mean(near_name, sorted(settings))
+    raise DataError(f"'{key}' is not a setting of this drafter{near}; {owner} {choice}")
 
 
 def _parse(text: str) -> Any:

@@ -23,16 +23,22 @@ class Reader(Protocol):
         visible_NN: Tensor | None,
         sources: Collection[str],
     ) -> dict[str, Tensor]:
-        """One forward pass over N tokens after the committed prefix: states by source, each [N, D].
+        """One forward pass over tokens after the committed prefix. Nothing is committed.
 
-        Token n is `depth_N[n]` positions after the last committed one (the first has depth 1) and attends to
-        the prefix and the tokens of `visible_NN[n]` (bool, itself included; None: causal).
-        Nothing is committed.
+        Args:
+            ids_N: The tokens.
+            depth_N: How many positions each is after the last committed token; at least 1.
+            visible_NN: bool, the tokens that each attends to besides the prefix, itself
+                included; None: causal.
+            sources: The states to return: `hidden`, or `layer<k>` for the input of a layer.
+
+        Returns:
+            States by source, each [N, D].
         """
         ...
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Keep those rows of the last `extend`, in that order, as part of the prefix; drop the others."""
+        """Add those rows of the last `extend` to the prefix, in that order; drop the others."""
         ...
 
 
@@ -60,9 +66,15 @@ class Target(Reader, Protocol):
         features: Collection[Feature],
         on_encoded: Callable[[], None] = lambda: None,
     ) -> Batch:
-        """Start a new sequence with a prompt; returns its tokens with `features` and hidden.text.
+        """Start a new sequence with a prompt.
 
-        `on_encoded` is called when its images and videos are encoded.
+        Args:
+            prompt: As the target's own `encode` returns it.
+            features: The states to return, besides `hidden.text`.
+            on_encoded: Called when the images and videos are encoded.
+
+        Returns:
+            The prompt's tokens with those features.
         """
         ...
 
@@ -72,10 +84,13 @@ class Target(Reader, Protocol):
 
 
 def room(info: TargetInfo, length: int) -> int:
-    """The most tokens of a response to a prompt of that length; DataError if there is no position for any."""
-    left = info.max_position - length
-    if left < 1:
+    """The most tokens of a response to a prompt of that length, by the target's positions.
+
+    DataError if there is no position for any.
+    """
+    tokens = info.max_position - length
+    if tokens < 1:
         raise DataError(
             f"the prompt has {length} tokens and leaves no room for a response"
         )
-    return left
+    return tokens

@@ -1,7 +1,7 @@
-"""Small tensors on their way from the CPU to a GPU, for which neither waits.
+"""Small tensors on their way from the CPU to a GPU, without a wait on either side.
 
-What is known of the tokens of a batch on the CPU is computed there, and what a GPU needs of it is sent:
-reading it back would make the CPU wait until the GPU has done all that was asked of it.
+What follows from tokens alone is worked out on the CPU, and the GPU gets the results. To read
+them back from the GPU would make the CPU wait until the GPU has done all its queued work.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def place(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on that device: from a CPU to a GPU through pinned memory and without waiting for it."""
+    """The tensor on that device; from a CPU to a GPU through pinned memory, without a wait."""
     if tensor.device == device:
         return tensor
     if tensor.is_cpu and device.type == "cuda":
@@ -20,12 +20,13 @@ def place(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def place_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of whole numbers or truth values on that device, from a CPU to a GPU in one transfer."""
+    """Integer or bool tensors on that device; from a CPU to a GPU in one transfer."""
     if device.type != "cuda" or not all(tensor.is_cpu for tensor in tensors):
         return [place(tensor, device) for tensor in tensors]
-    packed = place(torch.cat([tensor.flatten().long() for tensor in tensors]), device)
-    parts = torch.split(packed, [tensor.numel() for tensor in tensors])
-    return [
-        part.view(tensor.shape).to(tensor.dtype)
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
+    flat = [tensor.flatten().long() for tensor in tensors]
+    packed = place(torch.cat(flat), device)
+    parts = torch.split(packed, [len(values) for values in flat])
+    placed = []
+    for tensor, part in zip(tensors, parts, strict=True):
+        placed.append(part.view(tensor.shape).to(tensor.dtype))
+    return placed

@@ -11,15 +11,21 @@ from torch import Tensor
 
 from vlmdistill.stores.errors import DataError
 
+CHAIN = re.compile(
+    r"chain-(?P<length>[1-9]\d{0,3})(-(?P<confidence>0\.(?!0+$)\d{1,4}))?"
+)
+
 
 @dataclass(frozen=True)
 class Tree:
     """A draft tree in EAGLE-2's notation total-depth-k (section 4).
 
-    `total` nodes are verified, the root (the last sampled token) included. Each level has the `k` children of
-    each of the `k` best nodes above; `depth` levels follow the first one. A chain of n tokens is total n + 1,
-    depth n - 1, k 1. With a `confidence` above 0 it ends before the drafter gives its tokens together a lower
-    probability; on a GPU each token is then waited for. It has four decimals at most.
+    `total` nodes are verified, the root (the last sampled token) included. Each level has the
+    `k` best children of each of the `k` best nodes above; `depth` levels follow the first one.
+
+    A chain of n tokens is total n + 1, depth n - 1, k 1. With a `confidence` above 0 it ends
+    before the drafter's probability of all its tokens is lower; each token is then a wait for
+    the GPU. It has four decimals at most.
     """
 
     total: int = 60
@@ -29,35 +35,37 @@ class Tree:
 
     @classmethod
     def parse(cls, text: str) -> "Tree":
-        """Read `30-3-8`, `chain-5` or `chain-8-0.3`; DataError on other text.
+        """Read `30-3-8`, `chain-5` or `chain-8-0.3`.
 
-        Also on a tree that would draft what can never be verified, as of numbers in another order.
+        DataError on other text, or on a tree with nodes that could never be verified.
         """
+        if match := CHAIN.fullmatch(text):
+            length = int(match["length"])
+            confidence = float(match["confidence"] or 0)
+            return cls(length + 1, length - 1, 1, confidence)
         parts = text.split("-")
-        if found := re.fullmatch(
-            r"chain-([1-9]\d{0,3})(?:-(0\.(?!0+$)\d{1,4}))?", text
-        ):
-            length = int(found[1])
-            return cls(length + 1, length - 1, 1, float(found[2] or 0))
         if len(parts) == 3 and all(re.fullmatch(r"\d{1,4}", part) for part in parts):
             total, depth, k = map(int, parts)
             if depth + 2 > total or not 1 <= k < total:
                 raise DataError(
-                    f"no tree is '{text}': total-depth-k is {total} nodes with the root, {depth} levels "
-                    f"after the first (at most total - 2), and {k} best nodes of each (1 to total - 1)"
+                    f"no tree is '{text}': total-depth-k is {total} nodes with the root, "
+                    f"{depth} levels after the first (at most total - 2), and {k} best nodes "
+                    "of each (1 to total - 1)"
                 )
             return cls(total, depth, k)
         raise DataError(
-            f"'{text}' is not a tree: write total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3"
+            f"'{text}' is not a tree: "
+            "write total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3"
         )
 
     def __str__(self) -> str:
-        if self.k == 1 and self.total == self.depth + 2:
-            confidence = (
-                f"-{self.confidence:.4f}".rstrip("0") if self.confidence else ""
-            )
-            return f"chain-{self.total - 1}{confidence}"
-        return f"{self.total}-{self.depth}-{self.k}"
+        if self.k != 1 or self.total != self.depth + 2:
+            return f"{self.total}-{self.depth}-{self.k}"
+        chain = f"chain-{self.total - 1}"
+        if not self.confidence:
+            return chain
+        confidence = f"{self.confidence:.4f}".rstrip("0")
+        return f"{chain}-{confidence}"
 
 
 @dataclass(frozen=True)
@@ -69,20 +77,17 @@ class DraftTree:
     visible_NN: Tensor  # bool: node n attends to node m (its ancestors and itself)
     greedy_N: Tensor  # bool: the node is on the chain of each step's best guess
     chance_N: Tensor | None = None
-    """What the drafter tells of the chance that a node follows its parent; the root's is 1. None: nothing."""
+    """The drafter's estimate of the chance that a node follows its parent, 1 for the root."""
 
     def first(self, count: int) -> "DraftTree":
-        """The first nodes alone."""
+        """The tree of the first `count` nodes."""
         if count == len(self.ids_N):
             return self
-        visible_NN, chance_N = self.visible_NN[:count, :count], self.chance_N
-        return DraftTree(
-            self.ids_N[:count],
-            self.parent_N[:count],
-            visible_NN,
-            self.greedy_N[:count],
-            None if chance_N is None else chance_N[:count],
-        )
+        ids_N = self.ids_N[:count]
+        parent_N = self.parent_N[:count]
+        visible_NN = self.visible_NN[:count, :count]
+        chance_N = None if self.chance_N is None else self.chance_N[:count]
+        return DraftTree(ids_N, parent_N, visible_NN, self.greedy_N[:count], chance_N)
 
     @property
     def depth_N(self) -> Tensor:
@@ -104,7 +109,7 @@ class DraftSession(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """The capability of a session that uses the target's logits of its guesses."""
+    """The capability of a session to learn from the target's logits of its guesses."""
 
     def observe(self, logits_NV: Tensor) -> None:
         """Take the target's logits after every node of the last tree."""

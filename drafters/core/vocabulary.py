@@ -24,7 +24,8 @@ class DraftVocabulary(Protocol):
     def choose_vocabulary(self, count_V: Tensor) -> None:
         """Choose the tokens by their counts in the responses of the training set.
 
-        Called before training. The choice must be in the checkpoint: a resumed run does not call it.
+        Called before training. A resumed run does not call it: the choice must be part of the
+        checkpoint.
         """
         ...
 
@@ -34,7 +35,7 @@ class FrequentTokens:
 
     info: TargetInfo
     d2t: Tensor | None
-    """Draft id k is target id k + d2t[k], the form in which it is published: a buffer. None: all tokens."""
+    """Draft id k is target id k + d2t[k], as published: a buffer. None: all tokens."""
 
     @property
     def vocabulary_K(self) -> Tensor | None:
@@ -47,9 +48,10 @@ class FrequentTokens:
         """The most frequent tokens; those that never occur by id."""
         if self.d2t is None:
             return
-        often_V = torch.sort(count_V, descending=True, stable=True).indices
-        chosen_K = often_V[: len(self.d2t)].sort().values
-        self.d2t.copy_(chosen_K - torch.arange(len(chosen_K), device=chosen_K.device))
+        frequent_V = torch.sort(count_V, descending=True, stable=True).indices
+        chosen_K = frequent_V[: len(self.d2t)].sort().values
+        draft_K = torch.arange(len(chosen_K), device=chosen_K.device)
+        self.d2t.copy_(chosen_K - draft_K)
 
 
 def columns_of(drafter: object) -> Tensor | None:
@@ -58,13 +60,18 @@ def columns_of(drafter: object) -> Tensor | None:
 
 
 def check_columns(source: object, drafter: object, vocabulary: int) -> None:
-    """TrainingError if the tokens that a drafter has columns for are none of the target's `vocabulary`."""
+    """TrainingError if a drafter has columns for tokens beyond the target's `vocabulary`.
+
+    `source` is where its weights come from, for the error.
+    """
     columns_K = columns_of(drafter)
-    if columns_K is not None and not (
-        bool((columns_K.diff() > 0).all())
-        and int(columns_K[0]) >= 0
-        and int(columns_K[-1]) < vocabulary
-    ):
+    if columns_K is None:
+        return
+    ascends = bool((columns_K.diff() > 0).all())
+    first = int(columns_K[0])
+    last = int(columns_K[-1])
+    if not ascends or first < 0 or last >= vocabulary:
         raise TrainingError(
-            f"{source}: d2t is not an ascending choice of the target's {vocabulary} tokens"
+            f"{source}: d2t is not an ascending choice of the target's "
+            f"{vocabulary} tokens"
         )

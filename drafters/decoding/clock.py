@@ -1,4 +1,4 @@
-"""The clocks of decoding: phases of a cycle inside the decoder, and the whole response from outside.
+"""The clocks of decoding: of the phases inside the decoder, and of the response from outside.
 
 Totals and speedups come from the clock outside; the decoder's own seconds say where they went.
 """
@@ -12,15 +12,20 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from vlmdistill.drafters.core.tree import DraftTree
+from vlmdistill.drafters.decoding.acceptance import MILLION, Fetched
 
 Value = TypeVar("Value")
 Phase = Literal["vision", "prefill", "draft_prefill", "draft", "verify", "accept"]
-"""The vision encoder; the target's layers on the prompt; the drafter on the prompt; the drafter on trees and
-accepted tokens; the target's forward passes, plain steps included; acceptance and the target's KV cache."""
+"""The vision encoder; the target's layers on the prompt; the drafter on the prompt; the drafter
+on trees and accepted tokens; the target's forward passes, plain steps included; acceptance and
+the target's KV cache."""
 
 
 class Laps:
-    """The phases of one cycle. On a GPU events mark their ends, so that no mark waits for the device."""
+    """The phases of one cycle.
+
+    On a GPU events mark their ends, so that no mark waits for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -28,7 +33,7 @@ class Laps:
         self._ends: list[tuple[Phase | None, Any]] = [(None, self._now())]
 
     def end(self, phase: Phase) -> None:
-        """What was done since the last call was of this phase."""
+        """End a phase, which began where the last one ended."""
         self._ends.append((phase, self._now()))
 
     def stop(self) -> float:
@@ -39,9 +44,10 @@ class Laps:
         """Add the seconds of each phase; the device must have finished."""
         for (_, before), (phase, after) in pairwise(self._ends):
             assert phase is not None
-            spent[phase] += (
-                before.elapsed_time(after) / 1e3 if self._on_gpu else after - before
-            )
+            if self._on_gpu:
+                spent[phase] += before.elapsed_time(after) / 1e3  # milliseconds
+            else:
+                spent[phase] += after - before
 
     def _now(self) -> Any:
         if not self._on_gpu:
@@ -53,22 +59,46 @@ class Laps:
 
 @dataclass(frozen=True)
 class Cycle:
-    """One call of the target after the prefill (whose own token is a cycle without drafts)."""
+    """One call of the target after the prefill (whose own token is a cycle without drafts).
+
+    The chain is that of the drafter's best guess at each step, through the whole tree.
+    """
 
     ids: list[int]  # the tokens gained, the bonus last
     accepted: int  # how many of them were drafted
-    chain: tuple[
-        int, int
-    ]  # best-guess chain: nodes accepted, nodes verified, past the end too (as in vLLM)
-    guesses: list[int]  # the tokens of that chain
+    chain: tuple[int, int]
+    """Nodes of the chain that were accepted, and that were verified (past the end too, as in
+    vLLM)."""
+    guesses: list[int]  # the tokens of the chain
     seconds: float  # since the caller asked for this cycle
     laps: Laps  # their phases
-    chances: tuple[
-        float, ...
-    ] = ()  # what the drafter told of each of the guesses; empty: nothing
-    tree: DraftTree | None = field(
-        default=None, compare=False, repr=False
-    )  # None: nothing was drafted
+    chances: tuple[float, ...] = ()
+    """The drafter's estimate of the chance of each of the guesses; empty: it has none."""
+    tree: DraftTree | None = field(default=None, compare=False, repr=False)
+    """None: nothing was drafted."""
+
+    @classmethod
+    def plain(cls, ids: list[int], laps: Laps) -> "Cycle":
+        """A cycle without drafts, which ends now."""
+        return cls(ids, 0, (0, 0), [], laps.stop(), laps)
+
+    @classmethod
+    def of(
+        cls, ids: list[int], fetched: Fetched, tree: DraftTree, laps: Laps
+    ) -> "Cycle":
+        """A cycle that ends now.
+
+        `ids` are those of `fetched.tokens` that belong to the response.
+        """
+        on_chain = [node for node, best in enumerate(fetched.greedy) if best]
+        guesses = [fetched.ids[node] for node in on_chain[1:]]
+        chances: tuple[float, ...] = ()
+        if fetched.chances:
+            chances = tuple(fetched.chances[node] / MILLION for node in on_chain[1:])
+        accepted = min(fetched.length - 1, len(ids))
+        accepted_chain = sum(fetched.greedy[: fetched.length]) - 1
+        chain = (accepted_chain, len(guesses))
+        return cls(ids, accepted, chain, guesses, laps.stop(), laps, chances, tree)
 
 
 @dataclass(frozen=True)
@@ -76,8 +106,11 @@ class Timed:
     """A decoded response."""
 
     cycles: list[Cycle]
-    seconds: float  # from the call of the decoder to its end, including queued work of the device
-    cpu_seconds: float  # of this thread in that time: on a CPU as much, unless other programs used it
+    seconds: (
+        float  # from the call of the decoder to its end, with queued work of the device
+    )
+    cpu_seconds: float
+    """Of this thread in that time; on a CPU as much as `seconds`, unless other programs ran."""
 
     @property
     def ids(self) -> list[int]:
@@ -105,27 +138,30 @@ class Timed:
     @property
     def accounted(self) -> float:
         """Share of `seconds` that the cycles account for: 1 if they miss no work."""
-        return (
-            (self.prefill_seconds + self.decode_seconds) / self.seconds
-            if self.seconds
-            else 1.0
-        )
+        if not self.seconds:
+            return 1.0
+        return (self.prefill_seconds + self.decode_seconds) / self.seconds
 
 
-def timed(decode: "Callable[[], Iterator[Cycle]]", device: torch.device) -> Timed:
+def timed(decode: Callable[[], Iterator[Cycle]], device: torch.device) -> Timed:
     """Decode to the end under one clock."""
-    return Timed(*clocked(lambda: list(decode()), device))
+    cycles, seconds, cpu_seconds = clocked(lambda: list(decode()), device)
+    return Timed(cycles, seconds, cpu_seconds)
 
 
 def clocked(
     run: Callable[[], Value], device: torch.device
 ) -> tuple[Value, float, float]:
-    """What `run` returns, and its elapsed seconds, queued work of the device included, and CPU seconds."""
+    """What `run` returns, its elapsed seconds and its CPU seconds.
+
+    The elapsed seconds include queued work of the device.
+    """
     wait(device)
-    start, cpu_start = time.perf_counter(), time.thread_time()
-    found = run()
+    start = time.perf_counter()
+    cpu_start = time.thread_time()
+    value = run()
     wait(device)
-    return found, time.perf_counter() - start, time.thread_time() - cpu_start
+    return value, time.perf_counter() - start, time.thread_time() - cpu_start
 
 
 def wait(device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """The two decoders: speculative and plain.
 
-Every operation between a caller's `next` and the cycle that it gets is inside that cycle's seconds, so the
-seconds of a response add up to the time that passes outside, minus the caller's own work between cycles.
+Every operation between a caller's `next` and the cycle that it gets is inside that cycle's
+seconds, so the seconds of a response add up to the time that passes outside, minus the
+caller's own work between cycles.
 
 Shapes: K tokens of a cycle, N nodes of a tree, D hidden.
 """
@@ -19,8 +20,6 @@ from vlmdistill.drafters.decoding.acceptance import choose, verify
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
 from vlmdistill.stores.errors import DataError
 
-MILLION = 10**6
-
 
 @torch.inference_mode()  # while a cycle runs, not while its caller does
 def speculate(
@@ -35,75 +34,65 @@ def speculate(
 ) -> Iterator[Cycle]:
     """Decode with draft trees. The tokens are the target's own, for any drafter.
 
-    Ends after any EOS of the target, at `max_new_tokens`, or at its last position; nothing follows an EOS.
-    DataError when another sequence is begun on the target before the end.
+    Args:
+        target: Reads the prompt and verifies the trees.
+        drafter: Drafts the trees.
+        prompt: As the target's own `encode` returns it.
+        tree: The shape of the trees.
+        max_new_tokens: The most tokens of the response.
+        temperature: 0: greedy; else the target's distribution at that temperature.
+        generator: Draws samples, on the target's device.
+
+    Yields:
+        The tokens gained by each call of the target, until any EOS of the target,
+        `max_new_tokens`, or the target's last position. Nothing follows an EOS.
+
+    Raises:
+        DataError: Another sequence was begun on the target before the end, or the prompt
+            leaves no room for a response.
     """
     laps = Laps(target.head.embed_VD.device)
     needs = drafter.config.needs(target.info, decoding=True)
     prefix = target.prefill(prompt, needs, lambda: laps.end("vision"))
     limit = _Limit(target, prefix, max_new_tokens)
     sequence = target.sequence
-    last_1D = {
-        source: prefix.feature(source, "text")[-1:]
-        for source in {"hidden", *drafter.sources}
-    }
-    bonus_1 = choose(target.logits(last_1D["hidden"]), temperature, generator)
+    sources = drafter.sources
+    states_1D = {}
+    for source in {"hidden", *sources}:
+        states_1D[source] = prefix.feature(source, "text")[-1:]
+    bonus_1 = choose(target.logits(states_1D["hidden"]), temperature, generator)
     laps.end("prefill")
     draft = drafter.draft(prefix, target)
     observer = draft if isinstance(draft, Observer) else None
-    draft.commit(
-        bonus_1, torch.cat([last_1D[source] for source in drafter.sources], dim=-1)
-    )
-    gained = limit.cut(bonus_1.tolist())
+    before_1D = [states_1D[source] for source in sources]
+    draft.commit(bonus_1, torch.cat(before_1D, dim=-1))
+    ids = limit.cut(bonus_1.tolist())
     laps.end("draft_prefill")
-    yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
+    yield Cycle.plain(ids, laps)
     while not limit.reached:
         laps = Laps(bonus_1.device)
         _check_current(target, sequence)
         nodes = draft.grow(tree)
         laps.end("draft")
-        states = target.extend(
-            nodes.ids_N, nodes.depth_N, nodes.visible_NN, last_1D.keys()
+        states_ND = target.extend(
+            nodes.ids_N, nodes.depth_N, nodes.visible_NN, states_1D.keys()
         )
-        logits_NV = target.logits(states["hidden"])
+        logits_NV = target.logits(states_ND["hidden"])
         laps.end("verify")
-        accepted = verify(nodes, logits_NV, temperature, generator)
+        acceptance = verify(nodes, logits_NV, temperature, generator)
         if observer is not None:
             observer.observe(logits_NV)
-        fetched = [
-            accepted.length_1,
-            accepted.bonus_1,
-            accepted.path_N,
-            nodes.ids_N[accepted.path_N],
-            nodes.greedy_N[accepted.path_N],
-        ]
-        if nodes.chance_N is not None:  # as whole numbers, to be fetched at once
-            fetched.append((nodes.chance_N[accepted.path_N] * MILLION).long())
-        length, bonus, *rest = torch.cat(fetched).tolist()  # the only wait for the GPU
-        count = len(nodes.ids_N)
-        path, ids, greedy = (rest[start * count :][:count] for start in range(3))
-        told = rest[3 * count :]
-        target.commit(path[:length])
-        path_K = accepted.path_N[:length]
-        kept = limit.cut([*ids[1:length], bonus])
+        fetched = acceptance.fetch(nodes)  # the only wait for the GPU
+        target.commit(fetched.accepted)
+        ids = limit.cut(fetched.tokens)
         laps.end("accept")
         if not limit.reached:
-            before_KD = torch.cat(
-                [states[source][path_K] for source in drafter.sources], dim=-1
-            )
-            draft.commit(
-                torch.cat([nodes.ids_N[path_K[1:]], accepted.bonus_1]), before_KD
-            )
+            path_K = acceptance.path_N[: fetched.length]
+            ids_K = torch.cat([nodes.ids_N[path_K[1:]], acceptance.bonus_1])
+            before_KD = [states_ND[source][path_K] for source in sources]
+            draft.commit(ids_K, torch.cat(before_KD, dim=-1))
         laps.end("draft")
-        guesses = [token for token, best in zip(ids, greedy, strict=True) if best][1:]
-        chain = (sum(greedy[:length]) - 1, len(guesses))
-        chances = tuple(
-            chance / MILLION for chance, best in zip(told, greedy, strict=False) if best
-        )[1:]
-        accepted_count = min(length - 1, len(kept))
-        yield Cycle(
-            kept, accepted_count, chain, guesses, laps.stop(), laps, chances, nodes
-        )
+        yield Cycle.of(ids, fetched, nodes, laps)
 
 
 @torch.inference_mode()
@@ -115,29 +104,31 @@ def plain(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[Cycle]:
-    """Decode one token at a time with a KV cache: the baseline of every speedup."""
+    """Decode one token at a time with a KV cache: the baseline of every speedup.
+
+    Arguments, results and errors as of `speculate`.
+    """
     laps = Laps(target.head.embed_VD.device)
     prefix: Batch = target.prefill(prompt, (), lambda: laps.end("vision"))
     limit = _Limit(target, prefix, max_new_tokens)
     sequence = target.sequence
-    token_1 = choose(
-        target.logits(prefix.feature("hidden", "text")[-1:]), temperature, generator
-    )
-    one = torch.ones(1, dtype=torch.long, device=token_1.device)
-    gained = limit.cut(token_1.tolist())
+    hidden_1D = prefix.feature("hidden", "text")[-1:]
+    token_1 = choose(target.logits(hidden_1D), temperature, generator)
+    depth_1 = torch.ones(1, dtype=torch.long, device=token_1.device)
+    ids = limit.cut(token_1.tolist())
     laps.end("prefill")
-    yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
+    yield Cycle.plain(ids, laps)
     while not limit.reached:
         laps = Laps(token_1.device)
         _check_current(target, sequence)
-        hidden_1D = target.extend(token_1, one, None, ("hidden",))["hidden"]
+        hidden_1D = target.extend(token_1, depth_1, None, ("hidden",))["hidden"]
         logits_1V = target.logits(hidden_1D)
         laps.end("verify")
         token_1 = choose(logits_1V, temperature, generator)
         target.commit([0])
-        gained = limit.cut(token_1.tolist())
+        ids = limit.cut(token_1.tolist())
         laps.end("accept")
-        yield Cycle(gained, 0, (0, 0), [], laps.stop(), laps)
+        yield Cycle.plain(ids, laps)
 
 
 def decode(
@@ -148,9 +139,10 @@ def decode(
     tree: Tree | None = None,
     **options: Any,
 ) -> Iterator[Cycle]:
-    """Decode with a drafter, by its own tree unless another is given, or plainly with None.
+    """Decode with a drafter, or plainly if it is None.
 
-    `options` are those that `speculate` and `plain` share.
+    `tree` is the drafter's own by default; `options` are those that `speculate` and `plain`
+    have in common.
     """
     if drafter is None:
         return plain(target, prompt, **options)
@@ -158,7 +150,7 @@ def decode(
 
 
 def _check_current(target: Target, sequence: int) -> None:
-    """DataError when another sequence was begun: it replaced the prefix of this one."""
+    """DataError when another sequence was begun, which replaced the prefix of this one."""
     if target.sequence != sequence:
         raise DataError(
             "another response was begun on this target: finish one response before the next"
@@ -166,19 +158,22 @@ def _check_current(target: Target, sequence: int) -> None:
 
 
 class _Limit:
-    """Cuts the tokens of a cycle at the first EOS, the token limit and the target's last position."""
+    """Cuts the tokens of a cycle at an EOS, the token limit and the target's last position."""
 
     def __init__(self, target: Target, prefix: Batch, max_new_tokens: int) -> None:
         length = int(prefix.position_T[-1]) + 1  # a prompt ends with text
-        self.eos = set(target.info.eos_ids)
-        self.left = min(max_new_tokens, room(target.info, length))
+        self.eos_ids = set(target.info.eos_ids)
+        self.tokens_left = min(max_new_tokens, room(target.info, length))
         self.reached = max_new_tokens < 1
 
     def cut(self, ids: list[int]) -> list[int]:
-        end = next(
-            (i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids)
-        )
-        kept = ids[: min(end, self.left)]
-        self.left -= len(kept)
-        self.reached = self.left == 0 or (bool(kept) and kept[-1] in self.eos)
-        return kept
+        """Those of the tokens that belong to the response."""
+        ids = ids[: self.tokens_left]
+        for number, token in enumerate(ids):
+            if token in self.eos_ids:
+                self.reached = True
+                ids = ids[: number + 1]
+                break
+        self.tokens_left -= len(ids)
+        self.reached = self.reached or self.tokens_left == 0
+        return ids

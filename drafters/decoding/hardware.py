@@ -1,7 +1,7 @@
-"""The hardware that decodes: what is known of it, a readable name, and a hash of what its speed depends on.
+"""The hardware that decodes: its facts, a readable name, and a hash of what its speed depends on.
 
-The name of a CPU is not enough: virtual machines call four generations of processors "AMD EPYC". Linux (x86
-and Arm) and macOS tell more; what a system does not tell stays empty.
+The name of a CPU is not enough: virtual machines call four generations of processors "AMD
+EPYC". Linux (x86 and Arm) and macOS know more; facts that a system does not offer stay empty.
 """
 
 import contextlib
@@ -42,19 +42,35 @@ ARM = {
     "0x51": "Qualcomm",
     "0xc0": "Ampere",
 }
-SYSCTL = (*("machdep.cpu", "hw"), *("hw.perflevel0", "hw.optional", "hw.optional.arm"))
-UNLIMITED = 1 << 60  # bytes; version 1 of cgroups says so
-SECONDS = 10  # for a command of the system
+"""Implementers of Arm processors, by their numbers in `/proc/cpuinfo`."""
+SYSCTL = (
+    "machdep.cpu",
+    "hw",
+    "hw.perflevel0",
+    "hw.optional",
+    "hw.optional.arm",
+)
+"""The groups of settings of macOS that are read."""
+MAC_CACHES = {
+    "L1d": "l1dcachesize",
+    "L1i": "l1icachesize",
+    "L2": "l2cachesize",
+    "L3": "l3cachesize",
+}
+UNLIMITED = 1 << 60
+"""Bytes from which a limit means none: version 1 of cgroups has a huge number for it."""
+SECONDS = 10
+"""The most that a command of the system may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """A CPU, by the numbers that its vendor gives it; fields that the system does not tell are empty."""
+    """A CPU, by the numbers that its vendor gives it; unknown fields are empty."""
 
     name: str
     vendor: str = ""
     family: str = ""
-    model: str = ""  # of several kinds of cores, all, joined by +
+    model: str = ""  # of several kinds of cores: all of them, joined by +
     stepping: str = ""
     cores: int = 1
     threads: int = 1  # of all cores
@@ -77,7 +93,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU, by the numbers of its driver; power and clock only where the package pynvml is installed."""
+    """A GPU, by the numbers of its driver; power and clock need the package pynvml."""
 
     name: str
     memory: int  # bytes
@@ -95,187 +111,199 @@ class Hardware:
     processor: Processor
     limits: Limits
     memory: int | None = None  # bytes
-    mhz: float | None = None  # of the fastest core at that moment
+    mhz: float | None = None  # of the fastest core, at the time of reading
     gpu: Gpu | None = None  # None: it decodes on the CPU
 
     @property
     def identity(self) -> str:
-        """Eight hex digits over what speed depends on and what does not change from minute to minute."""
+        """Eight hex digits over the facts that speed depends on, as far as they are constant."""
         limits = (self.limits.threads, self.limits.cpus)
-        return content_hash(
-            [asdict(self.processor), limits, self.gpu and asdict(self.gpu)]
-        )[:8]
+        gpu = self.gpu and asdict(self.gpu)
+        return content_hash([asdict(self.processor), limits, gpu])[:8]
 
     @property
     def name(self) -> str:
-        """What a reader recognizes, and the identity."""
+        """The name that a reader recognizes, and the identity."""
         if self.gpu:
-            power = f", {self.gpu.power_watts:.0f} W" if self.gpu.power_watts else ""
-            return f"{self.gpu.name}, {self.gpu.memory / 2**30:.0f} GiB{power}, #{self.identity}"
+            gibibytes = f"{self.gpu.memory / 2**30:.0f} GiB"
+            watts = self.gpu.power_watts
+            power = f", {watts:.0f} W" if watts else ""
+            return f"{self.gpu.name}, {gibibytes}{power}, #{self.identity}"
         cpu = self.processor
         numbers = "/".join(filter(None, (cpu.family, cpu.model, cpu.stepping)))
+        model = f"{cpu.name} ({numbers})" if numbers else cpu.name
         usable = min(self.limits.threads, self.limits.cpus or self.limits.threads)
-        of = f" of {cpu.threads}" if usable < cpu.threads else ""
-        parts = [
-            f"CPU {cpu.name}{f' ({numbers})' if numbers else ''}",
-            f"{usable:g}{of} CPUs",
-            *[flag for flag in WIDEST if flag in cpu.flags][:1],
-        ]
+        total = f" of {cpu.threads}" if usable < cpu.threads else ""
+        parts = [f"CPU {model}", f"{usable:g}{total} CPUs"]
+        parts += [flag for flag in WIDEST if flag in cpu.flags][:1]
         return ", ".join([*parts, f"#{self.identity}"])
 
     @property
     def details(self) -> str:
-        """The rest of what is known, in a line."""
+        """Everything else that is known, in a line."""
         cpu = self.processor
-        clock = [
-            f"{at:.0f} MHz{now}"
-            for at, now in ((cpu.max_mhz, " at most"), (self.mhz, ""))
-            if at
-        ]
-        known = [
-            *([f"CPU {cpu.name}"] if self.gpu else []),
-            *([f"driver {self.gpu.driver}"] if self.gpu and self.gpu.driver else []),
-            f"{cpu.cores} cores, {cpu.threads} threads",
-            *cpu.caches,
-            *clock,
-            *([f"governor {cpu.governor}"] if cpu.governor else []),
-            *([f"{self.memory / 2**30:.0f} GiB"] if self.memory else []),
-            *(
-                [f"limited to {self.limits.memory / 2**30:.1f} GiB"]
-                if self.limits.memory
-                else []
-            ),
-            " ".join(cpu.flags),
-        ]
-        return ", ".join(filter(None, known))
+        parts = []
+        if self.gpu:
+            parts.append(f"CPU {cpu.name}")
+            if self.gpu.driver:
+                parts.append(f"driver {self.gpu.driver}")
+        parts.append(f"{cpu.cores} cores, {cpu.threads} threads")
+        parts += cpu.caches
+        if cpu.max_mhz:
+            parts.append(f"{cpu.max_mhz:.0f} MHz at most")
+        if self.mhz:
+            parts.append(f"{self.mhz:.0f} MHz")
+        if cpu.governor:
+            parts.append(f"governor {cpu.governor}")
+        if self.memory:
+            parts.append(f"{self.memory / 2**30:.0f} GiB")
+        if self.limits.memory:
+            parts.append(f"limited to {self.limits.memory / 2**30:.1f} GiB")
+        parts.append(" ".join(cpu.flags))
+        return ", ".join(filter(None, parts))
 
 
 def of(device: "torch.device") -> Hardware:
     """The hardware that computes for this device."""
     gpu = _gpu(device) if device.type == "cuda" else None
-    return mac(_sysctl(), gpu) if platform.system() == "Darwin" else linux(gpu=gpu)
+    if platform.system() == "Darwin":
+        return mac(_sysctl(), gpu)
+    return linux(gpu=gpu)
 
 
 def linux(root: Path = Path("/"), gpu: Gpu | None = None) -> Hardware:
-    """From the files below `root` that the kernel of Linux offers; another system has none of them."""
-    seen = _columns(_text(root / "proc/cpuinfo"))
+    """From the files below `root` that the kernel of Linux offers.
+
+    On another system none of them exists, and most facts stay empty.
+    """
+    cpuinfo = _columns(_text(root / "proc/cpuinfo"))
+    frequency = root / "sys/devices/system/cpu/cpu0/cpufreq"
+    clocks = [float(mhz) for mhz in cpuinfo.get("cpu MHz", ())]
+    clocks += [khz / 1e3 for khz in _numbers([frequency / "scaling_cur_freq"])]
+    kibibytes = re.search(r"MemTotal:\s*(\d+)", _text(root / "proc/meminfo"))
+    memory = int(kibibytes[1]) << 10 if kibibytes else None
+    return Hardware(
+        processor=_linux_processor(root, cpuinfo),
+        limits=_limits(root, _affinity()),
+        memory=memory,
+        mhz=max(clocks, default=None),
+        gpu=gpu,
+    )
+
+
+def _linux_processor(root: Path, cpuinfo: Mapping[str, list[str]]) -> Processor:
+    """The processor of `/proc/cpuinfo`; Arm has other names of facts than x86."""
     cpu0 = root / "sys/devices/system/cpu/cpu0"
-    affinity = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-    implementer = _joined(seen, "CPU implementer")
-    name = _joined(seen, "model name") or " ".join(
-        filter(None, (ARM.get(implementer), platform.machine()))
-    )
-    places = set(
-        zip(seen.get("physical id", ()), seen.get("core id", ()), strict=False)
-    )
-    threads = len(seen.get("processor", ())) or os.cpu_count() or 1
-    clock = [float(one) for one in seen.get("cpu MHz", ())]
-    clock += [one / 1e3 for one in _numbers([cpu0 / "cpufreq/scaling_cur_freq"])]
-    memory = re.search(r"MemTotal:\s*(\d+)", _text(root / "proc/meminfo"))
-    return Hardware(
-        processor=Processor(
-            name=name,
-            vendor=_joined(seen, "vendor_id") or implementer,
-            family=_joined(seen, "cpu family") or _joined(seen, "CPU architecture"),
-            model=_joined(seen, "model") or _joined(seen, "CPU part"),
-            stepping=_joined(seen, "stepping") or _joined(seen, "CPU revision"),
-            cores=len(places) or threads,
-            threads=threads,
-            caches=tuple(_caches(cpu0 / "cache")),
-            flags=_flags(
-                (seen.get("flags") or seen.get("Features") or [""])[0].split()
-            ),
-            max_mhz=next(
-                (one / 1e3 for one in _numbers([cpu0 / "cpufreq/cpuinfo_max_freq"])),
-                None,
-            ),
-            governor=_text(cpu0 / "cpufreq/scaling_governor") or None,
-        ),
-        limits=_limits(root, affinity),
-        memory=int(memory[1]) << 10 if memory else None,
-        mhz=max(clock, default=None),
-        gpu=gpu,
+    implementer = _joined(cpuinfo, "CPU implementer")
+    arm_name = " ".join(filter(None, (ARM.get(implementer), platform.machine())))
+    core_ids = cpuinfo.get("core id", ())
+    cores = set(zip(cpuinfo.get("physical id", ()), core_ids, strict=False))
+    threads = len(cpuinfo.get("processor", ())) or os.cpu_count() or 1
+    flags = cpuinfo.get("flags") or cpuinfo.get("Features") or [""]
+    caches = tuple(_caches(cpu0 / "cache"))
+    max_khz = _numbers([cpu0 / "cpufreq/cpuinfo_max_freq"])
+    max_mhz = max_khz[0] / 1e3 if max_khz else None
+    governor = _text(cpu0 / "cpufreq/scaling_governor")
+    return Processor(
+        name=_joined(cpuinfo, "model name") or arm_name,
+        vendor=_joined(cpuinfo, "vendor_id") or implementer,
+        family=_joined(cpuinfo, "cpu family", "CPU architecture"),
+        model=_joined(cpuinfo, "model", "CPU part"),
+        stepping=_joined(cpuinfo, "stepping", "CPU revision"),
+        cores=len(cores) or threads,
+        threads=threads,
+        caches=caches,
+        flags=_flags(flags[0].split()),
+        max_mhz=max_mhz,
+        governor=governor or None,
     )
 
 
-def mac(said: Mapping[str, str], gpu: Gpu | None = None) -> Hardware:
+def _affinity() -> int:
+    """The threads that the system lets this process run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def mac(sysctl: Mapping[str, str], gpu: Gpu | None = None) -> Hardware:
     """From the settings that `sysctl` prints on macOS, by name."""
-    kinds = {
-        "L1d": "l1dcachesize",
-        "L1i": "l1icachesize",
-        "L2": "l2cachesize",
-        "L3": "l3cachesize",
-    }
-    sizes = {
-        kind: said.get(f"hw.perflevel0.{at}") or said.get(f"hw.{at}")
-        for kind, at in kinds.items()
-    }
-    present = (
-        at.rpartition(".")[2].lower() for at, value in said.items() if value == "1"
+    threads = int(sysctl.get("hw.logicalcpu", 0)) or os.cpu_count() or 1
+    cpu = "machdep.cpu"
+    processor = Processor(
+        name=sysctl.get(f"{cpu}.brand_string") or platform.machine(),
+        vendor=sysctl.get(f"{cpu}.vendor", ""),
+        family=sysctl.get(f"{cpu}.family") or sysctl.get("hw.cpufamily", ""),
+        model=sysctl.get(f"{cpu}.model", ""),
+        stepping=sysctl.get(f"{cpu}.stepping", ""),
+        cores=int(sysctl.get("hw.physicalcpu", 0)) or threads,
+        threads=threads,
+        caches=tuple(_mac_caches(sysctl)),
+        flags=_flags(_mac_features(sysctl)),
     )
-    features = {one.removeprefix("feat_") for one in present}
-    features |= set(said.get("machdep.cpu.features", "").lower().split())
-    features |= set(said.get("machdep.cpu.leaf7_features", "").lower().split())
-    threads = int(said.get("hw.logicalcpu", 0)) or os.cpu_count() or 1
+    memory = int(sysctl["hw.memsize"]) if "hw.memsize" in sysctl else None
     return Hardware(
-        processor=Processor(
-            name=said.get("machdep.cpu.brand_string") or platform.machine(),
-            vendor=said.get("machdep.cpu.vendor", ""),
-            family=said.get("machdep.cpu.family") or said.get("hw.cpufamily", ""),
-            model=said.get("machdep.cpu.model", ""),
-            stepping=said.get("machdep.cpu.stepping", ""),
-            cores=int(said.get("hw.physicalcpu", 0)) or threads,
-            threads=threads,
-            caches=tuple(
-                f"{kind} {int(size) >> 10}K" for kind, size in sizes.items() if size
-            ),
-            flags=_flags(features),
-        ),
-        limits=Limits(threads=threads),
-        memory=int(said["hw.memsize"]) if "hw.memsize" in said else None,
-        gpu=gpu,
+        processor=processor, limits=Limits(threads=threads), memory=memory, gpu=gpu
     )
+
+
+def _mac_caches(sysctl: Mapping[str, str]) -> Iterator[str]:
+    """The caches of the fastest cores: `L2 4096K`."""
+    for cache_name, key in MAC_CACHES.items():
+        size = sysctl.get(f"hw.perflevel0.{key}") or sysctl.get(f"hw.{key}")
+        if size:
+            yield f"{cache_name} {int(size) >> 10}K"
+
+
+def _mac_features(sysctl: Mapping[str, str]) -> set[str]:
+    """Instruction sets: switches of Arm that are 1, lists of x86."""
+    features = set()
+    for name, value in sysctl.items():
+        if value == "1":
+            feature = name.rpartition(".")[2].lower()
+            features.add(feature.removeprefix("feat_"))
+    for listed in ("machdep.cpu.features", "machdep.cpu.leaf7_features"):
+        features.update(sysctl.get(listed, "").lower().split())
+    return features
 
 
 def _sysctl() -> dict[str, str]:
     """What `sysctl` prints, by name; empty if it does not run."""
     command = ["sysctl", *SYSCTL]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return {}
-    lines = (line.partition(":") for line in done.stdout.splitlines())
-    return {name.strip(): value.strip() for name, _, value in lines}
+    settings = {}
+    for line in process.stdout.splitlines():
+        name, _, value = line.partition(":")
+        settings[name.strip()] = value.strip()
+    return settings
 
 
 @cache
 def _gpu(device: "torch.device") -> Gpu:
-    """What torch says of a GPU, the file of its driver, and pynvml where it is installed."""
+    """From torch, the file of the driver, and pynvml if it is installed."""
     import torch
 
-    seen = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     driver = re.search(r"\d+\.\d+[.\d]*", _text(Path("/proc/driver/nvidia/version")))
     power = clock = None
-    with contextlib.suppress(
-        Exception
-    ):  # one of many errors of a driver: the rest is known
+    # A driver raises many kinds of errors; the other facts are known without it.
+    with contextlib.suppress(Exception):
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{seen.uuid}".encode())
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}".encode())
         power = pynvml.nvmlDeviceGetPowerManagementLimit(handle) / 1e3
         clock = float(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM))
     return Gpu(
-        name=seen.name,
-        memory=seen.total_memory,
-        processors=seen.multi_processor_count,
-        capability=f"{seen.major}.{seen.minor}",
+        name=properties.name,
+        memory=properties.total_memory,
+        processors=properties.multi_processor_count,
+        capability=f"{properties.major}.{properties.minor}",
         driver=driver[0] if driver else "",
         power_watts=power,
         max_mhz=clock,
@@ -284,61 +312,80 @@ def _gpu(device: "torch.device") -> Gpu:
 
 def _columns(cpuinfo: str) -> dict[str, list[str]]:
     """The values of each fact, of one logical processor after another."""
-    found: dict[str, list[str]] = {}
-    for name, colon, value in (line.partition(":") for line in cpuinfo.splitlines()):
+    columns: dict[str, list[str]] = {}
+    for line in cpuinfo.splitlines():
+        name, colon, value = line.partition(":")
         if colon:
-            found.setdefault(name.strip(), []).append(value.strip())
-    return found
+            columns.setdefault(name.strip(), []).append(value.strip())
+    return columns
 
 
-def _joined(seen: Mapping[str, list[str]], fact: str) -> str:
-    return "+".join(sorted(set(seen.get(fact, ()))))
+def _joined(cpuinfo: Mapping[str, list[str]], *names: str) -> str:
+    """The different values of the first of these facts that is not empty, joined by +."""
+    for name in names:
+        values = set(cpuinfo.get(name, ()))
+        if joined := "+".join(sorted(values)):
+            return joined
+    return ""
 
 
 def _flags(features: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted({one for one in features if FLAGS.fullmatch(one)}))
+    """The features that speed depends on."""
+    relevant = {feature for feature in features if FLAGS.fullmatch(feature)}
+    return tuple(sorted(relevant))
 
 
 def _caches(folder: Path) -> Iterator[str]:
-    for one in sorted(folder.glob("index*")):
-        level, kind, size = (_text(one / fact) for fact in ("level", "type", "size"))
-        yield f"L{level}{kind[:1].lower() if kind != 'Unified' else ''} {size}"
+    """The caches of a core: `L1d 32K`, `L2 1024K`."""
+    for cache_folder in sorted(folder.glob("index*")):
+        level = _text(cache_folder / "level")
+        kind = _text(cache_folder / "type")
+        size = _text(cache_folder / "size")
+        letter = kind[:1].lower() if kind != "Unified" else ""
+        yield f"L{level}{letter} {size}"
 
 
 def _limits(root: Path, affinity: int) -> Limits:
     """The tightest limits of the control group and those above it, of version 2 or 1."""
-    lines = _text(root / "proc/self/cgroup").splitlines()
-    groups = [line.split(":", 2) for line in lines if line.count(":") > 1]
-    above = root / "sys/fs/cgroup"
-    folders = [
-        above / controllers / part
-        for _, controllers, path in groups
-        for part in (path.strip("/"), *map(str, Path(path.strip("/")).parents))
-    ]
-    quotas = [
-        one.split()
-        for one in map(_text, (folder / "cpu.max" for folder in folders))
-        if one
-    ]
-    cpus = [int(quota) / int(period) for quota, period in quotas if quota.isdigit()]
+    folders = _group_folders(root)
+    cpus = []
     for folder in folders:
-        old = _numbers([folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"])
-        cpus += [old[0] / old[1]] if len(old) == 2 else []
-    memory = _numbers(
-        folder / name
-        for folder in folders
-        for name in ("memory.max", "memory.limit_in_bytes")
-    )
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if quota.isdigit():
+            cpus.append(int(quota) / int(period))
+        version_1 = _numbers(
+            [folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"]
+        )
+        if len(version_1) == 2:
+            cpus.append(version_1[0] / version_1[1])
+    memory_files = []
+    for folder in folders:
+        memory_files += [folder / "memory.max", folder / "memory.limit_in_bytes"]
+    limits = [size for size in _numbers(memory_files) if size < UNLIMITED]
     return Limits(
         threads=affinity,
         cpus=min(cpus, default=None),
-        memory=min((one for one in memory if one < UNLIMITED), default=None),
+        memory=min(limits, default=None),
     )
 
 
+def _group_folders(root: Path) -> list[Path]:
+    """The folders of this process's control groups and of the groups above them."""
+    folders = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        if line.count(":") < 2:
+            continue
+        _, controllers, path = line.split(":", 2)
+        group = Path(path.strip("/"))
+        hierarchy = root / "sys/fs/cgroup" / controllers
+        folders += [hierarchy / part for part in (group, *group.parents)]
+    return folders
+
+
 def _numbers(files: Iterable[Path]) -> list[int]:
-    """The numbers in those of the files that hold one above 0."""
-    return [int(text) for text in map(_text, files) if text.isdigit()]
+    """The numbers in the files; those without a number, or without a file, are left out."""
+    texts = [_text(file) for file in files]
+    return [int(text) for text in texts if text.isdigit()]
 
 
 def _text(file: Path) -> str:

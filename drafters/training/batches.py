@@ -1,7 +1,11 @@
-"""Samples of a store as packed batches, and which samples an epoch takes."""
+"""Samples of a store as packed batches, and which samples an epoch takes.
+
+Shapes: B samples, T text tokens, M visual spans, V vocabulary.
+"""
 
 import hashlib
 import random
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,33 +17,32 @@ from torch import Tensor
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.training import ranks
+from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.loader.tensors import as_torch
 from vlmdistill.stores.schema import Feature, PackedSamples
 from vlmdistill.stores.store import Store
 
 
-def as_batch(
-    samples: PackedSamples, dtype: str, failed_T: Tensor | None = None
-) -> Batch:
+def as_batch(samples: PackedSamples, dtype: str) -> Batch:
     """A torch batch; features share memory. `dtype` is the dtype of the store (bfloat16 comes as uint16)."""
-    ids_T, position_T, rope_T, response_T = (
-        torch.from_numpy(samples.tokens_T4).long().T.contiguous()
-    )
+    tokens_4T = torch.from_numpy(samples.tokens_T4).long().T.contiguous()
+    ids_T, position_T, rope_T, response_T = tokens_4T
     segment_M, start_M, length_M = torch.from_numpy(samples.span_M3).T.contiguous()
     text_tokens_B = torch.from_numpy(samples.text_tokens_B)
+    segment_B = torch.arange(len(samples))
+    features = {
+        feature: as_torch(states, dtype) for feature, states in samples.features.items()
+    }
     return Batch(
         ids_T=ids_T,
         response_T=response_T.bool(),
         position_T=position_T,
         rope_T=rope_T,
-        segment_T=torch.repeat_interleave(torch.arange(len(samples)), text_tokens_B),
+        segment_T=torch.repeat_interleave(segment_B, text_tokens_B),
         start_M=start_M,
         length_M=length_M,
         segment_M=segment_M,
-        features={
-            feature: as_torch(rows, dtype) for feature, rows in samples.features.items()
-        },
-        failed_T=failed_T,
+        features=features,
     )
 
 
@@ -53,51 +56,115 @@ class MicroBatches:
     waited: float  # seconds for the reader
 
 
-class Ahead(Iterator[MicroBatches]):
-    """Groups, the next of which can be fetched before it is asked for."""
+@dataclass(frozen=True, kw_only=True)
+class BatchSource:
+    """The batches that one rank reads of a store."""
 
-    def __init__(self, groups: Iterator[MicroBatches]) -> None:
-        self._groups = groups
-        self._fetched: list[MicroBatches] = []
+    store: Store
+    features: Collection[Feature]
+    rank: int
+    world: int
+    micro_batches: int  # of an optimizer step
+    micro_tokens: int  # of a micro-batch
+    device: torch.device
+    dtype: torch.dtype  # of features on the device
+
+    def epoch(
+        self,
+        keys: Collection[str],
+        seed: int = 0,
+        start_state: dict[str, Any] | None = None,
+    ) -> Epoch:
+        """This rank's packed samples of an epoch over some keys."""
+        return Epoch(
+            self.store,
+            self.features,
+            keys=keys,
+            token_budget=self.micro_tokens,
+            seed=seed,
+            rank=self.rank,
+            world=self.world,
+            start_state=start_state,
+            keep=self.micro_batches,
+        )
+
+    def batch(self, samples: PackedSamples) -> Batch:
+        """Packed samples as a batch on the device."""
+        batch = as_batch(samples, self.store.provenance.dtype)
+        return batch.to(self.device, self.dtype)
+
+    def single(self, key: str) -> Batch:
+        """A batch of one sample, the same on all ranks."""
+        (samples,) = Epoch(self.store, self.features, keys=[key], token_budget=1)
+        return self.batch(samples)
+
+    def steps(self, reader: Epoch, batches: int) -> Iterator[MicroBatches]:
+        """The micro-batches of one optimizer step after the other, at most `batches` of them in all."""
+        while batches > 0 and len(reader):
+            began = time.perf_counter()
+            count = min(self.micro_batches, batches, len(reader))
+            packed = [next(reader) for _ in range(count)]
+            waited = time.perf_counter() - began
+            state = reader.state
+            batches -= count
+            on_device = [self.batch(samples) if samples else None for samples in packed]
+            yield MicroBatches(packed, on_device, state, waited)
+
+
+class Prefetched(Iterator[MicroBatches]):
+    """Micro-batches of which the next step's can be fetched before they are asked for."""
+
+    def __init__(self, steps: Iterator[MicroBatches]) -> None:
+        self._steps = steps
+        self._waiting: MicroBatches | None = None
 
     def fetch(self) -> None:
-        """Read the next group and send it on its way, if there is one and it was not yet."""
-        if not self._fetched and (group := next(self._groups, None)):
-            self._fetched.append(group)
+        """Read the micro-batches of the next step and send them to the device, if that is not done yet."""
+        if self._waiting is None:
+            self._waiting = next(self._steps, None)
 
     def __next__(self) -> MicroBatches:
         self.fetch()
-        if not self._fetched:
+        if self._waiting is None:
             raise StopIteration
-        return self._fetched.pop()
+        fetched = self._waiting
+        self._waiting = None
+        return fetched
 
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The keys of a run: samples with images, text-only ones, and those kept apart."""
+    """The keys of a run: samples with images, text-only ones, and held-out ones."""
 
     visual: Sequence[str]
     text: Sequence[str]
     held_out: Sequence[str]
 
+    @property
+    def trained(self) -> list[str]:
+        """The keys of all samples to train on."""
+        return [*self.visual, *self.text]
+
     def draw(self, stage: Stage, progress: float, seed: int) -> list[str]:
         """The samples of one epoch: the share with images moves with `progress` (0 to 1) of the stage.
 
-        An unmixed epoch takes every sample of its kind. A mixed one is as long as the shorter kind, as in
-        MSD's code; where the store holds one kind alone, it takes that.
+        An epoch of one kind takes every sample of that kind. A mixed epoch is as long as the shorter kind, as
+        in MSD's code; where the store holds one kind only, it takes that.
         """
         start, end = stage.visual
-        share = start + (end - start) * progress
-        if share in (0.0, 1.0):
-            return list(self.visual if share else self.text)
+        visual_share = start + (end - start) * progress
+        if visual_share == 0:
+            return list(self.text)
+        if visual_share == 1:
+            return list(self.visual)
         if not (self.visual and self.text):
-            return [*self.visual, *self.text]
-        random_ = random.Random(seed)
+            return self.trained
+        rng = random.Random(seed)
         length = min(len(self.visual), len(self.text))
-        images = sum(random_.random() < share for _ in range(length))
-        return random_.sample(self.visual, images) + random_.sample(
-            self.text, length - images
-        )
+        images = sum(rng.random() < visual_share for _ in range(length))
+        drawn_visual = rng.sample(self.visual, images)
+        drawn_text = rng.sample(self.text, length - images)
+        return drawn_visual + drawn_text
 
 
 def split(
@@ -105,22 +172,30 @@ def split(
 ) -> DataSplit:
     """Sort the samples of a view, without any longer than `config.longest`.
 
-    What is held out hangs on each key alone, so that it stays held out when the store grows.
+    Whether a sample is held out depends on its key only, so it stays held out when the store grows.
     """
     visual: list[str] = []
     text: list[str] = []
-    apart: list[str] = []
+    held_out_keys: list[str] = []
     rows = store.view(view).select(
         "key", "text_tokens", "visual_tokens", "response_tokens"
     )
     for key, text_tokens, visual_tokens, response_tokens in rows.iter_rows():
         if text_tokens + visual_tokens > config.longest or response_tokens < 2:
             continue
-        if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < held_out * 2**32:
-            apart.append(key)
+        if _hash_share(key) < held_out:
+            held_out_keys.append(key)
+        elif visual_tokens:
+            visual.append(key)
         else:
-            (visual if visual_tokens else text).append(key)
-    return DataSplit(visual, text, apart)
+            text.append(key)
+    return DataSplit(visual, text, held_out_keys)
+
+
+def _hash_share(key: str) -> float:
+    """A number from 0 to 1 that a key always has."""
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return int(digest[:8], 16) / 2**32
 
 
 def occurrences(reader: Iterable[PackedSamples], vocab_size: int) -> Tensor:
@@ -132,19 +207,25 @@ def occurrences(reader: Iterable[PackedSamples], vocab_size: int) -> Tensor:
     return count_V
 
 
-def cure_of(
-    step: Iterable[PackedSamples], store: Store, needs: Collection[Feature]
+def advice_on_step(
+    step: Iterable[PackedSamples], store: Store, features: Collection[Feature]
 ) -> str:
-    """Advice for a step whose loss is not finite, by its samples on all ranks."""
-    odd = [
-        key
-        for key in chain.from_iterable(samples.keys for samples in step)
-        for rows in store.read(key, needs).features.values()
-        if not as_torch(rows, store.provenance.dtype).isfinite().all()
-    ]
-    if key := next((key for _, keys in ranks.of_each(odd) for key in keys), None):
+    """What to do about a step whose loss is not finite, by the samples of the step on all ranks."""
+    keys = chain.from_iterable(samples.keys for samples in step)
+    broken = [key for key in keys if not _is_finite(store, key, features)]
+    broken_anywhere = chain.from_iterable(found for _, found in ranks.of_each(broken))
+    if key := next(broken_anywhere, None):
         return (
             f"features of sample {key} are not finite in {store.path}, so train on a --view without it, made "
             f"by `vlmdistill store filter --where \"key <> '{key}'\"`, or capture it again into another store"
         )
     return "lower the learning rate, and start over with --force"
+
+
+def _is_finite(store: Store, key: str, features: Collection[Feature]) -> bool:
+    """Whether all states of a sample are finite numbers."""
+    sample = store.read(key, features)
+    return all(
+        bool(as_torch(states, store.provenance.dtype).isfinite().all())
+        for states in sample.features.values()
+    )

@@ -36,15 +36,16 @@ def tuned() -> Iterator[None]:
 
 @cache
 def _exact() -> bool:
-    """Products under the setting have the error of float32; rounding to bfloat16 errs by 2^-9."""
+    """Whether products under the setting have the error of float32; rounding to bfloat16 errs by 2^-9."""
     generator = torch.Generator().manual_seed(0)
-    left, right = (
-        torch.rand(256, 256, generator=generator, device="cpu") for _ in range(2)
-    )
+    a_MK = torch.rand(256, 256, generator=generator, device="cpu")
+    b_KN = torch.rand(256, 256, generator=generator, device="cpu")
     before = MATMUL.fp32_precision
     MATMUL.fp32_precision = "bf16"
     try:
-        error = (left @ right - left.double() @ right.double()).abs().max()
+        product_MN = a_MK @ b_KN
+        exact_MN = a_MK.double() @ b_KN.double()
+        error = (product_MN - exact_MN).abs().max()
     finally:
         MATMUL.fp32_precision = before
     return bool(error < 256 * 2.0**-20)

@@ -9,21 +9,22 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, distributed, nn
 
 from vlmdistill.drafters.training import ranks
 
+Engine: TypeAlias = Any  # DeepSpeedEngine, which has no types
+
 ADAM_BETAS = (0.9, 0.95)  # of EAGLE and all its descendants
-WEIGHT, BUFFER, STEP, MOMENTS, BEST = (
-    "weight",
-    "buffer",
-    "step",
-    ("exp_avg", "exp_avg_sq"),
-    "best",
-)
+
+WEIGHT = "weight"
+BUFFER = "buffer"
+STEP = "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BEST = "best"
 
 
 class PartEntry(NamedTuple):
@@ -34,10 +35,10 @@ class PartEntry(NamedTuple):
     dtype: torch.dtype
 
 
-def build(module: nn.Module, *, clip: float, zero: int, dtype: torch.dtype) -> Any:
+def build(module: nn.Module, *, clip: float, zero: int, dtype: torch.dtype) -> Engine:
     """A DeepSpeed engine around the module: AdamW without decay, gradients clipped by norm.
 
-    The learning rate is set before every step, the accumulation boundary by the trainer.
+    The learning rate is set before every step, the accumulation boundary by the optimizer.
     """
     _start()
     import deepspeed
@@ -59,184 +60,187 @@ def build(module: nn.Module, *, clip: float, zero: int, dtype: torch.dtype) -> A
     return engine
 
 
-def set_learning_rate(engine: Any, value: float) -> None:
+def set_learning_rate(engine: Engine, value: float) -> None:
     """One learning rate for all parameters, from now on."""
     for group in engine.optimizer.param_groups:
         group["lr"] = value
 
 
-def step(engine: Any) -> Tensor | float:
-    """One optimizer step if this is its last micro-batch; returns its gradient's norm before clipping."""
-    measured = (
-        engine.zero_optimization() or engine.bfloat16_enabled()
-    )  # by DeepSpeed's own optimizers
-    gradients = [one.grad for one in engine.module.parameters() if one.grad is not None]
-    norm: Tensor | float = 0.0 if measured else nn.utils.get_total_norm(gradients)
+def step(engine: Engine) -> Tensor | float:
+    """One optimizer step if this is its last micro-batch; returns the gradient's norm before clipping."""
+    # DeepSpeed's own optimizers measure the norm.
+    is_measured = engine.zero_optimization() or engine.bfloat16_enabled()
+    if not is_measured:
+        weights = engine.module.parameters()
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        engine.step()
+        return norm
     engine.step()
-    if measured:
-        known: Tensor | float | None = engine.get_global_grad_norm()
-        norm = (
-            0.0 if known is None else known
-        )  # not `or`: a GPU would be asked what it is
-    return norm
+    measured: Tensor | float | None = engine.get_global_grad_norm()
+    # Not `measured or 0.0`: that would read the number from a GPU.
+    return 0.0 if measured is None else measured
 
 
-def weights(engine: Any) -> dict[str, Tensor]:
+def weights(engine: Engine) -> dict[str, Tensor]:
     """The trained weights as they compute now, as tensors of a state: the best ones that a run keeps."""
-    trained = [
-        (name, one)
-        for name, one in engine.module.named_parameters()
-        if one.requires_grad
-    ]
     return {
-        f"{BEST}/{name}": one.detach().float().cpu().clone() for name, one in trained
+        f"{BEST}/{name}": weight.detach().float().cpu().clone()
+        for name, weight in _trained(engine)
     }
 
 
-def set_weights(engine: Any, best: Mapping[str, Tensor]) -> None:
+def set_weights(engine: Engine, best: Mapping[str, Tensor]) -> None:
     """Let the module compute with these `weights`; its optimizer keeps its own."""
-    for name, one in engine.module.named_parameters():
-        if one.requires_grad:
-            one.data.copy_(best[f"{BEST}/{name}"])
+    for name, weight in _trained(engine):
+        weight.data.copy_(best[f"{BEST}/{name}"])
 
 
 # The state of a run, the same for any number of ranks and any ZeRO stage.
 
 
-def state(engine: Any) -> dict[str, Tensor]:
+def state(engine: Engine) -> dict[str, Tensor]:
     """Weights in float32, Adam's moments and steps, and buffers: gathered from all ranks, kept on rank 0.
 
     A weight that has had no gradient yet has no moments.
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    kept: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
 
     def keep(kind: str, name: str, value: Tensor) -> None:
         if ranks.is_first():
-            kept[f"{kind}/{name}"] = value.detach().cpu().contiguous()
+            state[f"{kind}/{name}"] = value.detach().cpu().contiguous()
 
-    for name, weight, held in _weights(engine):
-        if isinstance(held, _Shard):
+    for name, weight, master in _weights(engine):
+        if isinstance(master, _Shard):
             keep(WEIGHT, name, safe_get_full_fp32_param(weight))
             for moment in MOMENTS:
                 keep(moment, name, safe_get_full_optimizer_state(weight, moment))
-            keep(STEP, name, held.adam[STEP].clone())
+            keep(STEP, name, master.adam[STEP].clone())
         else:
-            keep(WEIGHT, name, held)
-            for moment, value in engine.optimizer.state.get(held, {}).items():
+            keep(WEIGHT, name, master)
+            for moment, value in engine.optimizer.state.get(master, {}).items():
                 keep(moment, name, value)
     for name, value in _buffers(engine).items():
         keep(BUFFER, name, value)
-    return kept
+    return state
 
 
-def expected(engine: Any, best: bool = False) -> dict[str, PartEntry]:
+def expected(engine: Engine, best: bool = False) -> dict[str, PartEntry]:
     """Every tensor that a checkpoint may hold, by its key: of `state`, and with `best` of `weights`."""
-    entries = [
-        PartEntry(f"{BUFFER}/{name}", tuple(one.shape), one.dtype)
-        for name, one in _buffers(engine).items()
-    ]
+    kinds = [WEIGHT, *MOMENTS]
+    if best:
+        kinds.append(BEST)
+    entries: list[PartEntry] = []
+    for name, buffer in _buffers(engine).items():
+        key = f"{BUFFER}/{name}"
+        entries.append(PartEntry(key, tuple(buffer.shape), buffer.dtype))
     for name, weight, _ in _weights(engine):
-        for kind in (WEIGHT, *MOMENTS, *[BEST][: int(best)]):
-            entries.append(
-                PartEntry(f"{kind}/{name}", tuple(weight.shape), torch.float32)
-            )
+        for kind in kinds:
+            key = f"{kind}/{name}"
+            entries.append(PartEntry(key, tuple(weight.shape), torch.float32))
         entries.append(PartEntry(f"{STEP}/{name}", (), torch.float32))
     return {entry.key: entry for entry in entries}
 
 
 def restore(
-    engine: Any,
+    engine: Engine,
     entries: Sequence[PartEntry],
     tensors: Mapping[str, Tensor],
     source: int,
 ) -> dict[str, Tensor]:
     """Load a `state`: all ranks know its `entries`, the rank `source` has its tensors.
 
-    Returns the best weights among them.
+    Returns the best weights among them, on rank 0.
     """
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
     best: dict[str, Tensor] = {}
-    live = engine.module.state_dict()
-    weights = {name: (weight, held) for name, weight, held in _weights(engine)}
+    module_state = engine.module.state_dict()
+    weights = {name: (weight, master) for name, weight, master in _weights(engine)}
     for key, shape, dtype in entries:
         kind, _, name = key.partition("/")
         value = tensors[key] if tensors else torch.empty(shape, dtype=dtype)
         value = ranks.shared(value.to(engine.device), source)
-        if kind == BEST and ranks.is_first():
-            best[key] = value.cpu()
-        if kind in (WEIGHT, BUFFER):
-            live[name].copy_(value)
-        if kind in (BUFFER, BEST):
+        if kind == BEST:
+            if ranks.is_first():
+                best[key] = value.cpu()
             continue
-        weight, held = weights[name]
-        if kind == STEP:
-            value = value.cpu()  # where AdamW keeps it
-        if not isinstance(held, _Shard):
-            if kind == WEIGHT:
-                held.data.copy_(value)
-            else:
-                engine.optimizer.state[held][kind] = value
-        elif kind == WEIGHT:
-            safe_set_full_fp32_param(weight, value)
-        elif kind == STEP:
-            held.adam[STEP].fill_(value)
-        else:
-            safe_set_full_optimizer_state(weight, value, kind)
+        if kind in (WEIGHT, BUFFER):
+            module_state[name].copy_(value)
+        if kind != BUFFER:
+            _restore_optimizer(engine, *weights[name], kind, value)
     return best
 
 
+def _restore_optimizer(
+    engine: Engine,
+    weight: nn.Parameter,
+    master: "Tensor | _Shard",
+    kind: str,
+    value: Tensor,
+) -> None:
+    """Give the optimizer its float32 copy of a weight, a moment of it, or its steps."""
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    if kind == STEP:
+        value = value.cpu()  # where AdamW keeps it
+    if not isinstance(master, _Shard):
+        if kind == WEIGHT:
+            master.data.copy_(value)
+        else:
+            engine.optimizer.state[master][kind] = value
+    elif kind == WEIGHT:
+        safe_set_full_fp32_param(weight, value)
+    elif kind == STEP:
+        master.adam[STEP].fill_(value)
+    else:
+        safe_set_full_optimizer_state(weight, value, kind)
+
+
 class _Shard(NamedTuple):
-    """ZeRO's part of the weights on this rank, in one flat tensor, by the state that Adam has of it."""
+    """ZeRO's part of the weights on this rank, one flat tensor, by Adam's state of it."""
 
     adam: dict[str, Tensor]
 
 
-def _weights(engine: Any) -> Iterator[tuple[str, nn.Parameter, Tensor | _Shard]]:
-    """Each trained weight, and its form in the optimizer: its float32 copy (or itself), or a shard."""
+def _trained(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
+    """The trained weights of the module by name."""
+    for name, weight in engine.module.named_parameters():
+        if weight.requires_grad:
+            yield name, weight
+
+
+def _weights(engine: Engine) -> Iterator[tuple[str, nn.Parameter, Tensor | _Shard]]:
+    """Each trained weight with its form in the optimizer: a float32 copy (or itself), or a shard."""
     (group,) = engine.optimizer.param_groups
-    trained = [
-        (name, one)
-        for name, one in engine.module.named_parameters()
-        if one.requires_grad
-    ]
     if not engine.zero_optimization():
-        for (name, weight), held in zip(trained, group["params"], strict=True):
-            yield name, weight, held
+        masters = group["params"]
+        for (name, weight), master in zip(_trained(engine), masters, strict=True):
+            yield name, weight, master
         return
     (flat,) = group["params"]
     adam = engine.optimizer.optimizer.state[flat]
-    if (
-        not adam
-    ):  # AdamW makes it at the first step, and DeepSpeed then links it to the weights
-        adam |= {
-            STEP: torch.tensor(0.0),
-            **{moment: torch.zeros_like(flat) for moment in MOMENTS},
-        }
+    if not adam:
+        # AdamW makes its state at the first step, and DeepSpeed then links it to the weights.
+        adam[STEP] = torch.tensor(0.0)
+        for moment in MOMENTS:
+            adam[moment] = torch.zeros_like(flat)
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, weight in trained:
+    for name, weight in _trained(engine):
         yield name, weight, _Shard(adam)
 
 
-def _buffers(engine: Any) -> dict[str, Tensor]:
-    trained = {
-        name for name, one in engine.module.named_parameters() if one.requires_grad
-    }
-    return {
-        name: one
-        for name, one in engine.module.state_dict().items()
-        if name not in trained
-    }
+def _buffers(engine: Engine) -> dict[str, Tensor]:
+    """All tensors of the module that are not trained."""
+    trained = {name for name, _ in _trained(engine)}
+    tensors = engine.module.state_dict().items()
+    return {name: tensor for name, tensor in tensors if name not in trained}
 
 
 def _start() -> None:
     """Let DeepSpeed find the group of ranks; a group of one when no launcher made one."""
-    os.environ.setdefault(
-        "TORCH_EXTENSIONS_DIR",
-        str(Path(tempfile.gettempdir()) / "vlmdistill_extensions"),
-    )
+    extensions = Path(tempfile.gettempdir()) / "vlmdistill_extensions"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -245,23 +249,25 @@ def _start() -> None:
     # On a CPU, DeepSpeed would compile a shared-memory collective with g++ at the first run, which takes
     # minutes and leaves a stale lock when interrupted. Gloo is enough.
     __compatible_ops__["deepspeed_shm_comm"] = False
-    for (
-        name,
-        logger,
-    ) in logging.root.manager.loggerDict.items():  # to stdout, which belongs to results
+    # Its loggers write to stdout, which belongs to results.
+    for name, logger in logging.root.manager.loggerDict.items():
         if name.lower().startswith("deepspeed") and isinstance(logger, logging.Logger):
             logger.setLevel(logging.ERROR)
     if not distributed.is_initialized():
-        # Without a launcher DeepSpeed would look for MPI. An address in the environment would do, but
-        # child processes would inherit it.
-        os.environ.setdefault("LOCAL_RANK", "0")
-        alone = distributed.HashStore()  # type: ignore[attr-defined]
-        distributed.init_process_group(
-            ranks.backend(), store=alone, rank=0, world_size=1
-        )
-        atexit.register(
-            ranks.leave
-        )  # not before: a second run in this process uses the group again
+        _join_alone()
     deepspeed.init_distributed(
         dist_backend=ranks.backend(), auto_mpi_discovery=False, verbose=False
     )
+
+
+def _join_alone() -> None:
+    """Make a group of one rank.
+
+    Without one DeepSpeed would look for MPI. An address in the environment would do, but child processes
+    would inherit it.
+    """
+    os.environ.setdefault("LOCAL_RANK", "0")
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group(ranks.backend(), store=store, rank=0, world_size=1)
+    # At the end of the process, since a second run in it uses the group again.
+    atexit.register(ranks.leave)

@@ -8,7 +8,7 @@ Shapes: H hops; R rows of a batch.
 
 import logging
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from vlmdistill.drafters.training import ranks
 from vlmdistill.drafters.training.saved import HeldOut
-from vlmdistill.drafters.training.trackers import About, Tracker, opened
+from vlmdistill.drafters.training.trackers import RunFacts, Tracker, open_tracker
 from vlmdistill.drafters.training.unroll import Unrolled
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import TrainingError, one_line
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +52,17 @@ class TrainingProgress:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What is recorded of the step, by name."""
+        """The recorded figures of the step, by name."""
+        tokens_per_second = self.tokens / max(self.seconds, 1e-9)
+        agreement = _by_hop(self.agreement)
         return {
             "loss": self.loss,
-            **_by_hop(self.agreement),
+            **agreement,
             "learning_rate": self.learning_rate,
             "gradient_norm": self.gradient_norm,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "tokens_per_second": self.tokens / max(self.seconds, 1e-9),
+            "tokens_per_second": tokens_per_second,
             "data_wait": self.waited,
             "memory_bytes": self.memory,
         }
@@ -73,54 +75,53 @@ class TrainingProgress:
     @property
     def agreement(self) -> list[float]:
         """By hop, the share of rows whose best token is the target's."""
-        shares: list[float] = (
-            self.sums_H3[:, 1] / self.sums_H3[:, 2].clamp(min=1)
-        ).tolist()
+        _, agree_H, count_H = self.sums_H3.T
+        shares: list[float] = (agree_H / count_H.clamp(min=1)).tolist()
         return shares
 
 
 def loss_of(sums_H3: Tensor) -> float:
     """The weighted loss per row, summed over hops."""
-    return float((sums_H3[:, 0] / sums_H3[:, 2].clamp(min=1)).sum())
+    loss_H, _, count_H = sums_H3.T
+    return float((loss_H / count_H.clamp(min=1)).sum())
 
 
 def memory() -> int:
     """The most bytes that were in use: of this rank's GPU, or of its process on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )  # Linux counts in KiB
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux
+    return kibibytes * 1024
 
 
 class Metrics:
     """The figures of a run, written as they come."""
 
     def __init__(
-        self, about: About, history: Sequence[HeldOut], trackers: Sequence[str]
+        self, facts: RunFacts, history: Sequence[HeldOut], trackers: Sequence[str]
     ) -> None:
         """Continue the record of a run after the measurements of `history`; drop later lines.
 
         TrainingError when a tracker is not installed, or when nothing can be written.
         """
-        folder, done = about.folder, about.done
-        self._file = folder / "metrics.jsonl"
-        self._trackers = [opened(name, about) for name in dict.fromkeys(trackers)]
+        self._file = facts.folder / "metrics.jsonl"
+        self._trackers = [open_tracker(name, facts) for name in dict.fromkeys(trackers)]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lines = (
-                read_bytes(self._file).splitlines(keepends=True)
-                if self._file.exists()
-                else []
-            )
-            with atomic_write(self._file, alone=True) as new:
-                new.write_bytes(
-                    b"".join(line for line in lines if _is_kept(line, done, history))
-                )
+            facts.folder.mkdir(parents=True, exist_ok=True)
+            self._drop_later_lines(facts.done, history)
         except OSError as error:
             raise TrainingError(
                 f"{self._file} cannot be written ({one_line(error)})"
             ) from None
+
+    def _drop_later_lines(self, done: int, history: Sequence[HeldOut]) -> None:
+        lines: list[bytes] = []
+        if self._file.exists():
+            lines = read_bytes(self._file).splitlines(keepends=True)
+        measured_steps = {entry.step for entry in history}
+        kept = [line for line in lines if _is_kept(line, done, measured_steps)]
+        with atomic_write(self._file, alone=True) as new:
+            new.write_bytes(b"".join(kept))
 
     def step(self, progress: TrainingProgress) -> None:
         """Record an optimizer step."""
@@ -134,34 +135,35 @@ class Metrics:
 
     def measured(self, entry: HeldOut) -> None:
         """Record a measurement on held-out samples."""
-        figures = {
-            **_by_hop(entry.held_out_agreement),
-            "predicted_tau": entry.predicted_tau,
-        }
+        figures = _by_hop(entry.held_out_agreement)
+        figures["predicted_tau"] = entry.predicted_tau
         self._write("held_out", entry.stage, entry.step, figures)
 
     def close(self) -> None:
-        """Write out what the trackers have not yet."""
+        """Let the trackers write out all figures."""
         for tracker in list(self._trackers):
-            self._sent(tracker, tracker.close)
+            self._send(tracker, tracker.close)
 
     def _write(
-        self, group: str, stage: str, step: int, figures: dict[str, float], **more: int
+        self,
+        group: str,
+        stage: str,
+        step: int,
+        figures: dict[str, float],
+        **counts: int,
     ) -> None:
         named = {f"{group}/{name}": value for name, value in figures.items()}
+        line = msgspec.json.encode({"step": step, "stage": stage, **counts, **named})
         try:
             with self._file.open("ab") as file:
-                file.write(
-                    msgspec.json.encode({"step": step, "stage": stage, **more, **named})
-                    + b"\n"
-                )
+                file.write(line + b"\n")
         except OSError as error:  # figures are not worth the run
             log.warning("step %d is not in %s (%s)", step, self._file, one_line(error))
         for tracker in list(self._trackers):
-            self._sent(tracker, partial(tracker.log, named, step))
+            self._send(tracker, partial(tracker.log, named, step))
 
-    def _sent(self, tracker: Tracker, send: Callable[[], None]) -> None:
-        """Send to a tracker; one that fails gets nothing more."""
+    def _send(self, tracker: Tracker, send: Callable[[], None]) -> None:
+        """Send to a tracker; a tracker that fails gets nothing more."""
         try:
             send()
         except Exception as error:  # noqa: BLE001 (whatever it raises without a network)
@@ -171,58 +173,67 @@ class Metrics:
             self._trackers.remove(tracker)
 
 
+def open_metrics(
+    facts: RunFacts, history: Sequence[HeldOut], trackers: Sequence[str]
+) -> Metrics | None:
+    """The `Metrics` of a run on rank 0, None on other ranks; an error reaches all ranks."""
+    opened: list[Metrics] = []
+    ranks.first(lambda: opened.append(Metrics(facts, history, trackers)))
+    return opened[0] if opened else None
+
+
 def _by_hop(agreement: Sequence[float]) -> dict[str, float]:
     return {f"agreement/hop{hop}": share for hop, share in enumerate(agreement)}
 
 
-def _is_kept(line: bytes, done: int, history: Sequence[HeldOut]) -> bool:
+def _is_kept(line: bytes, done: int, measured_steps: Collection[int]) -> bool:
     """Whether a line is of a step, or of a measurement, that the run does not do again."""
     try:
-        found = msgspec.json.decode(line, type=dict[str, Any])
+        figures = msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError:  # cut off
         return False
-    steps = range(done + 1) if "train/loss" in found else [one.step for one in history]
-    return found.get("step") in steps
+    step = figures.get("step")
+    if "train/loss" in figures:
+        return step in range(done + 1)
+    return step in measured_steps
 
 
 class SampleStats:
-    """Loss, kept share and agreement of the samples of the last epoch, of this process if it was resumed."""
+    """Loss, kept share and agreement of the samples of the last epoch.
+
+    Of a run that was resumed within that epoch, only samples of the present process.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, float]] = {}
 
-    def add(self, keys: Sequence[str], out: Unrolled) -> None:
+    def add(self, keys: Sequence[str], unrolled: Unrolled) -> None:
         """Add a batch whose samples have those keys."""
-        told = {
-            "loss": torch.stack([score.loss_R for score in out.scores]).sum(0),
-            "kept": out.scores[-1].count_R,
-            **{f"agree{hop}": score.agree_R for hop, score in enumerate(out.scores)},
+        scores = unrolled.scores
+        figures_R = {
+            "loss": torch.stack([score.loss_R for score in scores]).sum(0),
+            "kept": scores[-1].count_R,
         }
-        # One wait for a GPU, whose sums of many rows would have no fixed order.
-        rows = torch.stack(
-            [value_R.double() for value_R in (out.segment_R, *told.values())]
-        )
-        segment_R, *values = rows.cpu()
-        rows_B = torch.bincount(segment_R.long(), minlength=len(keys)).clamp(min=1)
-
-        def mean(value_R: Tensor) -> list[float]:
-            sums = torch.bincount(segment_R.long(), value_R, len(keys))
-            shares: list[float] = (sums / rows_B).tolist()
-            return shares
-
-        columns = {
-            name: mean(value_R) for name, value_R in zip(told, values, strict=True)
-        }
+        for hop, score in enumerate(scores):
+            figures_R[f"agree{hop}"] = score.agree_R
+        # One wait for a GPU, on which sums over many rows would have no fixed order.
+        columns = [unrolled.segment_R, *figures_R.values()]
+        on_cpu = torch.stack([column_R.double() for column_R in columns]).cpu()
+        segment_R = on_cpu[0].long()
+        rows_B = torch.bincount(segment_R, minlength=len(keys)).clamp(min=1)
+        means: dict[str, list[float]] = {}
+        for name, values_R in zip(figures_R, on_cpu[1:], strict=True):
+            sums_B = torch.bincount(segment_R, values_R, len(keys))
+            means[name] = (sums_B / rows_B).tolist()
         for number, key in enumerate(keys):
-            self._rows[key] = {name: values[number] for name, values in columns.items()}
+            self._rows[key] = {name: values[number] for name, values in means.items()}
 
     def gather(self) -> None:
         """Add the samples of all other ranks."""
-        self._rows = {
-            key: row
-            for _, rows in ranks.of_each(self._rows)
-            for key, row in rows.items()
-        }
+        gathered: dict[str, dict[str, float]] = {}
+        for _, rows in ranks.of_each(self._rows):
+            gathered |= rows
+        self._rows = gathered
 
     def table(self) -> dict[str, list[Any]]:
         """The columns of `Store.write_stats`; empty when nothing was measured."""
@@ -230,6 +241,6 @@ class SampleStats:
             return {}
         names = next(iter(self._rows.values()))
         columns: dict[str, list[Any]] = {"key": list(self._rows)}
-        return columns | {
-            name: [row[name] for row in self._rows.values()] for name in names
-        }
+        for name in names:
+            columns[name] = [row[name] for row in self._rows.values()]
+        return columns

@@ -17,9 +17,10 @@ from torch import Tensor, distributed
 from vlmdistill.stores.errors import FOR_USER, LostRankError, TrainingError, one_line
 
 T = TypeVar("T")
-# a file for the rendezvous on one machine, instead of torchrun's address
 RENDEZVOUS = "VLMDISTILL_RENDEZVOUS"
-NAMED = 3  # how many differences an error names
+"""Environment variable: a file for the rendezvous on one machine, in place of torchrun's address."""
+NAMED_DIFFERENCES = 3
+"""The most that an error names."""
 
 
 def backend() -> str:
@@ -57,7 +58,7 @@ def group() -> Iterator[None]:
 
 def leave() -> None:
     """Leave the group: its threads may abort a process that ends with them."""
-    gc.collect()  # the engine, which holds the group, is part of a circle
+    gc.collect()  # the engine, which holds the group, is part of a reference cycle
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -87,23 +88,27 @@ def shared(value: Tensor, source: int) -> Tensor:
 
 
 def first(action: Callable[[], T], source: int = 0) -> T:
-    """Run an action on one rank: all ranks get its result, or stop with its error."""
+    """Run an action on the rank `source`: all ranks get its result, or stop with its error."""
     if alone():
         return action()
-    sent: list[Any] = [None, None]  # result, error
+    result: Any = None
+    reason: str | None = None
     error: Exception | None = None
     if distributed.get_rank() == source:
         try:
-            sent[0] = action()
+            result = action()
         except Exception as failure:  # noqa: BLE001 (raised again once the others know)
-            error, sent[1] = failure, one_line(failure) or type(failure).__name__
-    distributed.broadcast_object_list(sent, source)
+            error = failure
+            reason = one_line(failure) or type(failure).__name__
+    message = [result, reason]
+    distributed.broadcast_object_list(message, source)
     if error is not None:
         raise error
-    if sent[1] is not None:
-        raise TrainingError(sent[1])
-    result: T = sent[0]
-    return result
+    result, reason = message
+    if reason is not None:
+        raise TrainingError(reason)
+    shared_result: T = result
+    return shared_result
 
 
 @contextmanager
@@ -118,21 +123,15 @@ def all_or_none() -> Iterator[None]:
         if error is not None:
             raise error
         return
-    failed = [
-        (where, why)
-        for where, why in of_each(error and (one_line(error) or repr(error)))
-        if why
-    ]
-    if (
-        len({why for _, why in failed}) == 1
-        and len(failed) == distributed.get_world_size()
-    ):
-        raise TrainingError(
-            failed[0][1]
-        ) from error  # the same on all: no machine is at fault
-    if failed:
-        where, why = failed[0]
-        raise TrainingError(f"{where}: {why}") from error
+    own_reason = one_line(error) or repr(error) if error else None
+    failures = [(where, reason) for where, reason in of_each(own_reason) if reason]
+    if not failures:
+        return
+    where, reason = failures[0]
+    reasons = {reason for _, reason in failures}
+    if len(reasons) == 1 and len(failures) == distributed.get_world_size():
+        raise TrainingError(reason) from error  # on all ranks: no machine is at fault
+    raise TrainingError(f"{where}: {reason}") from error
 
 
 @contextmanager
@@ -141,9 +140,8 @@ def guarded() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if alone() or not (
-            isinstance(error, distributed.DistError) or "gloo" in str(error)
-        ):
+        is_exchange = isinstance(error, distributed.DistError) or "gloo" in str(error)
+        if alone() or not is_exchange:
             raise
         reason = str(error).splitlines()[0]
         raise LostRankError(
@@ -151,35 +149,42 @@ def guarded() -> Iterator[None]:
         ) from error
 
 
-def same(facts: Mapping[str, Any], what: str) -> None:
-    """TrainingError on all ranks if one has other facts than rank 0; it names machine and fact."""
+def same(facts: Mapping[str, Any], action: str) -> None:
+    """TrainingError on all ranks if one rank has other facts than rank 0; it names machine and fact.
+
+    `action` is what all ranks should do, such as "train the same".
+    """
     if alone():
         return
-    (chief, mine), *others = of_each(dict(facts))
-    for where, theirs in others:
-        if odd := differences(theirs, mine):
+    (first_rank, first_facts), *others = of_each(dict(facts))
+    for rank, rank_facts in others:
+        if differing := differences(rank_facts, first_facts):
             raise TrainingError(
-                f"the ranks do not {what}: {where} has {odd}, as {chief} has"
+                f"the ranks do not {action}: {rank} has {differing}, as {first_rank} has"
             )
 
 
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """The settings in which two runs differ, such as `batch_tokens 30, not 60`; empty when they are equal."""
-    names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
-    named = [
-        f"{name} {mine.get(name)}, not {theirs.get(name)}" for name in names[:NAMED]
+def differences(settings: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    """The settings that differ from a reference, such as `batch_tokens 30, not 60`; empty if none does."""
+    names = [
+        name
+        for name in {**reference, **settings}
+        if settings.get(name) != reference.get(name)
     ]
-    return "; ".join(named) + (
-        f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    )
+    parts = [
+        f"{name} {settings.get(name)}, not {reference.get(name)}"
+        for name in names[:NAMED_DIFFERENCES]
+    ]
+    if len(names) > NAMED_DIFFERENCES:
+        parts.append(f"and {len(names) - NAMED_DIFFERENCES} more")
+    return "; ".join(parts)
 
 
 def of_each(value: T) -> list[tuple[str, T]]:
     """Every rank's value, with its machine and number."""
     if alone():
         return [(socket.gethostname(), value)]
+    name = f"{socket.gethostname()} (rank {distributed.get_rank()})"
     values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(
-        values, (f"{socket.gethostname()} (rank {distributed.get_rank()})", value)
-    )
+    distributed.all_gather_object(values, (name, value))
     return values

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,41 +40,37 @@ def as_texts(settings: Mapping[str, Any]) -> list[str]:
 def as_file(drafter: str, config: DrafterConfig) -> str:
     """The configuration as a recipe file, which `resolve` reads back: a table of the drafter."""
     values = to_dict(config)
-    lines = [f"[{drafter}]", *_lines(values, ("stages",))]
+    lines = [f"[{drafter}]"]
+    lines += _lines(values, without="stages")
     for stage in values["stages"]:
-        lines += ["", f"[{drafter}.stages.{stage['name']}]", *_lines(stage, ("name",))]
+        lines += ["", f"[{drafter}.stages.{stage['name']}]"]
+        lines += _lines(stage, without="name")
     return "\n".join(lines) + "\n"
 
 
-def _lines(values: Mapping[str, Any], without: Sequence[str]) -> list[str]:
+def _lines(values: Mapping[str, Any], without: str) -> list[str]:
     return [
-        f"{name} = {_toml(value)}"
-        for name, value in values.items()
-        if name not in without
+        f"{name} = {_toml(value)}" for name, value in values.items() if name != without
     ]
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return (
-            "{ "
-            + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items())
-            + " }"
-        )
-    return json.dumps(value)
+    if not isinstance(value, Mapping):
+        return json.dumps(value)
+    items = [f"{name} = {_toml(item)}" for name, item in value.items()]
+    return "{ " + ", ".join(items) + " }"
 
 
 def _with_recipe(config: DrafterConfig, name: str) -> DrafterConfig:
     """Apply a recipe by its name; DataError on an unknown one."""
     catalogue.check_recipe(name)
     recipe = catalogue.RECIPES[name]
-    names = {stage.name for stage in config.training.stages}
-    epochs = [
-        f"stages.{stage}.epochs={count}"
-        for stage, count in recipe.epochs.items()
-        if stage in names
-    ]
-    return override(config, [*recipe.settings.split(), *epochs])
+    stages = {stage.name for stage in config.training.stages}
+    settings = recipe.settings.split()
+    for stage, count in recipe.epochs.items():
+        if stage in stages:
+            settings.append(f"stages.{stage}.epochs={count}")
+    return override(config, settings)
 
 
 def _with_file(config: DrafterConfig, file: Path, drafter: str) -> DrafterConfig:
@@ -83,34 +79,49 @@ def _with_file(config: DrafterConfig, file: Path, drafter: str) -> DrafterConfig
     It begins with the named recipe that its key `recipe` gives, `paper` by default. Of the tables of
     drafters, that of `drafter` counts. DataError names the file, and the key or value that does not fit.
     """
-    drafters = catalogue.NAMES
+    table = _read_toml(file)
+    _check_tables(file, table)
+    shared = _without(table, ("recipe", *catalogue.NAMES))
     try:
-        found = tomllib.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
-        raise DataError(f"the recipe file {file} cannot be read: {reason}") from None
-    for key, value in found.items():
-        if key in drafters and not isinstance(value, dict):
-            raise DataError(
-                f"{file}: {key} is a drafter: write a table [{key}] with its settings"
-            )
-        if isinstance(value, dict) and key not in ("stages", *drafters):
-            near = did_you_mean(key, ("stages", *drafters))
-            raise DataError(
-                f"{file}: the table [{key}] is neither [stages] nor a drafter's{near}"
-            )
-    shared = {
-        key: value for key, value in found.items() if key not in (*drafters, "recipe")
-    }
-    try:
-        config = _with_recipe(config, str(found.get("recipe", "paper")))
-        return changed(config, [*_leaves(shared), *_leaves(found.get(drafter, {}))])
+        config = _with_recipe(config, str(table.get("recipe", "paper")))
+        settings = [*_leaves(shared), *_leaves(table.get(drafter, {}))]
+        return changed(config, settings)
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
 
 
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = isinstance(error, OSError) and error.strerror
+        raise DataError(
+            f"the recipe file {file} cannot be read: {reason or one_line(error)}"
+        ) from None
+
+
+def _check_tables(file: Path, table: Mapping[str, Any]) -> None:
+    """DataError for a table that is neither of the stages nor of a drafter."""
+    tables = ("stages", *catalogue.NAMES)
+    for key, value in table.items():
+        is_table = isinstance(value, dict)
+        if key in catalogue.NAMES and not is_table:
+            raise DataError(
+                f"{file}: {key} is a drafter: write a table [{key}] with its settings"
+            )
+        if is_table and key not in tables:
+            near = did_you_mean(key, tables)
+            raise DataError(
+                f"{file}: the table [{key}] is neither [stages] nor a drafter's{near}"
+            )
+
+
+def _without(table: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in keys}
+
+
 def _leaves(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a table and of those in it, by their dotted keys; losses are one value."""
+    """The values of a table and of the tables in it, by their dotted keys; losses are one value."""
     for name, value in table.items():
         key = f"{path}.{name}" if path else name
         if isinstance(value, dict) and name != "losses":

@@ -1,4 +1,4 @@
-"""A training run: its settings, its samples, and how far it has come on disk."""
+"""A training run: its settings, its samples, and whether its folders hold another run."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,32 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.checkpoints.initial import Initial
-from vlmdistill.drafters.core.config import DrafterConfig, Stage
+from vlmdistill.drafters.core.config import DrafterConfig
 from vlmdistill.drafters.core.settings import flat, to_dict
 from vlmdistill.drafters.training import ranks, saved
 from vlmdistill.drafters.training.batches import DataSplit, split
-from vlmdistill.drafters.training.replay import Failures
-from vlmdistill.drafters.training.saved import Saved
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.loader.epoch import select
-from vlmdistill.stores.schema import Feature, PackedSamples, content_hash
+from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.store import Store
-
-LATER = (
-    "attention_window",
-    "cell",
-    "validate_every",
-    "patience",
-    "anchors",
-    "pace",
-    "mixed",
-)
-"""Settings that came later, of a model, a run or its stages: left out of the signature when unset, so that
-runs of earlier versions keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +38,12 @@ class Run:
     micro_tokens: int = 8192  # tokens of one forward pass on one rank
     held_out: float = 0.02  # share of samples kept apart to measure agreement on
     save_every: int = 200  # optimizer steps between checkpoints
-    checkpoints: str | None = (
-        None  # a folder or URL that gets a copy of each checkpoint
-    )
-    trackers: tuple[str, ...] = ()  # that get the figures of `metrics.jsonl`, too
-    init: Path | None = (
-        None  # the drafter or published checkpoint whose weights it begins with
-    )
+    checkpoints: str | None = None
+    """Folder or URL that gets a copy of each checkpoint."""
+    trackers: tuple[str, ...] = ()
+    """Trackers that get the figures of `metrics.jsonl`, too."""
+    init: Path | None = None
+    """Drafter or published checkpoint whose weights the run begins with."""
 
     @property
     def state(self) -> Path:
@@ -69,19 +53,20 @@ class Run:
     @property
     def precision(self) -> str:
         """The dtype that the run computes in."""
-        automatic = "bfloat16" if torch.cuda.is_available() else "float32"
-        return automatic if self.dtype == "auto" else self.dtype
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if torch.cuda.is_available() else "float32"
 
     def packing(self, world: int) -> tuple[int, int]:
         """The micro-batches of an optimizer step on each of `world` ranks, and the tokens of each."""
         tokens = self.config.training.batch_tokens
-        micro = ceil(tokens / (world * self.micro_tokens))
-        return micro, max(1, tokens // (world * micro))
+        micro_batches = ceil(tokens / (world * self.micro_tokens))
+        return micro_batches, max(1, tokens // (world * micro_batches))
 
     @property
     def how(self) -> dict[str, Any]:
-        """How it runs, which is the same on all ranks."""
-        named = (
+        """Options that must be the same on all ranks and are none of the drafter's settings."""
+        names = (
             "zero",
             "precision",
             "micro_tokens",
@@ -89,20 +74,20 @@ class Run:
             "save_every",
             "checkpoints",
         )
-        return {name: getattr(self, name) for name in named}
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads: the samples of each of its stages, and a hash that identifies the run."""
+    """The data of a run: the samples of each of its stages, and a hash that identifies the run."""
 
     store: Store
     needs: frozenset[Feature]
-    samples: Sequence[DataSplit]
+    samples: Sequence[DataSplit]  # by stage
     signature: str
-    settings: dict[str, Any]  # what the signature is a hash of, by name, and `content`
+    settings: dict[str, Any]
+    """By name, the facts that the signature is a hash of, and `content`."""
     initial: Initial | None = None
-    failures: Failures | None = None  # where `anchors=failed` trains
 
     @classmethod
     def of(cls, run: Run) -> "RunData":
@@ -110,53 +95,45 @@ class RunData:
         store = Store.open(run.store, run.cache)
         needs = check_features(store, run.config, run.drafter)
         samples = splits(run, store)
-        if run.config.training.validate_every and samples and not samples[-1].held_out:
-            raise TrainingError(
-                f"validate_every needs held-out samples, and at a share of {run.held_out:g} {run.store} has "
-                "none: hold out more with --held-out"
-            )
-        keys = [sorted([*one.visual, *one.text]) for one in samples]
-        settings = {"drafter": run.drafter, "seed": run.seed, **flat(run.config)}
-        settings["samples"] = (
-            f"{len({*chain.from_iterable(keys)})} ({content_hash(keys)})"
-        )
-        config = _known(to_dict(run.config))
-        config["stages"] = [*map(_known, config["stages"])]
+        _check_held_out(run, samples)
         initial = Initial.read(run.init, run.drafter) if run.init else None
+        keys_by_stage = [sorted(stage.trained) for stage in samples]
+        keys = {*chain.from_iterable(keys_by_stage)}
+        settings = {
+            "drafter": run.drafter,
+            "seed": run.seed,
+            **flat(run.config),
+            "samples": f"{len(keys)} ({content_hash(keys_by_stage)})",
+        }
+        signed = [run.drafter, to_dict(run.config), run.seed, keys_by_stage]
         if initial:
             settings["init"] = initial.hash
-        begins = [initial.hash] if initial else []
-        failures = None
-        if any(stage.anchors == "failed" for stage in run.config.schedule):
-            failures = Failures(store, list(chain.from_iterable(keys)))
-            settings["replay"] = failures.hash
-            begins.append(failures.hash)
-        signature = content_hash([run.drafter, config, run.seed, keys, *begins])
-        settings["content"] = content_of(store, list(chain.from_iterable(keys)), needs)
-        return cls(store, needs, samples, signature, settings, initial, failures)
-
-    def failed(self, samples: PackedSamples, stage: Stage) -> Tensor | None:
-        """The tokens of a batch after which a stage trains what has failed: bool [T]; None: after all."""
-        failures = self.failures if stage.anchors == "failed" else None
-        return failures.mark(samples, stage.hops) if failures else None
+            signed.append(initial.hash)
+        settings["content"] = content_of(store, keys, needs)
+        return cls(store, needs, samples, content_hash(signed), settings, initial)
 
     @cached_property
     def keys(self) -> list[str]:
         """All samples that any stage trains on."""
-        return sorted({key for one in self.samples for key in (*one.visual, *one.text)})
+        return sorted({*chain.from_iterable(stage.trained for stage in self.samples)})
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, without the members of `LATER` that are unset."""
-    return {name: value for name, value in values.items() if value or name not in LATER}
+def _check_held_out(run: Run, samples: Sequence[DataSplit]) -> None:
+    """TrainingError if the run is to validate and has no held-out samples."""
+    if run.config.training.validate_every and samples and not samples[-1].held_out:
+        raise TrainingError(
+            f"validate_every needs held-out samples, and at a share of {run.held_out:g} {run.store} has "
+            "none: hold out more with --held-out"
+        )
 
 
 def check_features(
     store: Store, config: DrafterConfig, drafter: str
 ) -> frozenset[Feature]:
-    """What a drafter reads of a store; TrainingError when the store lacks some of it."""
+    """The features that a drafter reads of a store; TrainingError when the store lacks some of them."""
     needs = config.model.needs(store.info)
-    if missing := sorted(feature.name for feature in needs - {*store.features}):
+    missing = sorted(feature.name for feature in needs - {*store.features})
+    if missing:
         raise TrainingError(
             f"{store.path} does not hold {', '.join(missing)}, which {drafter} needs: capture "
             f"them with `vlmdistill features --for {drafter} --store {store.path}`"
@@ -190,61 +167,46 @@ def splits(run: Run, store: Store) -> list[DataSplit]:
 def finished(run: Run, data: RunData) -> bool:
     """Whether the run is done; TrainingError when the folders hold another run, done or not."""
     if run.out.exists():
-        description = describe(run.out)
-        done = description.get("training", {})
-        if done.get("signature") == data.signature:
-            if (
-                done.get("content", data.settings["content"])
-                == data.settings["content"]
-            ):
-                return True
-            raise TrainingError(
-                f"{run.out} holds a drafter trained on another target, or on other responses to the same "
-                "prompts or other features: give this one a --name of its own, or --force to replace it"
-            )
-        theirs = {
-            "drafter": description["drafter"],
-            "seed": done.get("seed"),
-            **flat(description["config"]),
-        }
-        theirs["init"] = done.get("init", {}).get("hash")
-        odd = ranks.differences(
-            {name: value for name, value in data.settings.items() if name in theirs},
-            theirs,
-        )
-        raise TrainingError(
-            f"{run.out} holds a drafter trained with other settings or data ({odd or 'other samples'}): give "
-            "this one a --name of its own, or --force to replace it"
-        )
-    found = saved.read(run.state)
-    mine = data.signature, data.settings["content"]
-    if found is not None and mine != (
-        found.signature,
-        found.settings.get("content", mine[1]),
-    ):
-        odd = ranks.differences(data.settings, found.settings)
-        raise TrainingError(
-            f"an unfinished run in {run.state} has other settings or data ({odd}): repeat its settings to "
-            "continue it, give this one a --name of its own, or --force to start over"
-        )
+        _check_drafter(run, data, describe(run.out))
+        return True
+    _check_unfinished(run, data)
     return False
 
 
-def furthest(run: Run, data: RunData) -> tuple[Saved | None, int]:
-    """The run's last checkpoint, if any, and the rank whose disk holds it.
+def _check_drafter(run: Run, data: RunData, description: Mapping[str, Any]) -> None:
+    """TrainingError if the drafter in the run's folder is of another run."""
+    training = description["training"]
+    if training.get("signature") == data.signature:
+        if training["content"] == data.settings["content"]:
+            return
+        raise TrainingError(
+            f"{run.out} holds a drafter trained on another target, other features or other responses to "
+            "the same prompts: give this one a --name of its own, or --force to replace it"
+        )
+    settings = {
+        "drafter": description["drafter"],
+        "seed": training.get("seed"),
+        **flat(description["config"]),
+        "init": training.get("init", {}).get("hash"),
+    }
+    compared = {name: data.settings[name] for name in data.settings if name in settings}
+    differing = ranks.differences(compared, settings) or "other samples"
+    raise TrainingError(
+        f"{run.out} holds a drafter trained with other settings or data ({differing}): give "
+        "this one a --name of its own, or --force to replace it"
+    )
 
-    Without a shared disk, that is an earlier rank 0, which may have another number now.
-    """
-    try:
-        here = saved.read(run.state)
-    except (
-        TrainingError
-    ):  # damaged: rank 0 has stopped before this; other ranks ignore theirs
-        here = None
-    found = [
-        one if one and one.signature == data.signature else None
-        for _, one in ranks.of_each(here)
-    ]
-    steps = [one.position.total if one else 0 for one in found]
-    source = steps.index(max(steps))
-    return found[source], source
+
+def _check_unfinished(run: Run, data: RunData) -> None:
+    """TrainingError if the unfinished run in the run's folder is another one."""
+    checkpoint = saved.read(run.state)
+    if checkpoint is None:
+        return
+    same_content = checkpoint.settings.get("content") == data.settings["content"]
+    if checkpoint.signature == data.signature and same_content:
+        return
+    differing = ranks.differences(data.settings, checkpoint.settings)
+    raise TrainingError(
+        f"an unfinished run in {run.state} has other settings or data ({differing}): repeat its settings to "
+        "continue it, give this one a --name of its own, or --force to start over"
+    )

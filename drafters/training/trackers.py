@@ -24,7 +24,7 @@ MODULES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
+class RunFacts:
     """The run, as trackers show it."""
 
     name: str
@@ -36,16 +36,16 @@ class About:
 
 
 class Tracker(Protocol):
-    """Where figures are sent."""
+    """A package that records figures."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Record figures of a step by name."""
 
     def close(self) -> None:
-        """Write out what is not yet."""
+        """Write out all figures."""
 
 
-def opened(name: str, about: About) -> Tracker:
+def open_tracker(name: str, facts: RunFacts) -> Tracker:
     """Begin or continue the record of a run; TrainingError when the package is missing or refuses."""
     try:
         module = importlib.import_module(MODULES[name])
@@ -55,21 +55,19 @@ def opened(name: str, about: About) -> Tracker:
             f'"vlmdistill[{name}]", or leave it out: metrics.jsonl has the same figures'
         ) from None
     try:
-        return (
-            _Board(module, about)
-            if name == "tensorboard"
-            else _Runs(name, module, about)
-        )
+        if name == "tensorboard":
+            return _TensorBoard(module, facts)
+        return _OnlineRun(name, module, facts)
     except Exception as error:  # noqa: BLE001 (whatever it raises without a network or an account)
         raise TrainingError(
             f"--tracker {name} cannot begin ({one_line(error)}): leave it out"
         ) from None
 
 
-class _Board:
-    def __init__(self, module: Any, about: About) -> None:
-        folder = str(about.folder / "tensorboard")
-        self._writer = module.SummaryWriter(folder, purge_step=about.done + 1)
+class _TensorBoard:
+    def __init__(self, module: Any, facts: RunFacts) -> None:
+        folder = str(facts.folder / "tensorboard")
+        self._writer = module.SummaryWriter(folder, purge_step=facts.done + 1)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         for name, value in figures.items():
@@ -79,23 +77,27 @@ class _Board:
         self._writer.close()
 
 
-class _Runs:
-    def __init__(self, name: str, module: Any, about: About) -> None:
-        # Runs of other targets, or of a name with other settings, are others; one that starts over is new.
-        label = re.sub(
-            r"[^\w.-]", "-", f"{about.target}-{about.name}-{about.signature}"
-        )[-128:]
-        own = {"id": label, "dir": str(about.folder)} if name == "wandb" else {}
-        own |= {"resume": "allow"} if about.done else {}
-        about.folder.mkdir(parents=True, exist_ok=True)
+class _OnlineRun:
+    """A run of trackio or wandb."""
+
+    def __init__(self, name: str, module: Any, facts: RunFacts) -> None:
+        # Runs of other targets or settings get a record of their own, and so does a run that starts over.
+        label = f"{facts.target}-{facts.name}-{facts.signature}"
+        label = re.sub(r"[^\w.-]", "-", label)[-128:]
+        options: dict[str, Any] = {}
+        if name == "wandb":
+            options = {"id": label, "dir": str(facts.folder)}
+        if facts.done:
+            options["resume"] = "allow"
+        facts.folder.mkdir(parents=True, exist_ok=True)
         self._module = module
         with redirect_stdout(sys.stderr):
             self._run = module.init(
                 project=PROJECT,
                 name=label,
-                group=about.target,
-                config=dict(about.settings),
-                **own,
+                group=facts.target,
+                config=dict(facts.settings),
+                **options,
             )
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -103,5 +105,6 @@ class _Runs:
             self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
+        # Of the module, not of the run alone: trackio would repeat that at exit.
         with redirect_stdout(sys.stderr):
-            self._module.finish()  # of its run alone, trackio would repeat it at exit
+            self._module.finish()

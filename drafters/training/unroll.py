@@ -3,22 +3,23 @@
 Shapes: T text tokens, E entries, R rows (entries whose first draft is supervised), D hidden.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core.batch import Batch, Entries
+from vlmdistill.drafters.core.capabilities import MiddleState
 from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.losses import Score, TargetRows
 from vlmdistill.drafters.core.transfer import place
+from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.schema import Feature
 
 RUN = 16
-"""Neighbours among the positions that `Stage.anchors` draws: rows of a run share the kernels of attention."""
+"""`Stage.anchors` draws positions in runs of so many neighbours, which share the kernels of attention."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,11 @@ def unroll(
     the row's own state of hop n - 1 and the response token n positions later.
 
     Args:
-        drafter: What is trained.
+        drafter: The drafter to train.
         batch: Samples with the features that the drafter needs, on its device and in its dtype.
-        stage: How many hops, and which losses. With `anchors`, at most that many positions of a sample are
-            drawn by the `generator`, or those where a replay failed are taken and others drawn beside them;
-            without a generator, the same at each call.
-        generator: Draws noise for the input states (see `with_noise`), not for the states that the loss
+        stage: How many hops, and which losses. With `anchors`, the `generator` draws at most that many
+            positions of each sample; without a generator, the same positions at each call.
+        generator: Draws noise for the input states (see `with_noise`), but not for the states that the loss
             compares with; None: no noise.
         noise: Width of that noise.
         detach: Cut the gradient between hops.
@@ -75,70 +75,101 @@ def unroll(
         `scores`, by hop.
 
     Raises:
-        DataError: The batch lacks a feature.
+        DataError: The batch lacks a feature, or is on another device or in another dtype than the drafter.
 
     Example:
         >>> losses = vlmdistill.unroll(drafter, batch, config.schedule[0])
         >>> (losses.total / len(losses.segment_R)).backward()
     """
     batch = batch.only(drafter.config.needs(drafter.info))
+    _check_dtype(drafter, batch)
     inputs = batch if generator is None else with_noise(batch, noise, generator)
-    # Which rows there are hangs on tokens alone: it is known on the CPU, if they have come from there.
-    known, device = batch.readable, batch.ids_T.device
-    supervised_T, last = supervised(known), len(known.ids_T) - 1
+    # Which rows there are depends on the tokens only: the CPU knows it, if the batch has come from there.
+    readable = batch.readable
+    device = batch.ids_T.device
+    supervised_T = supervised(readable)
+    last = len(readable.ids_T) - 1
+
+    # Hop 0 takes all entries; only rows are scored and go on.
     entries, token_E = drafter.entries(inputs)
-    token_E = place(token_E, known.ids_T.device)
+    token_E = place(token_E, readable.ids_T.device)
     rows_R = supervised_T[token_E].nonzero()[:, 0]
     if stage.anchors:
-        failed_R = None if known.failed_T is None else known.failed_T[token_E[rows_R]]
-        segment_R = known.segment_T[token_E[rows_R]]
-        rows_R = rows_R[_drawn(segment_R, failed_R, stage, generator)]
+        segment_R = readable.segment_T[token_E[rows_R]]
+        rows_R = rows_R[_drawn(segment_R, stage.anchors, generator)]
     token_R = token_E[rows_R]
     hop_H1 = torch.arange(stage.hops, device=token_R.device)[:, None]
-    next_HR = place(known.ids_T[(token_R + hop_H1 + 1).clamp(max=last)], device)
-    hidden_TD = batch.feature("hidden", "text")
+    next_token_HR = (token_R + hop_H1 + 1).clamp(max=last)
+    next_ids_HR = place(readable.ids_T[next_token_HR], device)
     cache = PackedKVCache(drafter.config.attention_window, generator)
     drafter.condition(inputs, cache)
-
     tokens = entries.tokens.with_rows(rows_R)
-    entries, rows = replace(entries, tokens=tokens), tokens.at_rows()
+    entries = replace(entries, tokens=tokens)
+    rows = tokens.at_rows()
     rotary_R = entries.rotary_N[place(rows_R, device)]
-    states = []
+    states: list[Tensor] = []
     for hop in range(stage.hops):
         state_RD = drafter.step(entries, cache)
-        states.append(state_RD)
+        # The next hop reads the row's own state and the token of the response.
         entries = Entries(
-            ids_N=next_HR[hop],
+            ids_N=next_ids_HR[hop],
             hidden_ND=state_RD.detach() if detach else state_RD,
             rotary_N=rotary_R + hop + 1,
             tokens=rows,
             hop=hop + 1,
         )
-    ahead_HR = token_R + hop_H1
-    inside_HR = supervised_T[ahead_HR.clamp(max=last)] & (ahead_HR <= last)
-    middle_TD = (
-        batch.feature(source, "text") if (source := drafter.middle_source) else None
-    )
+        states.append(state_RD)
+
+    # Rows whose hop is beyond the response are not scored.
+    token_HR = token_R + hop_H1
+    inside_HR = supervised_T[token_HR.clamp(max=last)] & (token_HR <= last)
+    middle_TD = None
+    if isinstance(drafter, MiddleState):
+        middle_TD = batch.feature(drafter.middle_source, "text")
     targets = TargetRows(
-        hidden_TD, known.ids_T, token_R, inside_HR.cumprod(0).bool(), middle_TD
+        batch.feature("hidden", "text"),
+        readable.ids_T,
+        token_R,
+        inside_HR.cumprod(0).bool(),
+        middle_TD,
     )
     scores = drafter.loss(states, targets, stage)
     return Unrolled(scores.total, scores.hops, rows.segment_N)
 
 
-def _drawn(
-    segment_R: Tensor,
-    failed_R: Tensor | None,
-    stage: Stage,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """The indices of the rows of `stage.anchors` of each sample, ascending. Rows are sorted by sample.
+def _check_dtype(drafter: Drafter, batch: Batch) -> None:
+    """DataError if the features are not on the drafter's device, or not in its dtype without autocast."""
+    weight = drafter.embed_VD
+    for feature in sorted(batch.features):
+        states = batch.features[feature]
+        if states.device == weight.device and _computes_together(states, weight):
+            continue
+        move = f"batch.to({str(weight.device)!r}, {weight.dtype})"
+        raise DataError(
+            f"{feature.name} of the batch is {_place_of(states)}, and the drafter {_place_of(weight)}: move "
+            f"the batch with `{move}`"
+        )
 
-    A number of them are random runs of `RUN`. Failed ones come before all others, which are drawn one by one.
-    A generator of another device gives its seed to one of this.
+
+def _computes_together(states: Tensor, weight: Tensor) -> bool:
+    """Whether dtypes are the same, or autocast makes them so."""
+    device = weight.device.type
+    return states.dtype == weight.dtype or torch.is_autocast_enabled(device)
+
+
+def _place_of(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} on {tensor.device}"
+
+
+def _drawn(
+    segment_R: Tensor, anchors: int, generator: torch.Generator | None
+) -> Tensor:
+    """The indices of at most `anchors` rows of each sample, in random runs of `RUN`, ascending.
+
+    `segment_R` is sorted. A generator of another device gives its seed to a generator of this device.
     """
     device = segment_R.device
-    most_B = _most(segment_R, failed_R, stage)
     seed = generator.initial_seed() if generator else 0
     if generator is None or generator.device.type != device.type:
         generator = torch.Generator(device).manual_seed(seed)
@@ -147,33 +178,18 @@ def _drawn(
     )
     first_R = torch.searchsorted(segment_R, segment_R)
     place_R = torch.arange(len(segment_R), device=device) - first_R
-    if failed_R is not None and stage.anchors == "failed":
-        order_R = (2 * segment_R + ~failed_R + draw_R).argsort(stable=True)
-    else:
-        order_R = (segment_R + draw_R[first_R + place_R // RUN * RUN]).argsort(
-            stable=True
-        )
-    return order_R[place_R < most_B[segment_R]].sort().values
-
-
-def _most(segment_R: Tensor, failed_R: Tensor | None, stage: Stage) -> Tensor:
-    """How many rows of each sample are trained: [B]. One at least, so that no batch is without any."""
-    count_B = torch.bincount(segment_R)
-    if stage.anchors != "failed":
-        return count_B.clamp(max=stage.anchors) if stage.anchors else count_B
-    if failed_R is None:
-        return count_B
-    failed_B = torch.bincount(segment_R[failed_R], minlength=len(count_B))
-    wanted_B = failed_B + (failed_B * stage.mixed).round().long()
-    return torch.minimum(wanted_B.clamp(min=1), count_B)
+    run_R = first_R + place_R // RUN * RUN
+    order_R = (segment_R + draw_R[run_R]).argsort(stable=True)
+    return order_R[place_R < anchors].sort().values
 
 
 def rows_of(batch: Batch, stage: Stage) -> int:
     """The number of positions that `unroll` trains."""
-    known = batch.readable
-    token_R = supervised(known)
-    failed_R = None if known.failed_T is None else known.failed_T[token_R]
-    return int(_most(known.segment_T[token_R], failed_R, stage).sum())
+    readable = batch.readable
+    count_B = torch.bincount(readable.segment_T[supervised(readable)])
+    if stage.anchors:
+        count_B = count_B.clamp(max=stage.anchors)
+    return int(count_B.sum())
 
 
 def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
@@ -182,20 +198,19 @@ def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
     The noise is (U[0, 1) - 0.5) * width * 512 / length. The length of a sample counts its visual tokens only
     if the batch has their states.
     """
-    known = batch.readable
-    samples = int(known.segment_T.max()) + 1
-    length_B = torch.bincount(known.segment_T, minlength=samples)
+    readable = batch.readable
+    length_B = torch.bincount(readable.segment_T)
     if any(feature.where == "visual" for feature in batch.features):
-        length_B = length_B.index_add(0, known.segment_M, known.length_M)
+        length_B = length_B.index_add(0, readable.segment_M, readable.length_M)
     segments = {
-        "text": known.segment_T,
-        "visual": known.visual_tokens.segment_N,
-        "span": known.segment_M,
+        "text": readable.segment_T,
+        "visual": readable.visual_tokens.segment_N,
+        "span": readable.segment_M,
     }
-    noisy = {}
-    for feature, state_ND in sorted(
-        batch.features.items(), key=itemgetter(0)
-    ):  # the order fixes the draws
+    noisy: dict[Feature, Tensor] = {}
+    # Sorted, since the order fixes the draws.
+    for feature in sorted(batch.features):
+        state_ND = batch.features[feature]
         if feature.source == "hidden" and width:
             scale_N = width * 512 / length_B[segments[feature.where]]
             scale_N1 = place(scale_N, state_ND.device)[:, None]
@@ -209,29 +224,9 @@ def with_noise(batch: Batch, width: float, generator: torch.Generator) -> Batch:
 
 def supervised(batch: Batch) -> Tensor:
     """Tokens whose entry is trained: they and the next token are both of one response. [T] (bool)."""
-    following_T = torch.zeros_like(batch.response_T)
-    following_T[:-1] = (
-        batch.response_T[1:]
-        & (batch.segment_T[1:] == batch.segment_T[:-1])
-        & (batch.position_T[1:] == batch.position_T[:-1] + 1)
-    )
-    return batch.response_T & following_T
-
-
-@torch.no_grad()
-def agreement(
-    engine: nn.Module, batches: Iterable[Batch], probe: Stage, device: torch.device
-) -> Tensor:
-    """By hop, the rows that agree with the target, that count, and that agree at all hops so far: [3, H].
-
-    Whole numbers, so that their sums are the same on all ranks, and all decide the same.
-    """
-    sums_3H = torch.zeros(3, probe.hops, dtype=torch.float64, device=device)
-    engine.eval()
-    for batch in batches:
-        scores = engine(batch, probe).scores
-        count_HR = torch.stack([score.count_R for score in scores])
-        agree_HR = torch.stack([score.agree_R for score in scores]) & count_HR
-        sums_3H += torch.stack([agree_HR, count_HR, agree_HR.cumprod(0).bool()]).sum(-1)
-    engine.train()
-    return sums_3H
+    is_response = batch.response_T[1:]
+    same_sample = batch.segment_T[1:] == batch.segment_T[:-1]
+    adjacent = batch.position_T[1:] == batch.position_T[:-1] + 1
+    followed_T = torch.zeros_like(batch.response_T)
+    followed_T[:-1] = is_response & same_sample & adjacent
+    return batch.response_T & followed_T

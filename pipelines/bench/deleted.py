@@ -11,7 +11,7 @@ from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.workspace.workspace import Workspace, lock_file, only_writer
-from vlmdistill.stores.backends.local import locked
+from vlmdistill.stores.backends.locks import locked
 
 
 def harvested(results: Iterable[PromptResult]) -> set[str]:

@@ -21,7 +21,7 @@ from msgspec import Meta
 from vlmdistill.drafters.decoding.hardware import Hardware
 from vlmdistill.pipelines.streaming.pieces import Amount, Piece
 from vlmdistill.pipelines.targets.software import Software
-from vlmdistill.stores import records
+from vlmdistill.stores import input_files
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
@@ -574,7 +574,7 @@ def heading(file: Path) -> Heading:
 def read_as(kind: type[Record], file: Path, what: str) -> Record:
     """Read a record of a kind; DataError on an invalid file, or of another format."""
     try:
-        return records.read(file, kind, what, AGAIN)
+        return input_files.read(file, kind, what, AGAIN)
     except DataError:
         _check_format(file)
         raise
@@ -583,7 +583,7 @@ def read_as(kind: type[Record], file: Path, what: str) -> Record:
 def _check_format(file: Path) -> None:
     """DataError if a file says that it is of another format."""
     try:
-        format_of_file = records.read(file, _Format, "a record", AGAIN).format
+        format_of_file = input_files.read(file, _Format, "a record", AGAIN).format
     except DataError:
         return
     if format_of_file != FORMAT:

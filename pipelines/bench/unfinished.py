@@ -22,7 +22,7 @@ from vlmdistill.pipelines.bench.records import (
 from vlmdistill.pipelines.streaming.pieces import Amount
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import naming
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.schema import content_hash
 
 FILES = ".*.unfinished"

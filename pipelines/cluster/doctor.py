@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from vlmdistill.pipelines.cluster.session import MIB, cause_of, machines, session
+from vlmdistill.pipelines.cluster.session import (
+    MIB,
+    Machine,
+    cause_of,
+    machines,
+    session,
+)
 from vlmdistill.pipelines.cluster.shared import Shared, marked, some_files
 from vlmdistill.pipelines.targets import software
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
@@ -32,15 +38,14 @@ DRIVER = "driver"  # the name of a report on what is wrong where the command run
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What a machine has, and what is wrong with it."""
+    """The software and hardware of a machine, and the checks that failed there."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     free_bytes: int = 0  # where shards are built
     gpus: tuple[str, ...] = ()  # name, memory and driver of each
     checked: tuple[str, ...] = ()
-    failures: Mapping[str, str] = field(
-        default_factory=dict
-    )  # check -> what is wrong and what to do
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Check -> what is wrong and what to do."""
     clock: float = 0.0  # seconds ahead of the driver's
 
 
@@ -55,34 +60,34 @@ def examine(
     """The report of each machine of the cluster at `address` or RAY_ADDRESS; without one, of this machine.
 
     `store` is a path or URL, and `media` finds the images and videos of the prompts. Waits up to `wait`
-    seconds for `least` machines, and as long for their reports. The driver has a report of its
-    own if something is wrong with it.
+    seconds for `least` machines, and as long for their reports. The driver has a report of its own if one of
+    its checks fails.
     """
-    shared, failures = Shared(absolute_model(model), None), dict[str, str]()
+    shared = Shared(absolute_model(model), None)
+    failures = dict[str, str]()
     with _noting(failures, "model"):
         shared = replace(shared, checkpoint=checkpoint(model))
     with _noting(failures, "media"):
         shared = replace(shared, media=some_files(media()))
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with _noting(failures, "store"):
+            is_url = "://" in store
             backend = open_backend(
-                store if "://" in store else Path(store).expanduser().absolute()
+                store if is_url else Path(store).expanduser().absolute()
             )
             shared = replace(shared, store=backend)
-            held.enter_context(_without_new_folders(backend))
-            shared = replace(shared, mark=held.enter_context(marked(backend)))
+            stack.enter_context(_without_new_folders(backend))
+            mark = stack.enter_context(marked(backend))
+            shared = replace(shared, mark=mark)
         if not (address or os.environ.get("RAY_ADDRESS")):
             report = examination(shared, versions())
-            return {
-                "this machine": replace(
-                    report, failures={**report.failures, **failures}, clock=0.0
-                )
-            }
+            all_failures = {**report.failures, **failures}
+            return {"this machine": replace(report, failures=all_failures, clock=0.0)}
         with session(address):
             reports = _on_all(shared, least, wait, failures)
-    return (
-        {**reports, DRIVER: MachineReport(failures=failures)} if failures else reports
-    )
+    if failures:
+        reports[DRIVER] = MachineReport(failures=failures)
+    return reports
 
 
 def _on_all(
@@ -92,36 +97,48 @@ def _on_all(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    end = time.monotonic() + wait
-    while len(there := machines()) < least and time.monotonic() < end:
-        time.sleep(1)
-    if len(there) < least:
-        failures["machines"] = (
-            f"only {len(there)} of {least} machines have joined the cluster within {wait:g} s: look at the "
-            "output of `ray start` on the others"
-        )
-    calls = {}
-    for machine in there.values():
+    joined = _wait_for(least, wait, failures)
+    pending = {}  # calls -> names of machines
+    for machine in joined:
         on_it = NodeAffinitySchedulingStrategy(machine.id, soft=False)
         task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_it)(
             examination
         )
-        calls[task.remote(shared, versions(), machine.gpus)] = machine.name
-    why = f"no reply within {wait:g} s: a disk or network that hangs, or a machine that is very busy"
-    reports, end = (
-        {name: MachineReport(failures={"reply": why}) for name in calls.values()},
-        time.monotonic() + wait,
-    )
-    while calls and (left := end - time.monotonic()) > 0:
-        for call in ray.wait(list(calls), num_returns=1, timeout=left)[0]:
-            name, now = calls.pop(call), time.time()
+        pending[task.remote(shared, versions(), machine.gpus)] = machine.name
+    no_reply = f"no reply within {wait:g} s: a disk or network that hangs, or a machine that is very busy"
+    reports = {
+        name: MachineReport(failures={"reply": no_reply}) for name in pending.values()
+    }
+    end = time.monotonic() + wait
+    while pending:
+        seconds_left = end - time.monotonic()
+        if seconds_left <= 0:
+            break
+        replied, _ = ray.wait(list(pending), num_returns=1, timeout=seconds_left)
+        for call in replied:
+            name = pending.pop(call)
+            now = time.time()
             try:
                 reports[name] = _with_skew(ray.get(call), now)
             except ray.exceptions.RayError as error:
-                reports[name] = MachineReport(
-                    failures={"reply": f"the checks did not run: {cause_of(error)}"}
-                )
+                did_not_run = f"the checks did not run: {cause_of(error)}"
+                reports[name] = MachineReport(failures={"reply": did_not_run})
     return dict(sorted(reports.items()))
+
+
+def _wait_for(least: int, wait: float, failures: dict[str, str]) -> list[Machine]:
+    """The machines of the cluster, once `least` have joined or `wait` seconds are over."""
+    end = time.monotonic() + wait
+    joined = machines()
+    while len(joined) < least and time.monotonic() < end:
+        time.sleep(1)
+        joined = machines()
+    if len(joined) < least:
+        failures["machines"] = (
+            f"only {len(joined)} of {least} machines have joined the cluster within {wait:g} s: look at the "
+            "output of `ray start` on the others"
+        )
+    return list(joined.values())
 
 
 def examination(
@@ -131,14 +148,16 @@ def examination(
 
     `clock` is the time of its end.
     """
-    mine, found, failures = versions(), gpus(), dict[str, str]()
-    other = [
-        f"{name} {mine[name] or 'is missing'}, not {one}"
-        for name, one in wanted.items()
-        if mine[name] != one
+    installed = versions()
+    gpu_names = gpus()
+    failures = dict[str, str]()
+    differing = [
+        f"{name} {installed[name] or 'is missing'}, not {version}"
+        for name, version in wanted.items()
+        if installed[name] != version
     ]
-    if other:
-        failures["versions"] = f"{', '.join(other)}: install what the driver has"
+    if differing:
+        failures["versions"] = f"{', '.join(differing)}: install what the driver has"
     with _noting(failures, "model"):
         shared.check_model()
     with _noting(failures, "media"):
@@ -149,27 +168,42 @@ def examination(
         if shared.store:
             with marked(shared.store):  # it can be written, too
                 pass
-    folder, free = _free(shared.store)
-    if free < LEAST:
+    folder, free_bytes = _free(shared.store)
+    if free_bytes < LEAST:
         failures["disk"] = (
-            f"only {free // MIB} MiB are free in {folder}, where shards are built: make room"
+            f"only {free_bytes // MIB} MiB are free in {folder}, where shards are built: make room"
         )
-    offered = len(found) if offered is None else offered
-    if offered < len(found):
-        failures["gpus"] = (
-            f"it has {len(found)} GPUs, and Ray offers {offered}: see `ray start --num-gpus`"
-        )
-    elif (usable := _usable() if offered else 0) < offered:
-        failures["gpus"] = (
-            f"torch can use {usable} of {offered} GPUs: check its build and the GPU driver"
-        )
-    checked = ("model", *(["media"] if shared.media else []), "store")
-    return MachineReport(mine, free, found, checked, failures, time.time())
+    if offered is None:
+        offered = len(gpu_names)
+    if problem := _gpu_problem(len(gpu_names), offered):
+        failures["gpus"] = problem
+    checked = ["model", "store"]
+    if shared.media:
+        checked.insert(1, "media")
+    return MachineReport(
+        versions=installed,
+        free_bytes=free_bytes,
+        gpus=gpu_names,
+        checked=tuple(checked),
+        failures=failures,
+        clock=time.time(),
+    )
+
+
+def _gpu_problem(present: int, offered: int) -> str:
+    """Why workers cannot use all GPUs of this machine; empty if they can."""
+    if offered < present:
+        return f"it has {present} GPUs, and Ray offers {offered}: see `ray start --num-gpus`"
+    usable = _usable() if offered else 0
+    if usable < offered:
+        return f"torch can use {usable} of {offered} GPUs: check its build and the GPU driver"
+    return ""
 
 
 def _with_skew(report: MachineReport, now: float) -> MachineReport:
     """The report, which came at `now`, with the seconds by which its machine is ahead of this one."""
-    ahead, failures = report.clock - now, dict(report.failures)
+    ahead = report.clock - now
+    failures = dict(report.failures)
     if abs(ahead) > SKEW:
         failures["clock"] = (
             f"its clock differs by {ahead:+.0f} s from the driver's: synchronise both (NTP)"
@@ -189,14 +223,14 @@ def _noting(failures: dict[str, str], check: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_new_folders(store: Backend) -> Iterator[None]:
     """Remove the empty folders that the check of a new store leaves."""
-    inner = Path(store.url) / STAGING
-    made = (
-        []
-        if not store.is_local
-        else [one for one in (inner, *inner.parents) if not one.exists()]
-    )
+    new_folders = list[Path]()
+    if store.is_local:
+        staging = Path(store.url) / STAGING
+        new_folders = [
+            folder for folder in (staging, *staging.parents) if not folder.exists()
+        ]
     yield
-    for folder in made:
+    for folder in new_folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -206,10 +240,8 @@ def versions() -> dict[str, str]:
 
     Without the build: torch has one for CPUs and one for each CUDA.
     """
-    return {
-        name: version.partition("+")[0]
-        for name, version in software.versions(PACKAGES).items()
-    }
+    installed = software.versions(PACKAGES)
+    return {name: version.partition("+")[0] for name, version in installed.items()}
 
 
 def gpus() -> tuple[str, ...]:
@@ -219,23 +251,18 @@ def gpus() -> tuple[str, ...]:
 
 def _usable() -> int:
     """How many GPUs torch can use."""
-    return int(
-        _output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())")
-        or 0
-    )
+    program = "import torch; print(torch.cuda.device_count())"
+    return int(_output(sys.executable, "-c", program) or 0)
 
 
 def _output(*command: str) -> str:
-    """What a command prints, with the GPUs that Ray hides from its task; empty if it fails."""
-    shown = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "CUDA_VISIBLE_DEVICES"
-    }
+    """The output of a command that sees the GPUs which Ray hides from its task; empty if it fails."""
+    environment = dict(os.environ)
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         return subprocess.run(
             command,
-            env=shown,
+            env=environment,
             capture_output=True,
             text=True,
             timeout=GPU_SECONDS,

@@ -9,11 +9,8 @@ from vlmdistill.stores.errors import TargetError
 
 EngineName = Literal["transformers", "vllm"]
 
-SUPPORTED = (
-    "0.31",
-    "0.32",
-    "0.33",
-)  # of vLLM: the versions that the plugin has a module for
+SUPPORTED = ("0.31", "0.32", "0.33")
+"""Versions of vLLM that the plugin has a module for."""
 VARIABLE = "VLMDISTILL_ENGINE"  # names the Python of the engine environment
 DEFAULT = Path(".venv-engine/bin/python")
 VERSIONS = f"vLLM {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
@@ -30,19 +27,22 @@ def engine_python() -> Path:
     python = Path(os.environ.get(VARIABLE) or DEFAULT).absolute()
     if not os.access(python, os.X_OK):
         raise TargetError(f"there is no engine environment at {python}: {ADVICE}")
-    found = subprocess.run([python, "-c", FIND], capture_output=True, text=True)
-    version = found.stdout.strip()
+    run = subprocess.run([python, "-c", FIND], capture_output=True, text=True)
+    version = run.stdout.strip()
     if supported(version) is None:
-        what = f"vLLM {version}" if version else "no vLLM"
-        raise TargetError(f"{python} has {what}, and {VERSIONS} is supported: {ADVICE}")
+        installed = f"vLLM {version}" if version else "no vLLM"
+        raise TargetError(
+            f"{python} has {installed}, and {VERSIONS} is supported: {ADVICE}"
+        )
     return python
 
 
 def supported(version: str) -> str | None:
     """The release of a version of vLLM, such as 0.32; None if it is not supported."""
-    return next(
-        (release for release in SUPPORTED if version.startswith(f"{release}.")), None
-    )
+    for release in SUPPORTED:
+        if version.startswith(f"{release}."):
+            return release
+    return None
 
 
 def check_environment(engine: EngineName) -> None:

@@ -28,6 +28,7 @@ from vlmdistill.pipelines.cluster.queue import (
     text_of,
 )
 from vlmdistill.pipelines.cluster.session import (
+    Machine,
     WorkerShare,
     address_of,
     cause_of,
@@ -41,9 +42,8 @@ from vlmdistill.stores.errors import FOR_USER, DataError, VlmdistillError
 
 logger = logging.getLogger(__name__)
 
-GATHER_SECONDS = (
-    60.0  # in which Ray may start workers, before work begins without the late ones
-)
+GATHER_SECONDS = 60.0
+"""In which Ray may start workers, before work begins without the late ones."""
 LOOK_SECONDS = 2.0  # between two looks at the machines of the cluster
 TICK_SECONDS = 0.5  # to wait for a reply
 
@@ -55,15 +55,14 @@ Out = TypeVar("Out", bound=TaskResult, covariant=True)
 class WorkerOptions:
     """How many workers a stage uses, and how each loads the target."""
 
-    workers: int | None = (
-        None  # None: as many as the machines have room for; 0: this process, without Ray
-    )
+    workers: int | None = None
+    """None: as many as the machines have room for; 0: this process, without Ray."""
     wait: float = 300.0  # seconds without any live worker, until the run fails
     load: Options = field(default_factory=Options)
     engine: EngineName = "transformers"  # what runs the target
 
     def session(self) -> AbstractContextManager[object]:
-        """What the workers need around them: a Ray session, unless this process does the work."""
+        """The context in which workers run: a Ray session, unless this process does the work."""
         return terminable() if self.workers == 0 else session()
 
 
@@ -71,7 +70,7 @@ class Worker(Protocol[In, Out]):
     """Does the tasks, in an actor or in this process."""
 
     def facts(self) -> Any:
-        """What the driver needs to plan; equal for all workers."""
+        """Facts by which the driver plans; equal for all workers."""
         ...
 
     def work(self, task: In) -> Out:
@@ -248,10 +247,13 @@ class ActorPool(Generic[T, R]):
         self._members: list[Member] = []
         self._queue = Queue[T, R](self._members)
         self._facts: Any = None
-        self._begun = False  # tasks were given out
+        self._has_assigned = False  # any task
         self._started = 0  # workers, to name them
         self._trouble = ""  # why the last worker was lost
-        self._looked = self._alive = self._replied = time.monotonic()
+        now = time.monotonic()
+        self._last_look = now  # at the machines
+        self._last_alive = now  # any worker
+        self._last_reply = now
         self._fill()
 
     def __enter__(self) -> "ActorPool[T, R]":
@@ -276,11 +278,11 @@ class ActorPool(Generic[T, R]):
         """Give every task to a worker; yield each as it ends.
 
         A task whose worker dies or raises goes to another, then its halves do; a single sample has failed
-        after `ATTEMPTS` attempts. An error meant for the user ends the run, unless another machine succeeds.
-        VlmdistillError if no task succeeds, or if no worker is left.
+        after `ATTEMPTS` attempts. An error that the user must fix ends the run, unless the task succeeds on
+        another machine. VlmdistillError if no task succeeds, or if no worker is left.
         """
         self.facts()
-        self._begun = True
+        self._has_assigned = True
         self._queue = Queue[T, R](self._members, tasks)
         while self._queue:
             self._queue.assign()
@@ -291,9 +293,8 @@ class ActorPool(Generic[T, R]):
 
     def _fill(self) -> None:
         """Ask Ray for as many workers as the user wants, or as the cluster has room for."""
-        wanted = self._workers or max(
-            1, self._share.room(list(self._machines.values()))
-        )
+        room = self._share.room(list(self._machines.values()))
+        wanted = self._workers or max(1, room)
         while len(self._members) < wanted:
             self._start()
 
@@ -304,8 +305,10 @@ class ActorPool(Generic[T, R]):
     def _gathered(self) -> bool:
         """Whether a worker is ready and all others are checked, or are late."""
         steps = {member.step for member in self._members}
-        late = time.monotonic() - self._replied > GATHER_SECONDS
-        return Step.idle in steps and (late or not steps & {Step.locate, Step.check})
+        if Step.idle not in steps:
+            return False
+        late = time.monotonic() - self._last_reply > GATHER_SECONDS
+        return late or steps.isdisjoint({Step.locate, Step.check})
 
     def _advance(self) -> None:
         """Wait for a reply or a tick, and handle what has happened."""
@@ -315,18 +318,25 @@ class ActorPool(Generic[T, R]):
             member.call: member for member in self._members if member.call is not None
         }
         if calls:
-            for call in ray.wait(list(calls), num_returns=1, timeout=TICK_SECONDS)[0]:
+            replied, _ = ray.wait(list(calls), num_returns=1, timeout=TICK_SECONDS)
+            for call in replied:
                 self._handle_reply(calls[call])
         else:
             time.sleep(TICK_SECONDS)
-        if time.monotonic() - self._looked > LOOK_SECONDS:
+        if time.monotonic() - self._last_look > LOOK_SECONDS:
             self._look()
-        wait = (
-            self._wait if self._facts is not None else max(self._wait, GATHER_SECONDS)
-        )
+        self._require_alive()
+
+    def _require_alive(self) -> None:
+        """VlmdistillError if no worker was alive for too long."""
+        now = time.monotonic()
         if any(member.alive for member in self._members):
-            self._alive = time.monotonic()
-        elif time.monotonic() - self._alive > wait:
+            self._last_alive = now
+            return
+        wait = self._wait
+        if self._facts is None:  # the first worker is still to come
+            wait = max(wait, GATHER_SECONDS)
+        if now - self._last_alive > wait:
             why = self._trouble or f"Ray found no machine with {self._share} for one"
             raise VlmdistillError(
                 f"no worker was ready for {wait:g} s ({why}). Finished work is kept; run the same command to "
@@ -337,21 +347,29 @@ class ActorPool(Generic[T, R]):
 
     def _look(self) -> None:
         """Drop the workers of machines that were lost, and fill machines that joined."""
-        before, self._machines = self._machines, machines()
-        self._looked = time.monotonic()
-        for machine in (before[one] for one in before.keys() - self._machines.keys()):
-            for member in list(self._members):
-                if member.machine and member.machine.id == machine.id:
-                    self._drop(member)
-            left = [member for member in self._members if member.alive]
-            on = len({member.names[1] for member in left})
-            self._trouble = f"machine {machine.name} was lost"
-            logger.warning(
-                "%s: %d workers on %d machines are left", self._trouble, len(left), on
-            )
+        before = self._machines
+        self._machines = machines()
+        self._last_look = time.monotonic()
+        for lost in before.keys() - self._machines.keys():
+            self._lose(before[lost])
         for joined in self._machines.keys() - before.keys():
             logger.warning("machine %s joined", self._machines[joined].name)
         self._fill()
+
+    def _lose(self, machine: Machine) -> None:
+        """Drop the workers of a machine that was lost."""
+        for member in list(self._members):
+            if member.machine and member.machine.id == machine.id:
+                self._drop(member)
+        alive = [member for member in self._members if member.alive]
+        names = {member.names[1] for member in alive}
+        self._trouble = f"machine {machine.name} was lost"
+        logger.warning(
+            "%s: %d workers on %d machines are left",
+            self._trouble,
+            len(alive),
+            len(names),
+        )
 
     def _drop(self, member: Member) -> None:
         self._members.remove(member)
@@ -361,10 +379,16 @@ class ActorPool(Generic[T, R]):
     def _machine_name(self, member: Member, error: BaseException) -> str:
         """The machine that a worker was on, as far as it is known."""
         address = address_of(error)
-        at = [
-            machine for machine in self._machines.values() if machine.address == address
-        ]
-        if machine := member.machine or (at[0] if len(at) == 1 else None):
+        machine = member.machine
+        if machine is None:
+            at_address = [
+                machine
+                for machine in self._machines.values()
+                if machine.address == address
+            ]
+            if len(at_address) == 1:
+                machine = at_address[0]
+        if machine is not None:
             return f"machine {machine.name}"
         return f"machine {address}" if address else "a machine"
 
@@ -373,7 +397,8 @@ class ActorPool(Generic[T, R]):
     def _handle_reply(self, member: Member) -> None:
         import ray
 
-        call, member.call = member.call, None
+        call = member.call
+        member.call = None
         try:
             value = ray.get(call)
         except ray.exceptions.RayTaskError as error:
@@ -389,18 +414,9 @@ class ActorPool(Generic[T, R]):
 
     def _next_step(self, member: Member, value: Any) -> None:
         """Call the next step of a worker whose last call succeeded."""
-        self._replied = time.monotonic()
+        self._last_reply = time.monotonic()
         if member.step is Step.locate:
-            if value not in self._machines:
-                self._look()
-            member.machine = self._machines.get(value)
-            if member.machine is None:  # lost since it replied
-                self._drop(member)
-                return
-            name = f"machine {member.machine.name}"
-            self._started += 1
-            member.names = (f"worker {self._started} on {name}", name)
-            member.step, member.call = Step.check, member.actor.check.remote()
+            self._located(member, value)
         elif member.step is Step.check:
             member.step, member.call = Step.load, member.actor.facts.remote()
         elif member.step is Step.load:
@@ -415,9 +431,22 @@ class ActorPool(Generic[T, R]):
         else:
             self._queue.did(member, value)
 
+    def _located(self, member: Member, machine_id: str) -> None:
+        """Let a worker check its machine, whose id it has told."""
+        if machine_id not in self._machines:
+            self._look()
+        member.machine = self._machines.get(machine_id)
+        if member.machine is None:  # lost since it replied
+            self._drop(member)
+            return
+        name = f"machine {member.machine.name}"
+        self._started += 1
+        member.names = (f"worker {self._started} on {name}", name)
+        member.step, member.call = Step.check, member.actor.check.remote()
+
     def _refuse(self, member: Member, name: str, cause: BaseException) -> None:
         """A worker cannot be used: an error before the first task, a warning after it."""
-        if not self._begun:
+        if not self._has_assigned:
             raise self._named(name, cause)
         self._trouble = f"{name} is excluded: {text_of(cause)}"
         logger.warning("%s", self._trouble)
@@ -425,14 +454,17 @@ class ActorPool(Generic[T, R]):
 
     def _failed(self, member: Member, cause: Exception) -> None:
         """A worker raised an error in a task."""
-        own, machine = member.names
+        worker, machine = member.names
         if not isinstance(cause, FOR_USER):
-            self._queue.failed(member, own, text_of(cause))
+            self._queue.failed(member, worker, text_of(cause))
             self._drop(member)  # its CUDA context may be broken
             self._start()
             return
-        elsewhere = any(one.alive and machine not in one.names for one in self._members)
-        if not elsewhere or (member.running and member.running.refused):
+        others_alive = any(
+            other.alive and machine not in other.names for other in self._members
+        )
+        refused_before = member.running is not None and member.running.refused
+        if refused_before or not others_alive:
             raise self._named(machine, cause)
         self._queue.failed(member, machine, text_of(cause), refused=True)
 
@@ -440,13 +472,13 @@ class ActorPool(Generic[T, R]):
         """The process of a worker ended: start another, unless that cannot help."""
         if member.machine and member.machine.id not in machines():
             self._look()
-            if (
-                member in self._members
-            ):  # the loss was seen before the worker had replied
+            if member in self._members:
+                # The loss was seen before the worker had replied.
                 self._drop(member)
                 self._fill()
             return
-        name, cause = self._machine_name(member, error), cause_of(error)
+        name = self._machine_name(member, error)
+        cause = cause_of(error)
         if getattr(error, "actor_init_failed", False):  # it would fail again
             self._refuse(member, name, VlmdistillError(cause))
             return
@@ -462,8 +494,8 @@ class ActorPool(Generic[T, R]):
         else:
             member.crashes += 1
             if member.crashes >= ATTEMPTS:
-                many = f"{ATTEMPTS} workers died while they loaded the target; last cause: {cause}"
-                self._refuse(member, name, VlmdistillError(many))
+                died = f"{ATTEMPTS} workers died while they loaded the target; last cause: {cause}"
+                self._refuse(member, name, VlmdistillError(died))
                 return
             self._trouble = (
                 f"{name}: a worker died while it loaded the target ({cause})"
@@ -493,13 +525,13 @@ def weight_bytes(model: str, load: Options) -> int:
         weight_files,
     )
 
-    dtype, folder = load.get("dtype", "auto"), resolve(model)
+    dtype = load.get("dtype", "auto")
+    folder = resolve(model)
+    parameters = parameters_in(folder)
     if dtype == "auto":
-        return max(
-            sum(path.stat().st_size for path in weight_files(folder)),
-            2 * parameters_in(folder),
-        )
-    return parameters_in(folder) * (4 if dtype == "float32" else 2)
+        file_bytes = sum(path.stat().st_size for path in weight_files(folder))
+        return max(file_bytes, 2 * parameters)
+    return parameters * (4 if dtype == "float32" else 2)
 
 
 def _kill(member: Member) -> None:

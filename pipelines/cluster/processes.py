@@ -3,6 +3,10 @@
 Each child gets its environment (threads, GPUs, rank) before it imports anything, runs in its own session, so
 that Ctrl-C reaches the parent only, and sends progress and log lines back. The parent forwards signals; each
 child saves its work and exits.
+
+torch.distributed.elastic starts processes as well, and gives up parts of that: its functions get their
+environment after torch is imported, and Ctrl-C a second time from the terminal; its commands outlive a parent
+that was killed; of several failures it returns the first, which may be the consequence of another.
 """
 
 import contextlib
@@ -18,9 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-from vlmdistill.drafters.training.signals import ASKING
+from vlmdistill.drafters.training.signals import handling
 from vlmdistill.stores.errors import (
     FOR_USER,
     LostRankError,
@@ -29,9 +33,12 @@ from vlmdistill.stores.errors import (
     one_line,
 )
 
-GRACE = 30.0  # seconds for a process to save its work and exit
-AFTER = 5.0  # seconds to wait for the first cause, after one process failed as a consequence
-KILLS = 3  # the third signal kills the processes
+GRACE = 30.0
+"""Seconds for a process to save its work and exit."""
+CAUSE_SECONDS = 5.0
+"""Seconds to wait for the cause, after one process failed as the consequence of another failure."""
+KILLS = 3
+"""The third signal kills the processes."""
 CHILD = "from vlmdistill.pipelines.cluster.processes import work; work({})"
 
 
@@ -53,21 +60,9 @@ class FunctionLine:
     text: str
 
     def log(self, process: str) -> None:
-        """Log it here, as of that process."""
-        logging.getLogger(self.logger).log(
-            self.level, "%s", f"{process}: {self.text}" if process else self.text
-        )
-
-
-class _Sender(logging.Handler):
-    """Sends what is logged to the parent."""
-
-    def __init__(self, send: Callable[[FunctionLine], None]) -> None:
-        super().__init__()
-        self._send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._send(FunctionLine(record.name, record.levelno, record.getMessage()))
+        """Log the line in this process, under the name of its own."""
+        line = f"{process}: {self.text}" if process else self.text
+        logging.getLogger(self.logger).log(self.level, "%s", line)
 
 
 @dataclass(frozen=True)
@@ -92,6 +87,9 @@ class FunctionStopped:
     line: str
 
 
+End: TypeAlias = FunctionDone | FunctionFailed | FunctionStopped
+
+
 class Process:
     """A process that runs `function(*arguments, report)`."""
 
@@ -103,22 +101,22 @@ class Process:
         environment: Mapping[str, str],
     ) -> None:
         self.name = name
-        self.connection, theirs = Pipe()
-        self._result: FunctionDone | FunctionFailed | FunctionStopped | None = None
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
-        with theirs:
+        self.connection, child_end = Pipe()
+        self._end: End | None = None
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
+        command = [sys.executable, "-c", CHILD.format(child_end.fileno())]
+        with child_end:
             self._popen = subprocess.Popen(
-                [sys.executable, "-c", CHILD.format(theirs.fileno())],
+                command,
                 env={**os.environ, **environment},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._errors,
+                stderr=self._stderr,
                 start_new_session=True,
             )
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # it died already; `message` reports that
+        # A broken pipe: the process has ended already, which `message` reports.
+        with contextlib.suppress(BrokenPipeError):
             self.connection.send((function, tuple(arguments)))
 
     def signal(self, number: int) -> None:
@@ -127,10 +125,8 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._popen.pid, number)
 
-    def message(
-        self,
-    ) -> FunctionProgress | FunctionDone | FunctionFailed | FunctionStopped | None:
-        """The next message, None if it was a log line. Once the process has ended, it is how."""
+    def message(self) -> FunctionProgress | End | None:
+        """The next message, None if it was a log line; the last one says how the process has ended."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             message = self.connection.recv()
             if isinstance(message, FunctionLine):
@@ -138,28 +134,32 @@ class Process:
                 return None
             if isinstance(message, FunctionProgress):
                 return message
-            self._result = message
+            self._end = message
         return self.end()
 
-    def end(self) -> FunctionDone | FunctionFailed | FunctionStopped:
+    def end(self) -> End:
         """Wait until the process has ended; kill it after `GRACE` seconds."""
-        until = time.monotonic() + GRACE
+        deadline = time.monotonic() + GRACE
         with contextlib.suppress(EOFError, ConnectionResetError):
-            while self.connection.poll(max(0.0, until - time.monotonic())):
-                if isinstance(message := self.connection.recv(), FunctionLine):
+            while self.connection.poll(max(0.0, deadline - time.monotonic())):
+                message = self.connection.recv()
+                if isinstance(message, FunctionLine):
                     message.log(self.name)
             self.signal(signal.SIGKILL)
-        code = self._popen.wait()
+        status = self._popen.wait()
         self.connection.close()
-        with self._errors as file:
+        last_line = self._last_error_line()
+        if self._end is not None:
+            return self._end
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        reason = f": {last_line}" if last_line else ""
+        return FunctionFailed(f"its process ended with {how}{reason}")
+
+    def _last_error_line(self) -> str:
+        with self._stderr as file:
             file.seek(0)
-            last = "".join(line.strip() for line in file.readlines()[-1:])
-        if self._result is not None:
-            return self._result
-        how = f"signal {-code}" if code < 0 else f"status {code}"
-        return FunctionFailed(
-            f"its process ended with {how}{': ' if last else ''}{last}"
-        )
+            lines = file.readlines()
+        return lines[-1].strip() if lines else ""
 
 
 class Processes:
@@ -167,25 +167,19 @@ class Processes:
 
     def __init__(self) -> None:
         self._running: dict[Connection, Process] = {}
-        self._before: dict[int, Any] = {}
         self._signals: list[int] = []
+        self._context = contextlib.ExitStack()
 
     def __enter__(self) -> "Processes":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {
-                number: signal.signal(number, self._forward) for number in ASKING
-            }
+        self._context.enter_context(handling(self._forward))
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
+        with self._context:
             for process in self._running.values():
                 process.signal(signal.SIGTERM)
             for process in self._running.values():
                 process.end()
-        finally:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
 
     @property
     def stopping(self) -> bool:
@@ -218,22 +212,18 @@ class Processes:
                 else:
                     yield process.name, message
         if self._signals:
-            raise StoppedError(
-                "; ".join(dict.fromkeys(stopped)) or "all work was done",
-                self._signals[0],
-            )
+            lines = "; ".join(dict.fromkeys(stopped))
+            raise StoppedError(lines or "all work was done", self._signals[0])
 
     def _ready(
         self, seconds: float | None
-    ) -> Iterator[
-        tuple[
-            Process, FunctionProgress | FunctionDone | FunctionFailed | FunctionStopped
-        ]
-    ]:
+    ) -> Iterator[tuple[Process, FunctionProgress | End]]:
+        """Wait for messages, at most so many seconds, and take one of each process that has one."""
         for connection in wait(list(self._running), seconds):
             assert isinstance(connection, Connection)
             process = self._running[connection]
-            if (message := process.message()) is None:
+            message = process.message()
+            if message is None:
                 continue
             if not isinstance(message, FunctionProgress):
                 del self._running[connection]
@@ -241,61 +231,93 @@ class Processes:
 
     def _fail(self, process: Process, failure: FunctionFailed) -> NoReturn:
         """Raise the error of the process that failed first, not of one that failed as a consequence."""
-        until = time.monotonic() + AFTER
-        while (
-            failure.consequence
-            and self._running
-            and (left := until - time.monotonic()) > 0
-        ):
-            for other, message in self._ready(left):
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while failure.consequence and self._running:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                break
+            for other, message in self._ready(seconds):
                 if isinstance(message, FunctionFailed) and not message.consequence:
                     process, failure = other, message
         raise TrainingError(_line(process, failure))
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
+        if len(self._signals) >= KILLS:
+            number = signal.SIGKILL
         for process in list(self._running.values()):
-            process.signal(signal.SIGKILL if len(self._signals) >= KILLS else number)
+            process.signal(number)
 
 
 def _line(process: Process, message: FunctionFailed | FunctionStopped) -> str:
     return f"{process.name}: {message.line}" if process.name else message.line
 
 
-def work(number: int) -> NoReturn:
-    """The child: run the function that the parent sends, report back; stop if the parent is gone.
+# The child
 
-    It ends at once, without the teardown of the interpreter, in which gloo's threads may abort the process.
-    """
-    connection, one_at_a_time = Connection(number), threading.RLock()
 
-    def send(message: FunctionProgress | FunctionLine) -> None:
+class _Parent:
+    """The connection of a child to its parent; a child whose parent is gone stops."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._one_at_a_time = threading.RLock()
+
+    def receive(self) -> tuple[Callable[..., object], tuple[Any, ...]]:
+        """The function to run, and its arguments."""
+        function, arguments = self._connection.recv()
+        return function, arguments
+
+    def send(self, message: FunctionProgress | FunctionLine) -> None:
         try:
-            with one_at_a_time:
-                connection.send(message)
+            with self._one_at_a_time:
+                self._connection.send(message)
         except BrokenPipeError:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def report(done: int, total: int, remark: str = "") -> None:
-        send(FunctionProgress(done, total, remark))
+    def end(self, message: End) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._connection.send(message)
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt  # which no library catches as its own error
+    def report(self, done: int, total: int, remark: str = "") -> None:
+        """See `Progress`."""
+        self.send(FunctionProgress(done, total, remark))
 
-    message: FunctionDone | FunctionFailed | FunctionStopped
-    try:
-        for one in ASKING:
-            signal.signal(one, stop)
-        function, arguments = connection.recv()
-        logger = logging.getLogger("vlmdistill")
-        logger.addHandler(_Sender(send))
-        logger.setLevel(logging.INFO)
-        function(*arguments, report)
-        message = FunctionDone(time.process_time())
-    except (StoppedError, KeyboardInterrupt) as error:
-        message = FunctionStopped(one_line(error) or "no work was started")
-    except FOR_USER as error:
-        message = FunctionFailed(one_line(error), isinstance(error, LostRankError))
-    with contextlib.suppress(BrokenPipeError):
-        connection.send(message)
-    os._exit(0)
+
+class _LineSender(logging.Handler):
+    """Sends what is logged to the parent."""
+
+    def __init__(self, parent: _Parent) -> None:
+        super().__init__()
+        self._parent = parent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = FunctionLine(record.name, record.levelno, record.getMessage())
+        self._parent.send(line)
+
+
+def work(descriptor: int) -> NoReturn:
+    """The child: run the function that the parent sends, and report how it has ended.
+
+    It ends at once, without the teardown of the interpreter, in which gloo's threads may abort the process.
+    """
+    parent = _Parent(Connection(descriptor))
+    message: End
+    with handling(_interrupt):
+        try:
+            function, arguments = parent.receive()
+            logger = logging.getLogger("vlmdistill")
+            logger.addHandler(_LineSender(parent))
+            logger.setLevel(logging.INFO)
+            function(*arguments, parent.report)
+            message = FunctionDone(time.process_time())
+        except (StoppedError, KeyboardInterrupt) as error:
+            message = FunctionStopped(one_line(error) or "no work was started")
+        except FOR_USER as error:
+            message = FunctionFailed(one_line(error), isinstance(error, LostRankError))
+        parent.end(message)
+        os._exit(0)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt  # which no library catches as its own error

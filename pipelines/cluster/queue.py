@@ -17,9 +17,8 @@ from vlmdistill.stores.errors import VlmdistillError, one_line
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per task
-FAILURES = (
-    3  # tasks in a row in which no sample succeeded, after which a worker is dropped
-)
+FAILURES = 3
+"""Tasks in a row in which no sample succeeded, after which a worker is dropped."""
 
 
 class WorkerTask(Protocol):
@@ -38,9 +37,8 @@ class WorkerTask(Protocol):
 class TaskResult(Protocol):
     """The result of one task."""
 
-    failed: dict[
-        str, str
-    ]  # key -> why the sample failed on this machine; it is retried on another
+    failed: dict[str, str]
+    """Key -> why the sample failed on this machine; it is retried on another."""
 
 
 T = TypeVar("T", bound=WorkerTask)
@@ -61,9 +59,8 @@ class RunningTask(Generic[T]):
     """A task and its attempts."""
 
     task: T
-    tried: list[str] = field(
-        default_factory=list
-    )  # workers and machines on which it failed
+    tried: list[str] = field(default_factory=list)
+    """Workers and machines on which it failed."""
     why: dict[str, str] = field(default_factory=dict)  # key -> last error
     attempts: int = 0  # without a result
     refused: bool = False  # the last attempt ended with an error meant for the user
@@ -91,13 +88,11 @@ class Member:
     call: Any  # the Ray reference that the driver waits for; None when idle or excluded
     step: Step = Step.locate
     machine: Machine | None = None  # known after `locate`
-    names: tuple[
-        str, ...
-    ] = ()  # of the worker and its machine, for messages and `tried`
+    names: tuple[str, ...] = ()
+    """Of the worker and its machine, for messages and `tried`."""
     running: RunningTask[Any] | None = None
-    crashes: int = (
-        0  # workers of this slot that died while they loaded the target, in a row
-    )
+    crashes: int = 0
+    """Workers of this slot that died while they loaded the target, in a row."""
     failures: int = 0  # tasks in a row in which no sample succeeded
 
     @property
@@ -120,9 +115,8 @@ class Queue(Generic[T, R]):
 
     def __init__(self, members: Sequence[Member], tasks: Iterable[T] = ()) -> None:
         self._members = members
-        self._fresh = iter(
-            tasks
-        )  # made when a worker is free: all of them take much memory
+        # Each is made when a worker is free: all of them take much memory.
+        self._fresh = iter(tasks)
         self._next = next(self._fresh, None)
         self._again: list[RunningTask[T]] = []  # failed, or lost with their machine
         self._ended: list[TaskDone[T, R]] = []
@@ -133,9 +127,8 @@ class Queue(Generic[T, R]):
 
     def __bool__(self) -> bool:
         """Whether a task waits or runs."""
-        return bool(
-            self._next or self._again or any(member.running for member in self._members)
-        )
+        waits = self._next is not None or bool(self._again)
+        return waits or any(member.running for member in self._members)
 
     def ended(self) -> Iterator[TaskDone[T, R]]:
         """The tasks that ended since the last call. VlmdistillError if all tasks end without a result."""
@@ -149,63 +142,63 @@ class Queue(Generic[T, R]):
 
     def assign(self) -> None:
         """Give tasks to idle workers, first those that failed elsewhere or were lost."""
-        self._several |= (
-            len({member.machine.id for member in self._members if member.machine}) > 1
-        )
+        ids = {member.machine.id for member in self._members if member.machine}
+        self._several |= len(ids) > 1
         for running in list(self._again):
-            if not self._takers(running) and any(
-                member.alive for member in self._members
-            ):
-                if not running.attempts:  # its samples failed on every machine
-                    self._give_up(running)
-                    continue
-                running.tried = []
-            idle = [
-                member for member in self._takers(running) if member.step is Step.idle
-            ]
-            if idle:
-                self._again.remove(running)
-                idle[0].begin(running)
+            self._assign_again(running)
         for member in self._members:
             if self._next and member.step is Step.idle:
                 member.begin(RunningTask(self._next))
                 self._next = next(self._fresh, None)
 
+    def _assign_again(self, running: RunningTask[T]) -> None:
+        """Give a task to an idle worker on which it has not failed; if it failed on all, to any again."""
+        some_alive = any(member.alive for member in self._members)
+        if some_alive and not self._takers(running):
+            if not running.attempts:  # its samples failed on every machine
+                self._give_up(running)
+                return
+            running.tried = []
+        for member in self._takers(running):
+            if member.step is Step.idle:
+                self._again.remove(running)
+                member.begin(running)
+                return
+
     def _takers(self, running: RunningTask[T]) -> list[Member]:
         """The live workers on which this task has not failed."""
         return [
-            one
-            for one in self._members
-            if one.alive and not set(one.names) & set(running.tried)
+            member
+            for member in self._members
+            if member.alive and not set(member.names) & set(running.tried)
         ]
 
     def did(self, member: Member, result: R) -> None:
         """Record a result. The samples that failed are retried on another machine."""
-        running, machine, failed = (
-            self._taken_from(member),
-            member.names[1],
-            dict(result.failed),
-        )
-        succeeded = len(running.task.keys) - len(failed)
-        self._count(member, running, bool(succeeded), next(iter(failed.values()), ""))
+        running = self._taken_from(member)
+        failed = dict(result.failed)
+        first_cause = next(iter(failed.values()), "")
+        succeeded = len(failed) < len(running.task.keys)
+        self._count(member, running, succeeded, first_cause)
         if failed:
+            machine = member.names[1]
             again = RunningTask(
                 running.task.only(failed), [*running.tried, machine], failed
             )
             if len(again.tried) < ATTEMPTS and self._takers(again):
                 self._again.append(again)
-                if machine not in self._warned:
-                    logger.warning(
-                        "%s: samples fail and are retried: %s",
-                        machine,
-                        next(iter(failed.values())),
-                    )
-                    self._warned.add(machine)
+                self._warn_once(machine, first_cause)
                 failed = {}
             else:
                 failed = self._causes(again)
         self._done += 1
         self._ended.append(TaskDone(running.task, result, failed))
+
+    def _warn_once(self, machine: str, cause: str) -> None:
+        """Log the first time that samples fail on a machine."""
+        if machine not in self._warned:
+            logger.warning("%s: samples fail and are retried: %s", machine, cause)
+            self._warned.add(machine)
 
     def failed(
         self, member: Member, name: str, cause: str, *, refused: bool = False
@@ -213,18 +206,20 @@ class Queue(Generic[T, R]):
         """Record an attempt without a result; the task is retried, if possible not on `name`."""
         running = self._taken_from(member)
         self._count(member, running, False, cause)
-        running.attempts, running.refused = running.attempts + 1, refused
+        running.attempts += 1
+        running.refused = refused
         running.tried.append(name)
         keys = running.task.keys
         running.why = dict.fromkeys(keys, cause)
-        if (
-            len(keys) > 1 and running.attempts > 1 and not refused
-        ):  # only the guilty sample is given up
+        if len(keys) > 1 and running.attempts > 1 and not refused:
+            # Halves of halves end with the guilty sample, and only that is given up.
             logger.warning("%s: a task failed and is halved: %s", name, cause)
-            halves = keys[: len(keys) // 2], keys[len(keys) // 2 :]
-            self._again[:0] = [
-                RunningTask(running.task.only(half), attempts=1) for half in halves
+            middle = len(keys) // 2
+            halves = [
+                RunningTask(running.task.only(half), attempts=1)
+                for half in (keys[:middle], keys[middle:])
             ]
+            self._again[:0] = halves
             return
         if running.attempts >= ATTEMPTS:
             self._give_up(running)
@@ -239,8 +234,10 @@ class Queue(Generic[T, R]):
             self._again.append(self._taken_from(member))
 
     def _taken_from(self, member: Member) -> RunningTask[T]:
-        running, member.running, member.step = member.running, None, Step.idle
+        running = member.running
         assert running is not None
+        member.running = None
+        member.step = Step.idle
         return running
 
     def _count(
@@ -254,9 +251,9 @@ class Queue(Generic[T, R]):
             member.failures = 0
         elif not running.tried and not running.attempts:
             member.failures += 1
-        if member.failures >= FAILURES and any(
-            one.alive for one in self._members if one is not member
-        ):
+        if member.failures < FAILURES:
+            return
+        if any(other.alive for other in self._members if other is not member):
             member.exclude()
             logger.warning(
                 "%s is dropped: %d tasks in a row failed there: %s",
@@ -281,7 +278,7 @@ class Queue(Generic[T, R]):
 
 
 def scattered(count: int) -> list[int]:
-    """The numbers below `count`, any first ones of which are far apart: by their reversed bits."""
+    """The numbers below `count`, in an order whose first ones are spread over all: by reversed bits."""
     bits = (count - 1).bit_length()
     return sorted(range(count), key=lambda number: f"{number:0{bits}b}"[::-1])
 

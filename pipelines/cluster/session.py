@@ -42,7 +42,7 @@ ADDRESS = re.compile(r"\bip=([0-9a-fA-F.:]+)")
 def session(address: str = "") -> Iterator[None]:
     """A Ray session: the cluster at `address` or RAY_ADDRESS if one is given, else this machine alone.
 
-    It uses a session that is already open, and closes only its own. Inside it SIGTERM raises SystemExit, so
+    A session that is already open is used and stays open. Inside it SIGTERM raises SystemExit, so
     that the block ends as on Ctrl-C; Ray alone would print its stack and end the process.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -66,16 +66,14 @@ def session(address: str = "") -> Iterator[None]:
             _hush()
             handle()  # Ray has set its own handler
             yield
-        except SystemExit as stop:  # Ray's native code makes it 1, and its own handler the signal's number
-            if (
-                signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-                or stop.code == signal.SIGTERM
-            ):
+        except SystemExit as stop:
+            # After SIGTERM, Ray's native code makes the status 1, and its handler the signal's number.
+            by_us = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+            if by_us or stop.code == signal.SIGTERM:
                 raise SystemExit(128 + signal.SIGTERM) from None
             raise
-        except (
-            ray.exceptions.RayError
-        ) as error:  # errors of workers are handled by the pool
+        except ray.exceptions.RayError as error:
+            # Not of a worker: the pool handles those.
             raise VlmdistillError(
                 f"Ray failed ({cause_of(error)}). Finished work is kept; run the same command to continue"
             ) from error
@@ -85,9 +83,10 @@ def session(address: str = "") -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[Callable[[], None]]:
-    """Inside it SIGTERM raises SystemExit, so that what is open is closed.
+    """Inside it SIGTERM raises SystemExit, so that open files and processes are closed.
 
-    It yields what sets the handler again, after a library has set its own. A handler of the caller stays.
+    It yields a function that sets the handler again, for use after a library has set its own. A handler of
+    the caller stays.
     """
     before = signal.getsignal(signal.SIGTERM)
 
@@ -175,13 +174,13 @@ def _connect(address: str, quiet: dict[str, Any]) -> None:
 @contextmanager
 def _stderr_into(target: int) -> Iterator[None]:
     sys.stderr.flush()
-    kept = os.dup(2)
+    original = os.dup(2)
     os.dup2(target, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original, 2)
+        os.close(original)
 
 
 def reach(address: str) -> None:
@@ -218,14 +217,19 @@ def machines() -> dict[str, Machine]:
 
 
 def _machine(node: dict[str, Any]) -> Machine:
-    address, given, has = (
-        node["NodeManagerAddress"],
-        node.get("NodeName"),
-        node["Resources"],
+    address = node["NodeManagerAddress"]
+    name = node.get("NodeName")
+    if not name or name == address:
+        name = node["NodeManagerHostname"]
+    resources = node["Resources"]
+    return Machine(
+        id=node["NodeID"],
+        name=f"{name} ({address})",
+        address=address,
+        cpus=int(resources.get("CPU", 0)),
+        gpus=int(resources.get("GPU", 0)),
+        memory=int(resources.get("memory", 0)),
     )
-    name = given if given and given != address else node["NodeManagerHostname"]
-    cpus, gpus, memory = (int(has.get(what, 0)) for what in ("CPU", "GPU", "memory"))
-    return Machine(node["NodeID"], f"{name} ({address})", address, cpus, gpus, memory)
 
 
 def here() -> str:
@@ -245,41 +249,51 @@ class WorkerShare:
 
     @classmethod
     def of(
-        cls, there: Sequence[Machine], workers: int | None, weights: int
+        cls, machines: Sequence[Machine], workers: int | None, weights: int
     ) -> "WorkerShare":
         """The share with which `workers` fit; without a number, as many as can hold `weights` bytes each."""
-        if gpus := [machine.gpus for machine in there if machine.gpus]:
-            needed = _gpus_for(weights)
-            even = _even(gpus, workers or 0, there, lambda each: cls(0, each, 0))
-            each = min(even.gpus, needed) if workers else needed
-            spare = min(
-                machine.cpus / machine.gpus for machine in there if machine.gpus
-            )
-            return cls(min(CPUS, spare * each // 1), each, 0)
-        single = cls(1, 0, 0 if workers else WORKER_BYTES + EXPANSION * weights)
-        cpus = [machine.cpus for machine in there if machine.cpus]
-        number = workers or max(1, single.room(there))
-        return (
-            _even(cpus, number, there, lambda each: cls(each, 0, single.memory))
-            if cpus
-            else single
-        )
+        if any(machine.gpus for machine in machines):
+            return cls._on_gpus(machines, workers, weights)
+        return cls._on_cpus(machines, workers, weights)
 
-    def room(self, there: Sequence[Machine]) -> int:
+    @classmethod
+    def _on_gpus(
+        cls, machines: Sequence[Machine], workers: int | None, weights: int
+    ) -> "WorkerShare":
+        with_gpus = [machine for machine in machines if machine.gpus]
+        gpus: float = _gpus_for(weights)
+        if workers:
+            counts = [machine.gpus for machine in with_gpus]
+            even = _even(counts, workers, machines, lambda each: cls(0, each, 0))
+            gpus = min(even.gpus, gpus)
+        cpus_per_gpu = min(machine.cpus / machine.gpus for machine in with_gpus)
+        return cls(min(CPUS, cpus_per_gpu * gpus // 1), gpus, 0)
+
+    @classmethod
+    def _on_cpus(
+        cls, machines: Sequence[Machine], workers: int | None, weights: int
+    ) -> "WorkerShare":
+        memory = 0 if workers else WORKER_BYTES + EXPANSION * weights
+        single = cls(1, 0, memory)
+        counts = [machine.cpus for machine in machines if machine.cpus]
+        if not counts:
+            return single
+        workers = workers or max(1, single.room(machines))
+        return _even(counts, workers, machines, lambda each: cls(each, 0, memory))
+
+    def room(self, machines: Sequence[Machine]) -> int:
         """How many workers fit on the machines."""
+        return sum(map(self._room_on, machines))
+
+    def _room_on(self, machine: Machine) -> int:
+        limits = list[float]()
         if self.gpus:
-            fits = (
-                min(one.gpus / self.gpus, one.cpus / self.cpus if self.cpus else 2**31)
-                for one in there
-            )
-            return sum(map(int, fits))
-        return sum(
-            min(
-                int(machine.cpus / self.cpus),
-                machine.memory // self.memory if self.memory else 2**31,
-            )
-            for machine in there
-        )
+            limits.append(machine.gpus / self.gpus)
+        if self.cpus:
+            limits.append(machine.cpus / self.cpus)
+        if self.memory:
+            limits.append(machine.memory / self.memory)
+        return int(min(limits))
 
     def __str__(self) -> str:
         return f"{self.gpus:g} free GPUs" if self.gpus else f"{self.cpus:g} free CPUs"
@@ -287,22 +301,27 @@ class WorkerShare:
     @property
     def options(self) -> dict[str, Any]:
         """As options of a Ray actor."""
-        return {"num_cpus": self.cpus} | ({"num_gpus": self.gpus} if self.gpus else {})
+        options = {"num_cpus": self.cpus}
+        if self.gpus:
+            options["num_gpus"] = self.gpus
+        return options
 
 
 def _even(
-    has: Sequence[int],
+    counts: Sequence[int],
     workers: int,
-    there: Sequence[Machine],
+    machines: Sequence[Machine],
     share: Callable[[float], WorkerShare],
 ) -> WorkerShare:
     """The largest share with which `workers` fit, at most one machine each; or a fraction of a CPU or GPU.
 
-    Ray would wait forever for a share that no machine has.
+    `counts` are the CPUs or GPUs of the machines. Ray would wait forever for a share that no machine has.
     """
-    shares = (share(each) for each in range(max(has), 0, -1))
-    enough = (one for one in shares if one.room(there) >= workers)
-    return next(enough, None) or share(1 / math.ceil(workers / sum(has)))
+    for each in range(max(counts), 0, -1):
+        candidate = share(each)
+        if candidate.room(machines) >= workers:
+            return candidate
+    return share(1 / math.ceil(workers / sum(counts)))
 
 
 @functools.cache
@@ -312,27 +331,28 @@ def _gpus_for(weights: int) -> int:
 
     if weights <= FITS:
         return 1
-    asked = ray.remote(num_gpus=1)(_gpu_bytes).remote()
+    call = ray.remote(num_gpus=1)(_gpu_bytes).remote()
     try:
-        held = ray.get(asked, timeout=GPU_SECONDS)
+        gpu_bytes: int = ray.get(call, timeout=GPU_SECONDS)
     except ray.exceptions.RayError as error:
-        ray.cancel(asked)
+        ray.cancel(call)
         raise VlmdistillError(
             f"no GPU of the cluster was free within {GPU_SECONDS:.0f} s ({cause_of(error)}): wait for other "
             "jobs to end"
         ) from error
-    return max(1, math.ceil(weights / max(1, held - ROOM))) if held else 1
+    if not gpu_bytes:
+        return 1
+    usable_bytes = max(1, gpu_bytes - ROOM)
+    return max(1, math.ceil(weights / usable_bytes))
 
 
 def _gpu_bytes() -> int:
     """The memory of the GPU of this Ray task, in bytes."""
     import torch
 
-    return (
-        int(torch.cuda.get_device_properties(0).total_memory)
-        if torch.cuda.is_available()
-        else 0
-    )
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def cause_of(error: BaseException) -> str:
@@ -349,5 +369,5 @@ def cause_of(error: BaseException) -> str:
 
 def address_of(error: BaseException) -> str:
     """The address of the machine that a Ray error comes from; empty if unknown."""
-    found = ADDRESS.search(str(error))
-    return found[1] if found else ""
+    match = ADDRESS.search(str(error))
+    return match[1] if match else ""

@@ -52,22 +52,20 @@ class Shared:
     def check_model(self) -> None:
         """TargetError if the model is missing or another one."""
         try:
-            mine = vars(checkpoint(self.model))
+            hashes = vars(checkpoint(self.model))
         except TargetError as error:
             raise TargetError(
                 f"cannot find the model {self.model}: {ADVICE} ({one_line(error)})"
             ) from None
-        theirs = vars(self.checkpoint) if self.checkpoint else mine
-        odd = [
-            name
-            for name in ("config", "weights", "processor", "template")
-            if mine[name] != theirs[name]
-        ]
-        if odd:
-            raise TargetError(
-                f"the model {self.model} is a different one ({odd[0]}: {mine[odd[0]]}, not "
-                f"{theirs[odd[0]]}): {ADVICE}, or copy it to this machine again"
-            )
+        if self.checkpoint is None:
+            return
+        expected = vars(self.checkpoint)
+        for name in ("config", "weights", "processor", "template"):
+            if hashes[name] != expected[name]:
+                raise TargetError(
+                    f"the model {self.model} is a different one ({name}: {hashes[name]}, not "
+                    f"{expected[name]}): {ADVICE}, or copy it to this machine again"
+                )
 
     def check_media(self) -> None:
         """DataError if files are missing."""
@@ -84,14 +82,14 @@ class Shared:
         if self.store is None:
             return
         try:
-            seen = self.store.size(self.mark) is not None
+            visible = self.store.size(self.mark) is not None
         except (*FOR_USER, ImportError) as error:
             raise StoreError(
                 f"cannot read the store {self.store.url} ({type(error).__name__}: {one_line(error)}). Set "
                 "the credentials in the environment of `ray start` on this machine, or with `ray job submit "
                 "--runtime-env-json`: workers do not get the environment of this command"
             ) from None
-        if not seen:
+        if not visible:
             raise StoreError(
                 f"the store {self.store.url} is a different folder: {ADVICE}, or give --store a URL such as "
                 "s3://bucket/store"
@@ -109,14 +107,17 @@ def _local(path: str) -> str:
 def some_files(paths: Iterable[str]) -> tuple[str, ...]:
     """Up to `MEDIA` of the paths, evenly spread over all of them in order."""
     files = sorted(set(paths))
-    return tuple(files[:: -(-len(files) // MEDIA) or 1])
+    step = -(-len(files) // MEDIA) or 1
+    return tuple(files[::step])
 
 
 def some_media(prompts: Sequence[HasFiles]) -> tuple[str, ...]:
-    """Up to `MEDIA` files of the prompts that exist here; of many prompts, only a few are looked at."""
-    few = range(0, len(prompts), len(prompts) // LOOKED_AT or 1)
-    files = some_files(path for at in few for path in prompts[at].files)
-    return tuple(path for path in files if os.path.exists(_local(path)))
+    """Up to `MEDIA` files of the prompts that exist here; of many prompts, only some are examined."""
+    step = len(prompts) // LOOKED_AT or 1
+    files = list[str]()
+    for number in range(0, len(prompts), step):
+        files += prompts[number].files
+    return tuple(path for path in some_files(files) if os.path.exists(_local(path)))
 
 
 @contextmanager
@@ -136,6 +137,6 @@ def marked(store: Backend) -> Iterator[str]:
                 "credentials in the environment of `ray start` on this machine, the right to write there"
             ) from error
         yield mark
-    finally:  # also after a signal that came while it was created
+    finally:  # also after a signal that came while the file was created
         with suppress(OSError):
             store.remove(mark)

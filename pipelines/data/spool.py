@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Spool:
-    """Arrow rows on disk, of which any can be read without the others."""
+    """Arrow rows on disk, each of which can be read without the others."""
 
     def __init__(self, folder: Path, schema: Any, batches: Iterable[Any]) -> None:
-        """Write the record batches, all of one schema, below a folder if it can be written."""
+        """Write record batches of one schema to a file in the folder, or in TMPDIR if that is read-only."""
         import pyarrow as pa
 
         with _file_in(folder) as file:
@@ -28,17 +28,16 @@ class Spool:
         self._starts = [0]
         for batch in self._batches:
             self._starts.append(self._starts[-1] + len(batch))
-        pa.default_memory_pool().release_unused()  # what the batches took
+        pa.default_memory_pool().release_unused()  # the memory of the batches
 
-    def row(self, at: int) -> dict[str, Any]:
-        """One row."""
-        number = bisect_right(self._starts, at) - 1
-        (row,) = self._batches[number].slice(at - self._starts[number], 1).to_pylist()
-        self._map.madvise(
-            mmap.MADV_DONTNEED
-        )  # of what was read, only the page cache keeps a copy
-        found: dict[str, Any] = row
-        return found
+    def row(self, number: int) -> dict[str, Any]:
+        """One row, by its number."""
+        batch = bisect_right(self._starts, number) - 1
+        offset = number - self._starts[batch]
+        rows: list[dict[str, Any]] = self._batches[batch].slice(offset, 1).to_pylist()
+        # The pages that were read stay in the page cache alone.
+        self._map.madvise(mmap.MADV_DONTNEED)
+        return rows[0]
 
 
 def _file_in(folder: Path) -> Any:

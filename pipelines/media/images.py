@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.records import regular
+from vlmdistill.stores.input_files import regular
 
 KINDS = {
     "image": "apng avif bmp dib gif heic heif ico jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm svg tga tif tiff "
@@ -21,6 +21,10 @@ KINDS = {
 }
 PLAIN_FORMATS = ("PNG", "JPEG", "WEBP")  # that all servers read
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
+PAGED = ("TIFF", "GIF", "WEBP", "PNG", "AVIF")  # that may hold more than one picture
+SUBFILE_TYPE = (
+    254  # tag of TIFF 6.0, page 36: bit 0 says "a reduced-resolution version"
+)
 ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -47,9 +51,10 @@ def of_the_web(name: object) -> MediaError:
 def kind_of(name: str) -> str:
     """Whether a file is an image or a video, by its ending; empty for all others."""
     ending = Path(name).suffix[1:].lower()
-    return next(
-        (kind for kind, endings in KINDS.items() if ending in endings.split()), ""
-    )
+    for kind, endings in KINDS.items():
+        if ending in endings.split():
+            return kind
+    return ""
 
 
 def name_of(content: bytes) -> str:
@@ -132,6 +137,26 @@ def upright(image: Image.Image, mode: str = "RGB") -> Image.Image:
     return picture if turn is None else picture.transpose(turn)
 
 
+def pages(image: Image.Image) -> int:
+    """The number of pages of a TIFF file or of frames of an animation, of which `upright` copies the first.
+
+    Small versions of the picture do not count: previews of a TIFF file, or what a phone adds to a JPEG.
+    """
+    if image.format not in PAGED:
+        return 1
+    with decoding():
+        total = int(getattr(image, "n_frames", 1))
+        if image.format != "TIFF":
+            return total
+        count = 0
+        for number in range(total):
+            image.seek(number)
+            is_reduced = int(image.tag_v2.get(SUBFILE_TYPE, 0)) & 1  # type: ignore[attr-defined]
+            count += not is_reduced
+        image.seek(0)
+    return max(count, 1)
+
+
 def _is_transparent(image: Image.Image) -> bool:
     return "A" in image.getbands() or image.info.get("transparency") is not None
 
@@ -145,11 +170,9 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    # `convert` would clip brighter pixels at 255.
-    if image.mode.startswith("I;16") or (image.mode, image.format) == (
-        "I",
-        "PPM",
-    ):  # scaled to 16 by Pillow
+    # `convert` would clip brighter pixels at 255. Pillow scales a PPM to 16 bits.
+    is_ppm = image.mode == "I" and image.format == "PPM"
+    if is_ppm or image.mode.startswith("I;16"):
         grey_HW = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):

@@ -1,11 +1,11 @@
-"""What a stage would do, without doing it: samples, tokens, bytes, memory, hours, and what exists already."""
+"""Dry run: the samples, tokens, bytes, memory and time that a stage would take, and what exists already."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 import torch
@@ -43,6 +43,9 @@ from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.schema import Feature, TargetInfo
 from vlmdistill.stores.store import Store
 
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.targets.describe import TargetDescription
+
 LARGER = "use a larger machine, or --target-dtype bfloat16"
 STAGES = ("responses", "features", "train")
 
@@ -57,20 +60,17 @@ class Speeds:
     @classmethod
     def of(cls, root: Path, stated: Sequence[str]) -> "Speeds":
         """Of texts such as `features=3000`; DataError on other texts."""
-        found = {}
+        rates = dict[str, float]()
         for text in stated:
             stage, _, number = text.partition("=")
-            if (
-                stage not in STAGES
-                or not re.fullmatch(r"\d+(\.\d+)?", number)
-                or not float(number)
-            ):
+            is_number = re.fullmatch(r"\d+(\.\d+)?", number) is not None
+            if stage not in STAGES or not is_number or not float(number):
                 raise DataError(
                     f"--rate {text}: write one of {', '.join(STAGES)} and its tokens per second, such as "
                     "features=3000"
                 )
-            found[stage] = float(number)
-        return cls(root, found)
+            rates[stage] = float(number)
+        return cls(root, rates)
 
     def seconds(
         self, stage: str, tokens: float | None, engine: str = "transformers"
@@ -80,17 +80,18 @@ class Speeds:
             return None
         if not tokens:
             return 0.0
-        if stated := self.stated.get(
-            stage.partition(" ")[0]
-        ):  # of a training, for all methods
-            return tokens / stated
-        rate = rates.known(self.root, stage, engine) if self.root else None
+        verb = stage.partition(" ")[0]  # of a training, whatever its method
+        if verb in self.stated:
+            return tokens / self.stated[verb]
+        if self.root is None:
+            return None
+        rate = rates.known(self.root, stage, engine)
         return tokens / rate.tokens_per_second if rate else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureForecast:
-    """What `responses` and `features` would do for some prompts.
+    """The work of `responses` and `features` for some prompts.
 
     Tokens of responses that are missing are estimated by the mean of those that exist, dropped ones included;
     None where none exists.
@@ -130,102 +131,204 @@ class CaptureForecast:
 
 
 @dataclass(frozen=True)
-class _Gain:
-    """What a store, or an annex of it, would get; tokens None where no response tells."""
+class _PlannedResponses:
+    """The responses that exist, and those that are to be generated."""
+
+    facts: pl.DataFrame  # of those that exist
+    missing: int
+    max_tokens: int  # of a response
+
+    @classmethod
+    def of(cls, job: CaptureJob) -> "_PlannedResponses":
+        """The responses of a job."""
+        facts = job.generated()
+        sampling = job.sampling or dataset.read_settings(job.responses)[0]
+        missing = len(job.prompts) - len(facts)
+        return cls(facts, missing, sampling.max_new_tokens)
+
+    @property
+    def likely_tokens(self) -> int | None:
+        """Tokens to generate, by the mean of the responses that exist; None if there are none."""
+        if not self.missing:
+            return 0
+        if not len(self.facts):
+            return None
+        return round(self.missing * self._sum(self.facts, "tokens") / len(self.facts))
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest known prompt with the longest response."""
+        longest_prompt = self.facts["prompt_tokens"].max() or 0
+        return int(longest_prompt) + self.max_tokens  # type: ignore[arg-type]
+
+    def tokens_with(self, waiting: pl.DataFrame) -> tuple[int, int] | None:
+        """Text and visual tokens of the responses in `waiting` and of those to generate.
+
+        Each of these counts as much as the mean of those that exist; None if there are none.
+        """
+        if self.missing and not len(self.facts):
+            return None
+        to_come = self.missing / len(self.facts) if self.missing else 0.0
+
+        def total(column: str) -> int:
+            future = round(to_come * self._sum(self.facts, column))
+            return self._sum(waiting, column) + future
+
+        visual = total("visual_tokens")
+        text = total("prompt_tokens") - visual + total("tokens")
+        return text, visual
+
+    @staticmethod
+    def _sum(rows: pl.DataFrame, column: str) -> int:
+        return int(rows[column].sum())
+
+
+@dataclass(frozen=True)
+class _PlannedCapture:
+    """The samples that a store, or an annex of it, would get; tokens None if no response exists."""
 
     features: frozenset[Feature]
     samples: int
-    text: int | None = None
-    visual: int | None = None
+    text_tokens: int | None
+    visual_tokens: int | None
 
-    def bytes(self, width: int) -> int:
-        from vlmdistill.pipelines.targets.describe import feature_cost
+    @classmethod
+    def of(
+        cls,
+        store: CaptureStore,
+        waiting: pl.DataFrame,
+        planned: _PlannedResponses,
+        job: CaptureJob,
+        needed: Sequence[str],
+    ) -> "_PlannedCapture":
+        """Of one store of a job, which lacks the responses `waiting`; a new store gets `needed` features."""
+        if store.base:
+            features = store.select(job.settings.drafters, store.base.info)
+        else:
+            features = frozenset(map(Feature.parse, needed))
+        samples = len(waiting) + planned.missing
+        tokens = planned.tokens_with(waiting)
+        text, visual = tokens or (None, None)
+        return cls(features, samples, text, visual)
 
-        spans = self.samples if self.visual else 0
-        rows = {"text": self.text or 0, "visual": self.visual or 0, "span": spans}
-        return int(feature_cost(self.features, rows, width)["bytes"])
+    @property
+    def tokens(self) -> int | None:
+        """Text and visual tokens together."""
+        if self.text_tokens is None or self.visual_tokens is None:
+            return None
+        return self.text_tokens + self.visual_tokens
+
+    def bytes(self, hidden_size: int) -> int:
+        """The size of the features on the disk."""
+        from vlmdistill.pipelines.targets.describe import SampleSize, feature_cost
+
+        size = SampleSize(
+            text=self.text_tokens or 0,
+            visual=self.visual_tokens or 0,
+            images=self.samples if self.visual_tokens else 0,
+        )
+        return feature_cost(self.features, size, hidden_size).bytes
 
 
-def _described(model: str, drafters: Sequence[str] | None = None) -> dict[str, Any]:
+def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
+    """Forecast responses and features; no weights are loaded and nothing is written."""
+    speeds = speeds or Speeds()
+    engine = job.workers.engine
+    target = _described(job.workspace.model, job.settings.drafters)
+    planned = _PlannedResponses.of(job)
+    captures = [
+        _PlannedCapture.of(store, waiting, planned, job, target.together.features)
+        for store, waiting in job.waiting(planned.facts)
+    ]
+    largest = max(captures, key=lambda capture: capture.samples)
+    captured = _captured_features(captures)
+    prompt_keys = {*facts_of(job.prompts)["key"]}
+    response_tokens = planned.likely_tokens
+    return CaptureForecast(
+        prompts=len(job.prompts),
+        responses=len(planned.facts),
+        to_generate=planned.missing,
+        most_tokens=planned.missing * planned.max_tokens,
+        likely_tokens=response_tokens,
+        samples=len(prompt_keys & job.store.keys()),
+        to_capture=largest.samples,
+        text_tokens=largest.text_tokens,
+        visual_tokens=largest.visual_tokens,
+        features=tuple(captured),
+        bytes=_capture_bytes(captures, target.target.hidden_size),
+        free_bytes=free_disk(job.store.path),
+        weights_bytes=target.weights_bytes,
+        response_memory=_response_memory(job, target, planned),
+        feature_memory=_feature_memory(job, target, captured),
+        response_seconds=speeds.seconds("responses", response_tokens, engine),
+        feature_seconds=speeds.seconds("features", largest.tokens, engine),
+    )
+
+
+def _captured_features(captures: Sequence[_PlannedCapture]) -> list[str]:
+    """The names of the features that some sample gets."""
+    names = set[str]()
+    for capture in captures:
+        if capture.samples:
+            names |= {feature.name for feature in capture.features}
+    return sorted(names)
+
+
+def _capture_bytes(captures: Sequence[_PlannedCapture], hidden_size: int) -> int | None:
+    """The growth of the store and its annexes; None if no response exists to estimate it by."""
+    if any(capture.tokens is None for capture in captures):
+        return None
+    return sum(capture.bytes(hidden_size) for capture in captures)
+
+
+def _response_memory(
+    job: CaptureJob, target: "TargetDescription", planned: _PlannedResponses
+) -> Memory:
+    """A process that generates responses."""
+    responses = min(job.batch or CPU_BATCH, planned.missing)
+    batch = _response_batch(target.target, responses, planned.longest_sequence)
+    return _worker_memory(target, _dtype(job), batch)
+
+
+def _feature_memory(
+    job: CaptureJob, target: "TargetDescription", features: Sequence[str]
+) -> Memory:
+    """A process that captures features."""
+    batch = {"pass": rows(target.target, job.settings.batch_tokens, features)}
+    return _worker_memory(target, _dtype(job), batch)
+
+
+def _worker_memory(
+    target: "TargetDescription", dtype: str, batch: Mapping[str, int]
+) -> Memory:
+    """A process with a target that may be spread over GPUs; `batch` are the numbers of its batches."""
+    return on_target(target.parameters.all, dtype, batch=batch, spread=True)
+
+
+def _dtype(job: CaptureJob) -> str:
+    return job.workers.load.get("dtype", "auto")
+
+
+def _response_batch(info: TargetInfo, responses: int, tokens: int) -> dict[str, int]:
+    """The numbers of a batch of responses, each of so many tokens with its prompt."""
+    return {
+        "kv_cache": kv_cache(info, responses * tokens),
+        "logits": 2 * responses * info.vocab_size,
+    }
+
+
+def _described(
+    model: str, drafters: Sequence[str] | None = None
+) -> "TargetDescription":
     """The target. It alone needs transformers, which takes longer to import than a forecast of training."""
     from vlmdistill.pipelines.targets.describe import describe
 
     return describe(model, 0, 0, drafters=drafters)
 
 
-def _generating(info: TargetInfo, batch: int, tokens: int) -> dict[str, int]:
-    """The numbers of a batch of responses, each of so many tokens with its prompt."""
-    return {
-        "kv_cache": kv_cache(info, batch * tokens),
-        "logits": 2 * batch * info.vocab_size,
-    }
-
-
-def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
-    """Forecast responses and features; no weights are loaded and nothing is written."""
-    speeds, drafters = speeds or Speeds(), job.settings.drafters
-    facts = job.generated()
-    missing = len(job.prompts) - len(facts)
-    limit = (job.sampling or dataset.read_settings(job.responses)[0]).max_new_tokens
-    about = _described(job.workspace.model, drafters)
-
-    def gain(part: CaptureStore, waiting: pl.DataFrame) -> _Gain:
-        """What a part gets from the responses that exist, and from those to come, each of the mean size."""
-        held = (
-            part.select(drafters, part.store.info)
-            if part.store
-            else map(Feature.parse, needed)
-        )
-        gain = _Gain(frozenset(held), len(waiting) + missing)
-        if not len(facts) and missing:
-            return gain
-        more = missing / len(facts) if missing else 0.0
-        visual, prompt, response = (
-            int(waiting[name].sum()) + round(more * int(facts[name].sum()))
-            for name in ("visual_tokens", "prompt_tokens", "tokens")
-        )
-        return replace(gain, text=prompt - visual + response, visual=visual)
-
-    stored = job.part.keys()
-    needed = about["drafters"]["all"]["features"]
-    gains = [gain(*one) for one in job.waiting(facts)]
-    info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
-    largest, width = max(gains, key=lambda gain: gain.samples), info.hidden_size
-    captured = sorted(
-        {feature.name for one in gains if one.samples for feature in one.features}
-    )
-    likely = (
-        round(missing * int(facts["tokens"].sum()) / len(facts)) if len(facts) else None
-    )
-    longest = int(facts["prompt_tokens"].max() or 0) + limit  # type: ignore[arg-type]
-    at_once = _generating(info, min(job.batch or CPU_BATCH, missing), longest)
-    in_pass = {"pass": rows(info, job.settings.batch_tokens, captured)}
-    dtype, engine = job.workers.load.get("dtype", "auto"), job.workers.engine
-    tokens = None if largest.text is None else largest.text + (largest.visual or 0)
-    return CaptureForecast(
-        prompts=len(job.prompts),
-        responses=len(facts),
-        to_generate=missing,
-        most_tokens=missing * limit,
-        likely_tokens=likely if missing else 0,
-        samples=sum(key in stored for key in facts_of(job.prompts)["key"]),
-        to_capture=largest.samples,
-        text_tokens=largest.text,
-        visual_tokens=largest.visual,
-        features=tuple(captured),
-        bytes=None if largest.text is None else sum(one.bytes(width) for one in gains),
-        free_bytes=free_disk(job.part.path),
-        weights_bytes=about["weights_bytes"],
-        response_memory=on_target(weights, dtype, batch=at_once, spread=True),
-        feature_memory=on_target(weights, dtype, batch=in_pass, spread=True),
-        response_seconds=speeds.seconds("responses", likely if missing else 0, engine),
-        feature_seconds=speeds.seconds("features", tokens, engine),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainForecast:
-    """What a training would do."""
+    """The work of a training."""
 
     samples: int  # with images or videos, and without
     text_samples: int
@@ -235,9 +338,8 @@ class TrainForecast:
     batch_tokens: int  # of an optimizer step
     parameters: int  # that are trained
     memory: Memory  # of one rank, before ZeRO
-    disk_bytes: (
-        int  # of the checkpoint, while its successor is written, and of the drafter
-    )
+    disk_bytes: int
+    """Of the checkpoint, while its successor is written, and of the drafter."""
     seconds: float | None  # of the steps that are left; None: no rate is known
     done: int  # steps of an earlier start of the same run
     finished: bool
@@ -249,16 +351,14 @@ def needs_of_training(
     """The weights that a run trains, the memory of a rank, and the bytes that it writes."""
     with torch.device("meta"):
         table_VD = torch.empty(info.vocab_size, info.hidden_size)
-        drafter = catalogue.trained(run.drafter)(
-            run.config.model, info, Head(table_VD, table_VD)
-        )
+        head = Head(table_VD, table_VD)
+        drafter = catalogue.trained(run.drafter)(run.config.model, info, head)
     weights = sum(
         weight.numel() for weight in drafter.parameters() if weight.requires_grad
     )
     _, tokens = run.packing(world)
-    memory = of_training(
-        info, weights, run.precision, tokens, len(run.config.model.needs(info))
-    )
+    features = len(run.config.model.needs(info))
+    memory = of_training(info, weights, run.precision, tokens, features)
     return weights, memory, (SAVED + 1) * 4 * weights
 
 
@@ -266,25 +366,22 @@ PLANNED_TOKENS = 2048  # of a prompt with its response, in `fits`
 
 
 def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
-    """What each stage needs of one process in bfloat16, beside what so many GPUs of that size have.
+    """The memory of a process of each stage in bfloat16, beside that of so many GPUs of a size.
 
     Stages run with their defaults, responses with `PLANNED_TOKENS` for each prompt; a training of each method
     is one rank per GPU, before ZeRO.
     """
-    about = _described(model)
-    info, weights = TargetInfo.from_dict(about["target"]), about["parameters"]["all"]
-    dtype, answers = "bfloat16", _generating(info, CPU_BATCH, PLANNED_TOKENS)
-    captured = {
-        "pass": rows(
-            info, CaptureSettings.batch_tokens, about["drafters"]["all"]["features"]
-        )
-    }
+    target = _described(model)
+    info = target.target
+    weights = target.parameters.all
+    dtype = "bfloat16"
+    responses = _response_batch(info, CPU_BATCH, PLANNED_TOKENS)
+    one_pass = rows(info, CaptureSettings.batch_tokens, target.together.features)
+    one_response = kv_cache(info, PLANNED_TOKENS)
     stages = {
-        "responses": on_target(weights, dtype, batch=answers, spread=True),
-        "features": on_target(weights, dtype, batch=captured, spread=True),
-        "eval, serve": on_target(
-            weights, dtype, batch={"kv_cache": kv_cache(info, PLANNED_TOKENS)}
-        ),
+        "responses": _worker_memory(target, dtype, responses),
+        "features": _worker_memory(target, dtype, {"pass": one_pass}),
+        "eval, serve": on_target(weights, dtype, batch={"kv_cache": one_response}),
     }
     for name in filter(catalogue.is_trained, catalogue.NAMES):
         run = Run(
@@ -294,7 +391,7 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
             out=Path(name),
             dtype=dtype,
         )
-        stages[f"train {name}"] = needs_of_training(run, info, gpus)[1]
+        _, stages[f"train {name}"], _ = needs_of_training(run, info, gpus)
     return {
         stage: replace(memory, free=[gpu_bytes] * gpus, device="GPU")
         for stage, memory in stages.items()
@@ -303,11 +400,10 @@ def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
 
 def check_training(run: Run, world: int = 1) -> None:
     """DataError if a run cannot be trained here."""
-    _, memory, disk = needs_of_training(
-        run, Store.open(run.store, run.cache).info, world
-    )
+    info = Store.open(run.store, run.cache).info
+    _, memory, disk_bytes = needs_of_training(run, info, world)
     advice = "use smaller --set batch_tokens or a larger machine; for the disk, another --runs"
-    check(f"train {run.out.name}", memory, disk, run.out, advice)
+    check(f"train {run.out.name}", memory, disk_bytes, run.out, advice)
 
 
 def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainForecast:
@@ -318,54 +414,56 @@ def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainFor
     schedule = Schedule(run.config.training, run.config.schedule, micro)
 
     def batches(keys: Sequence[str]) -> int:
-        return len(
-            Epoch(data.store, data.needs, keys=keys, token_budget=budget, world=world)
+        epoch = Epoch(
+            data.store, data.needs, keys=keys, token_budget=budget, world=world
         )
+        return len(epoch)
 
     def drawn(stage: int, ramp: float) -> Sequence[str]:
         return data.samples[stage].draw(schedule.stages[stage], ramp, 0)
 
-    weights, memory, disk = needs_of_training(run, data.store.info, world)
-    begun = saved.read(run.state)
-    last = data.samples[-1]
+    weights, memory, disk_bytes = needs_of_training(run, data.store.info, world)
     steps = schedule.planned(Position(), drawn, batches)
-    over = finished(run, data)
-    done = begun.position.total if begun and begun.signature == data.signature else 0
-    left = 0 if over else steps - done
+    checkpoint = saved.read(run.state)
+    done = 0
+    if checkpoint and checkpoint.signature == data.signature:
+        done = checkpoint.position.total
+    is_finished = finished(run, data)
+    steps_left = 0 if is_finished else steps - done
+    batch_tokens = run.config.training.batch_tokens
+    seconds = speeds.seconds(f"train {run.drafter}", steps_left * batch_tokens)
+    samples = data.samples[-1]  # of the last stage
+    shares = {
+        stage.name: schedule.share(number)
+        for number, stage in enumerate(schedule.stages)
+    }
     return TrainForecast(
-        samples=len(last.visual),
-        text_samples=len(last.text),
-        held_out=len(last.held_out),
+        samples=len(samples.visual),
+        text_samples=len(samples.text),
+        held_out=len(samples.held_out),
         steps=steps,
-        stages={
-            one.name: schedule.share(number)
-            for number, one in enumerate(schedule.stages)
-        },
-        batch_tokens=run.config.training.batch_tokens,
+        stages=shares,
+        batch_tokens=batch_tokens,
         parameters=weights,
         memory=memory,
-        disk_bytes=disk,
-        seconds=speeds.seconds(
-            f"train {run.drafter}", left * run.config.training.batch_tokens
-        ),
+        disk_bytes=disk_bytes,
+        seconds=seconds,
         done=done,
-        finished=over,
+        finished=is_finished,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalForecast:
-    """What an evaluation would do."""
+    """The work of an evaluation."""
 
     prompts: int
-    decodings: (
-        int  # of a prompt: plain, and each drafter with each tree, at each temperature
-    )
+    decodings: int
+    """Of a prompt: plain, and each drafter with each tree, at each temperature."""
     most_tokens: int
     memory: Memory
-    seconds: (
-        float | None
-    )  # of decoding, by earlier evaluations here; None where a drafter has none
+    seconds: float | None
+    """Of decoding, by earlier evaluations here; None if a drafter has none."""
 
     def check(self, reports: Path) -> None:
         """DataError if the target does not fit here."""
@@ -386,52 +484,67 @@ def evaluation(
     DataError if there are no prompts, TrainingError if a drafter is missing unless `untrained` ones may be.
     """
     settings.check()
-    for name in () if untrained else drafters:
-        describe_drafter(workspace.drafter(name))
-    files = [workspace.drafter(name) / "model.safetensors" for name in drafters]
-    more = sum(file.stat().st_size // 4 for file in files if file.is_file())
-    weights = parameters_in(resolve(workspace.model))
+    if not untrained:
+        for name in drafters:
+            describe_drafter(workspace.drafter(name))
     prompts = len(
         held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
     )
-    temperatures, trees = len(settings.temperatures), max(1, len(settings.trees))
+    temperatures = len(settings.temperatures)
+    trees = max(1, len(settings.trees))
     decodings = temperatures * (1 + len(drafters) * trees)
+    seconds = None
+    if timed:
+        responses = prompts * temperatures
+        seconds = _decoding_seconds(workspace, drafters, responses, trees)
+    memory = on_target(
+        parameters_in(resolve(workspace.model)),
+        settings.how.get("dtype", "auto"),
+        drafter=_weights_of(workspace, drafters),
+    )
     return EvalForecast(
         prompts=prompts,
         decodings=decodings,
         most_tokens=prompts * decodings * settings.max_new_tokens,
-        memory=on_target(weights, settings.how.get("dtype", "auto"), more=more),
-        seconds=_seconds(workspace, drafters, prompts * temperatures, trees)
-        if timed
-        else None,
+        memory=memory,
+        seconds=seconds,
     )
 
 
-def _seconds(
+def _weights_of(workspace: Workspace, drafters: Sequence[str]) -> int:
+    """The weights of all drafters that are there, by the sizes of their float32 files."""
+    total = 0
+    for name in drafters:
+        file = workspace.drafter(name) / "model.safetensors"
+        if file.is_file():
+            total += file.stat().st_size // 4
+    return total
+
+
+def _decoding_seconds(
     workspace: Workspace, drafters: Sequence[str], responses: int, trees: int
 ) -> float | None:
     """The time of so many responses, plain and of each drafter, by the latest measurements here."""
-    machine = hardware.of(
-        torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ).name
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = hardware.of(device).name
     latest = {
-        one.drafter: one.measurement.prompts
-        for one in reversed(selection.read(workspace.reports).own)
-        if one.evaluation.hardware == machine
+        result.drafter: result.measurement.prompts
+        for result in reversed(selection.read(workspace.reports).own)
+        if result.evaluation.hardware == machine
     }
     if not {*drafters} <= latest.keys():
         return None
-    found = [latest[name] for name in drafters]
-    plain = fmean(row.plain.seconds for rows in found for row in rows)
-    return responses * (
-        plain
-        + trees * sum(fmean(row.drafted.seconds for row in rows) for rows in found)
+    measured = [latest[name] for name in drafters]
+    plain_seconds = fmean(row.plain.seconds for rows in measured for row in rows)
+    drafted_seconds = sum(
+        fmean(row.drafted.seconds for row in rows) for rows in measured
     )
+    return responses * (plain_seconds + trees * drafted_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTraining:
-    """What is known of a training before there is a store."""
+    """The work of a training, as far as it is known before the store exists."""
 
     steps: int | None  # None: the recipe counts epochs
     parameters: int
@@ -440,17 +553,36 @@ class PlannedTraining:
     seconds: float | None
     finished: bool
 
+    @classmethod
+    def of(cls, run: Run, info: TargetInfo, speeds: Speeds) -> "PlannedTraining":
+        """The training of a run, for a target."""
+        weights, memory, disk_bytes = needs_of_training(run, info)
+        steps = run.config.training.steps or None
+        is_finished = (run.out / "config.json").exists()
+        tokens = None
+        if is_finished:
+            tokens = 0
+        elif steps:
+            tokens = steps * run.config.training.batch_tokens
+        return cls(
+            steps=steps,
+            parameters=weights,
+            memory=memory,
+            disk_bytes=disk_bytes,
+            seconds=speeds.seconds(f"train {run.drafter}", tokens),
+            finished=is_finished,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunForecast:
-    """What the whole flow would do."""
+    """The work of the whole flow."""
 
     capture: CaptureForecast
     training: dict[str, PlannedTraining]
     evaluation: EvalForecast
-    seconds: (
-        float | None
-    )  # of all stages, one after the other; None: that of some is not known
+    seconds: float | None
+    """Of all stages, one after the other; None: that of some is not known."""
 
 
 def run(
@@ -460,28 +592,28 @@ def run(
     evaluation: EvalForecast,
     speeds: Speeds,
 ) -> RunForecast:
-    """Forecast the flow, by what its stages are told; nothing is written."""
-    info = TargetInfo.from_dict(_described(model, ["wren"])["target"])
-    trained = {}
-    for name, one in runs.items():
-        weights, memory, disk = needs_of_training(one, info)
-        steps, over = (
-            one.config.training.steps or None,
-            (one.out / "config.json").exists(),
-        )
-        tokens = 0 if over else steps and steps * one.config.training.batch_tokens
-        trained[name] = PlannedTraining(
-            steps=steps,
-            parameters=weights,
-            memory=memory,
-            disk_bytes=disk,
-            seconds=speeds.seconds(f"train {one.drafter}", tokens),
-            finished=over,
-        )
-    parts = [capture.response_seconds, capture.feature_seconds, evaluation.seconds]
-    parts += [one.seconds for one in trained.values()]
-    known = [part for part in parts if part is not None]
-    whole = sum(known) if len(known) == len(parts) else None
-    return RunForecast(
-        capture=capture, training=trained, evaluation=evaluation, seconds=whole
+    """Forecast the flow from the forecasts of its stages; nothing is written."""
+    info = _described(model, ["wren"]).target
+    trainings = {
+        name: PlannedTraining.of(training, info, speeds)
+        for name, training in runs.items()
+    }
+    seconds = _total(
+        capture.response_seconds,
+        capture.feature_seconds,
+        evaluation.seconds,
+        *(training.seconds for training in trainings.values()),
     )
+    return RunForecast(
+        capture=capture, training=trainings, evaluation=evaluation, seconds=seconds
+    )
+
+
+def _total(*stages: float | None) -> float | None:
+    """The sum; None if one of them is not known."""
+    total = 0.0
+    for seconds in stages:
+        if seconds is None:
+            return None
+        total += seconds
+    return total

@@ -1,4 +1,4 @@
-"""What a stage needs of a machine, what the machine has, and the refusal to start what cannot end.
+"""The memory and disk that a stage needs and a machine has, and the refusal to start a stage that cannot end.
 
 The formulas are in docs/flow.md, "What a stage needs".
 """
@@ -20,9 +20,8 @@ from vlmdistill.stores.schema import Feature, TargetInfo
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOATS = 4  # of each trained weight: itself, its gradient, Adam's two moments
-SAVED = (
-    2 * 3
-)  # floats of a weight on the disk: itself and its moments, in a checkpoint and its successor
+SAVED = 2 * 3
+"""Floats of a weight on the disk: itself and its moments, in a checkpoint and its successor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +31,8 @@ class Memory:
     dtype: str
     parts: Mapping[str, int]  # by what they hold
     halved: int  # of these, of batches, which are halved until they fit
-    free: Sequence[
-        int
-    ]  # of each GPU, or of this machine if it has none; empty: not known
+    free: Sequence[int]
+    """Of each GPU, or of this machine if it has none; empty: not known."""
     device: str  # GPU or machine
     spread: bool = False  # over several GPUs
 
@@ -45,27 +43,26 @@ class Memory:
 
     @property
     def lacking(self) -> str:
-        """What is missing in a line; empty if it fits, or if it is not known what there is."""
-        have, least = self._have, self.total - self.halved
-        if not self.free or least <= have:
+        """How much is missing, in a line; empty if it fits, or if the free memory is not known."""
+        least = self.total - self.halved
+        if not self.free or least <= self._available:
             return ""
-        where = (
-            f"{len(self.free)} GPUs have"
-            if len(self.free) > 1
-            else f"this {self.device} has"
-        )
-        each = "" if self.spread or len(self.free) == 1 else " each"
-        return f"{size(least)} of memory are needed in {self.dtype}, and {where} {size(have)} free{each}"
+        needed = f"{size(least)} of memory are needed in {self.dtype}"
+        available = f"{size(self._available)} free"
+        if len(self.free) == 1:
+            return f"{needed}, and this {self.device} has {available}"
+        each = "" if self.spread else " each"
+        return f"{needed}, and {len(self.free)} GPUs have {available}{each}"
 
     @property
     def verdict(self) -> str:
         """Whether it fits, in a line."""
-        return self.lacking or (
-            "fits" if self.total <= self._have else "fits, in smaller batches"
-        )
+        if self.lacking:
+            return self.lacking
+        return "fits" if self.total <= self._available else "fits, in smaller batches"
 
     @property
-    def _have(self) -> int:
+    def _available(self) -> int:
         return sum(self.free) if self.spread else max(self.free, default=0)
 
 
@@ -75,19 +72,25 @@ def on_target(
     *,
     batch: Mapping[str, int] | None = None,
     spread: bool = False,
-    more: int = 0,
+    drafter: int = 0,
 ) -> Memory:
-    """A process with a target of so many parameters; `batch` are its numbers, `more` those of a drafter."""
-    dtype, width, device, free = _machine(dtype)
-    numbers = {
-        "weights": weights,
-        **({"drafter": more} if more else {}),
-        **(batch or {}),
-    }
-    parts = {name: width * count for name, count in numbers.items()}
-    halved = sum(parts[name] for name in batch or {})
+    """A process with a target of so many parameters.
+
+    `batch` are the numbers of its batches, by what they hold, and `drafter` the parameters of drafters.
+    """
+    machine = _Machine.of(dtype)
+    numbers = {"weights": weights}
+    if drafter:
+        numbers["drafter"] = drafter
+    numbers |= batch or {}
+    parts = {name: machine.width * count for name, count in numbers.items()}
     return Memory(
-        dtype=dtype, parts=parts, halved=halved, free=free, device=device, spread=spread
+        dtype=machine.dtype,
+        parts=parts,
+        halved=sum(parts[name] for name in batch or {}),
+        free=machine.free,
+        device=machine.device,
+        spread=spread,
     )
 
 
@@ -98,47 +101,76 @@ def kv_cache(info: TargetInfo, tokens: int) -> int:
 
 def rows(info: TargetInfo, tokens: int, features: Sequence[str]) -> int:
     """The numbers of one forward pass over so many tokens: a layer at work, and the states that are kept."""
-    kept = len({Feature.parse(name).source for name in features})
-    return tokens * (info.hidden_size * (kept + 4) + 2 * info.intermediate_size)
+    kept_states = len({Feature.parse(name).source for name in features})
+    states = info.hidden_size * (kept_states + 4)
+    return tokens * (states + 2 * info.intermediate_size)
 
 
 def of_training(
     info: TargetInfo, weights: int, dtype: str, batch_tokens: int, features: int
 ) -> Memory:
     """One rank without ZeRO, which trains so many weights."""
-    dtype, width, device, free = _machine(dtype)
-    chunk = chunk_of(min(free)) if free and device == "GPU" else CHUNK_BYTES
+    machine = _Machine.of(dtype)
+    width = machine.width
+    row = width * info.hidden_size
+    has_gpu = machine.device == "GPU"
+    chunk = chunk_of(min(machine.free)) if machine.free and has_gpu else CHUNK_BYTES
+    logits = 4 * batch_tokens * info.vocab_size
+    optimizer = 4 * FLOATS * weights
+    if width < 4:  # the weights in half precision, beside the optimizer's own
+        optimizer += width * weights
     parts = {
-        "optimizer": 4 * FLOATS * weights + (width * weights if width < 4 else 0),
-        "tables": 2 * width * info.vocab_size * info.hidden_size,
-        "batch": width * batch_tokens * info.hidden_size * features,
-        "logits": 2 * min(chunk, 4 * batch_tokens * info.vocab_size),
+        "optimizer": optimizer,
+        "tables": 2 * row * info.vocab_size,
+        "batch": row * batch_tokens * features,
+        "logits": 2 * min(chunk, logits),
     }
-    return Memory(dtype=dtype, parts=parts, halved=0, free=free, device=device)
-
-
-def _machine(dtype: str) -> tuple[str, int, str, Sequence[int]]:
-    """The dtype that `auto` means here and its bytes, what computes, and its free bytes."""
-    gpus = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
-    if dtype == "auto":
-        dtype = "bfloat16" if gpus else "float32"
-    free = gpus or [one for one in [free_memory()] if one is not None]
-    return (
-        dtype,
-        WIDTHS[dtype],
-        "GPU" if gpus else "machine",
-        [] if "RAY_ADDRESS" in os.environ else free,
+    return Memory(
+        dtype=machine.dtype,
+        parts=parts,
+        halved=0,
+        free=machine.free,
+        device=machine.device,
     )
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The device that computes here, and its free memory."""
+
+    dtype: str  # never `auto`
+    width: int  # bytes of a number
+    device: str  # GPU or machine
+    free: Sequence[int]  # bytes, as in `Memory`
+
+    @classmethod
+    def of(cls, dtype: str) -> "_Machine":
+        """This machine, for a process in a dtype; `auto` is bfloat16 on a GPU, else float32."""
+        gpus = range(torch.cuda.device_count())
+        free = [torch.cuda.mem_get_info(gpu)[0] for gpu in gpus]
+        device = "GPU" if free else "machine"
+        if dtype == "auto":
+            dtype = "bfloat16" if free else "float32"
+        if not free:
+            here = free_memory()
+            free = [] if here is None else [here]
+        if "RAY_ADDRESS" in os.environ:  # other machines do the work
+            free = []
+        return cls(dtype, WIDTHS[dtype], device, free)
 
 
 def free_memory() -> int | None:
     """Bytes that a new process may use here; None where the system does not tell."""
     try:
-        found = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+        text = Path("/proc/meminfo").read_text()
     except OSError:
         return None
+    match = re.search(r"MemAvailable:\s*(\d+)", text)
+    if match is None:
+        return None
+    available = int(match[1]) << 10
     limit = hardware.of(torch.device("cpu")).limits.memory
-    return min(int(found[1]) << 10, limit or 1 << 60) if found else None
+    return min(available, limit) if limit else available
 
 
 def free_disk(path: str | Path) -> int | None:
@@ -146,33 +178,35 @@ def free_disk(path: str | Path) -> int | None:
     if "://" in str(path):
         return None
     folder = Path(path).absolute()
-    return shutil.disk_usage(
-        next(one for one in (folder, *folder.parents) if one.exists())
-    ).free
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def check(
-    what: str, memory: Memory | None, disk: int | None, path: str | Path, advice: str
+    stage: str, memory: Memory | None, disk: int | None, path: str | Path, advice: str
 ) -> None:
-    """DataError if a stage needs more disk or memory than there is: what, how much, and what to do."""
+    """DataError if a stage needs more disk or memory than there is: how much, and what to do."""
     free = free_disk(path)
-    short = memory.lacking if memory else ""
+    lacking = memory.lacking if memory else ""
     if disk is not None and free is not None and disk > free:
-        short = f"{size(disk)} of disk are needed, and {path} has {size(free)} free"
-    if short:
+        lacking = f"{size(disk)} of disk are needed, and {path} has {size(free)} free"
+    if lacking:
         raise DataError(
-            f"{what}: {short}: {advice}; --anyway (in Python anyway=True) starts all the same"
+            f"{stage}: {lacking}: {advice}; --anyway (in Python anyway=True) starts all the same"
         )
 
 
 def shown(memory: Memory) -> str:
     """The memory in a line."""
-    parts = ", ".join(
+    parts = [
         f"{name.replace('_', ' ')} {size(count)}"
         for name, count in memory.parts.items()
-    )
-    free = "" if not memory.free else f"; free: {' and '.join(map(size, memory.free))}"
-    return f"{size(memory.total)} in {memory.dtype} ({parts}){free}"
+    ]
+    text = f"{size(memory.total)} in {memory.dtype} ({', '.join(parts)})"
+    if memory.free:
+        text += f"; free: {' and '.join(map(size, memory.free))}"
+    return text
 
 
 def facts(memory: Memory) -> dict[str, Any]:

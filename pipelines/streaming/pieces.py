@@ -18,24 +18,25 @@ class Piece:
 
     text: str
     drafted: bool
-    seconds: Amount | None = (
-        None  # since decoding began, by the decoder's clock; None: not recorded
-    )
+    seconds: Amount | None = None
+    """Since decoding began, by the decoder's clock; None: not recorded."""
 
 
 def pieces(cycles: "Iterable[Cycle]", tokenizer: Any) -> Iterator[Piece]:
     """The text of each cycle; a character of several tokens is held back until its last token."""
-    shown: list[
-        int
-    ] = []  # the tokens of the last piece: some tokenizers drop the space before a first word
-    held: list[int] = []  # those after them
-    before, seconds = "", 0.0
+    # Tokens are decoded after those of the last piece: some tokenizers drop the space before a first word.
+    last_ids = list[int]()
+    last_text = ""
+    new_ids = list[int]()
+    seconds = 0.0
     for cycle in cycles:
         seconds += cycle.seconds
         for index, token in enumerate(cycle.ids):
-            held.append(token)
-            text: str = tokenizer.decode(shown + held, skip_special_tokens=True)
-            if len(text) > len(before) and not text.endswith("\ufffd"):
-                yield Piece(text[len(before) :], index < cycle.accepted, seconds)
-                shown, held = held, []
-                before = tokenizer.decode(shown, skip_special_tokens=True)
+            new_ids.append(token)
+            text: str = tokenizer.decode(last_ids + new_ids, skip_special_tokens=True)
+            if len(text) > len(last_text) and not text.endswith("\ufffd"):
+                new_text = text[len(last_text) :]
+                yield Piece(new_text, index < cycle.accepted, seconds)
+                last_ids = new_ids
+                new_ids = []
+                last_text = tokenizer.decode(last_ids, skip_special_tokens=True)

@@ -33,21 +33,22 @@ def recorded(
 ) -> Iterator[Cycle]:
     """The cycles, one token of each at a time, until `ended`.
 
-    `done` gets what was asked for: its last cycle ends with the last token, as if that were the limit.
+    `done` gets the cycles as far as they were consumed: the last one ends with the last token, as if that
+    were the limit.
     """
     for cycle in cycles:
         done.append(cycle)
-        seconds = cycle.seconds
         for end, token in enumerate(cycle.ids, start=1):
-            done[-1] = replace(
-                cycle, ids=cycle.ids[:end], accepted=min(cycle.accepted, end)
-            )
+            accepted = min(cycle.accepted, end)
+            done[-1] = replace(cycle, ids=cycle.ids[:end], accepted=accepted)
             yield replace(
-                cycle, ids=[token], accepted=int(end <= cycle.accepted), seconds=seconds
+                cycle,
+                ids=[token],
+                accepted=int(end <= cycle.accepted),
+                seconds=cycle.seconds if end == 1 else 0.0,
             )
             if ended():
                 return
-            seconds = 0.0
 
 
 class StreamedResponse:
@@ -70,7 +71,8 @@ class StreamedResponse:
         rate = f"{tokens / max(seconds, 1e-9):.0f} tokens/s, prefill included"
         line = f"{tokens} tokens in {seconds:.2f} s ({rate})"
         if drafted:
-            line += f", {drafted} drafted; {(tokens - 1) / max(1, calls):.2f} tokens per target call"
+            per_call = (tokens - 1) / max(1, calls)
+            line += f", {drafted} drafted; {per_call:.2f} tokens per target call"
         return line
 
 
@@ -83,33 +85,42 @@ def open_pair(
 ) -> tuple[VisionLanguageTarget, Proposer | None, Tree | None]:
     """Load a target, and a drafter by its name in the workspace or by its folder; the tree to draft.
 
-    That is None for the drafter's own. `auto` is the tree that `eval` found for it under these conditions; if
-    there is none, its own, and a line of the log says so. DataError, TargetError and TrainingError say what
-    cannot be used.
+    The tree is None for the drafter's own. `auto` is the tree that `eval` found for it under these
+    conditions; if there is none, its own, and a line of the log says so. DataError, TargetError and
+    TrainingError say what cannot be used.
     """
-    shape = Tree.parse(tree) if tree not in (None, "auto") else None
+    how = how or Options()
+    shape = None
+    if tree is not None and tree != "auto":
+        shape = Tree.parse(tree)
     if drafter is None:
         if tree is not None:
-            raise DataError(f"--tree {tree}: it needs a --drafter")
-        return load(workspace.model, **(how or Options())), None, None
+            raise DataError(f"--tree {tree} requires --drafter")
+        return load(workspace.model, **how), None, None
     folder = workspace.trained(drafter)
     describe(folder)  # fails before the target is loaded
-    target = load(workspace.model, **(how or Options()))
+    target = load(workspace.model, **how)
     loaded = target.drafter(folder)
     if tree == "auto":
-        under = tree_search.conditions(
-            target, (how or Options()).get("compiled", False), temperature
+        conditions = tree_search.conditions(
+            target, how.get("compiled", False), temperature
         )
-        best = tree_search.kept(folder, under, any_threads=True)
-        shape = Tree.parse(best.tree) if best else None
-        found = best.conditions if best else f"none, so its own, under {under}"
-        logger.info(
-            "%s drafts %s, found by `eval --tree auto`: %s",
-            folder.name,
-            shape or loaded.tree,
-            found,
-        )
+        shape = _searched_tree(folder, conditions, loaded)
     return target, loaded, shape
+
+
+def _searched_tree(folder: Path, conditions: str, drafter: Proposer) -> Tree | None:
+    """The tree that `eval` found for a drafter under these conditions; None if there is none."""
+    best = tree_search.kept(folder, conditions, any_threads=True)
+    shape = Tree.parse(best.tree) if best else None
+    source = best.conditions if best else f"none, so its own, under {conditions}"
+    logger.info(
+        "%s drafts %s, found by `eval --tree auto`: %s",
+        folder.name,
+        shape or drafter.tree,
+        source,
+    )
+    return shape
 
 
 def generate(
@@ -137,22 +148,21 @@ def generate(
     SamplingSettings(temperature=temperature, max_new_tokens=max_new_tokens).check()
     for name, value in (sampling or {}).items():
         if not videos:
-            raise DataError(f"--{name} {value}: it needs a --video")
-    target, guess, shape = open_pair(
+            raise DataError(f"--{name} {value} requires --video")
+    target, proposer, shape = open_pair(
         workspace, drafter, tree, load_options, temperature
     )
-    content: list[dict[str, Any]] = [
-        {"type": "image", "path": str(image)} for image in images
-    ]
-    content += [
-        {"type": "video", "path": str(video), **(sampling or {})} for video in videos
-    ]
+    content = list[dict[str, Any]]()
+    for image in images:
+        content.append({"type": "image", "path": str(image)})
+    for video in videos:
+        content.append({"type": "video", "path": str(video), **(sampling or {})})
     content.append({"type": "text", "text": text})
     prompt = target.encode([{"role": "user", "content": content}])
     generator = torch.Generator(target.device).manual_seed(seed)
     cycles = decode(
         target,
-        guess,
+        proposer,
         prompt,
         tree=shape,
         max_new_tokens=min(max_new_tokens, room(target.info, prompt.length)),

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from msgspec import UNSET
 from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
@@ -215,7 +214,8 @@ class TargetModel:
             dtype=dtype,
             revision=hashes.revision,
             sampling=sampling,
-            thinking=self.thinking or UNSET,
+            thinking=self.thinking,
+            engine="transformers",
             code_version=versions(("vlmdistill",))["vlmdistill"],
         )
 

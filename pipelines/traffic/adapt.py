@@ -45,15 +45,14 @@ from vlmdistill.pipelines.flow import ProgressBar
 from vlmdistill.pipelines.traffic.harvest import EVAL_SHARE, harvest
 from vlmdistill.pipelines.traffic.logs import unread_line
 from vlmdistill.pipelines.traffic.policy import Policy
-from vlmdistill.pipelines.traffic.replay import replay
 from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, StoppedError, naming
+from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.manifest import VIEWS, record_names
-from vlmdistill.stores.records import read_bytes
 from vlmdistill.stores.schema import TIME, content_hash
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.expressions import Filter
@@ -199,8 +198,6 @@ class _Round:
             f"training   on {self.plan.fresh} new samples and {self.plan.known} known ones"
         )
         if not (self.workspace.drafter(self.plan.drafter) / "config.json").exists():
-            with self._stage("replay"):
-                self._replay(store, view)
             with self._stage("train"):
                 self._train(view)
         with self._stage("eval"):
@@ -229,21 +226,21 @@ class _Round:
         file = self.workspace.prompts
         if not file.is_file() or not (keys := _traffic(file, "train")):
             return
-        part = CaptureStore(self.workspace.features)
+        store = CaptureStore(self.workspace.features)
         prompts = prompt_table.load(file, self.workspace.model, "train")
         others = pl.Series(
             [key for key in prompts.facts["key"] if key not in keys], dtype=pl.String
         )
         engine = (
-            part.store.provenance.engine.partition(" ")[0]
-            if part.store
+            store.base.provenance.engine.partition(" ")[0]
+            if store.base
             else "transformers"
         )
         job = CaptureJob(
             workspace=self.workspace,
             prompts=prompts.without(others),
             responses=self.workspace.responses,
-            part=part,
+            store=store,
             settings=CaptureSettings(drafters=[self.method]),
             workers=WorkerOptions(workers=self.how.workers, engine=engine),  # type: ignore[arg-type]
         )
@@ -283,12 +280,6 @@ class _Round:
             )
             filter_store(store, view, filters=[of_round])
         return store
-
-    def _replay(self, store: Store, view: str) -> None:
-        if any(stage.anchors == "failed" for stage in self._run(1).config.schedule):
-            with self.bar("drafting", "responses") as report:
-                found = replay(self.base, store, view, report)
-            self.say(f"replayed   {found.samples} responses: tau {found.tau:.2f}")
 
     def _run(self, steps: int, view: str | None = None) -> Run:
         """The training of the round."""

@@ -60,12 +60,13 @@ def start(
 
     `settings` are variables that the environment of this process does not change.
     """
+    environment = SETTINGS | dict(os.environ) | dict(settings or {})
     return subprocess.Popen(
         [python, "-c", CHILD, python, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env=SETTINGS | dict(os.environ) | dict(settings or {}),
+        env=environment,
         cwd=cwd,
         pass_fds=pass_fds,
         start_new_session=True,  # Ctrl-C reaches us only
@@ -79,13 +80,13 @@ def end(run: "subprocess.Popen[bytes]") -> None:
         with suppress(subprocess.TimeoutExpired):
             run.wait(STOPPING)
     finally:
-        with suppress(ProcessLookupError):  # of its group, nothing is left
+        with suppress(ProcessLookupError):  # all of its group have ended
             os.killpg(run.pid, signal.SIGKILL)
         run.wait()
 
 
 def reason(log: str, status: int) -> str:
-    """Why a process has ended: a signal, the last error in its log that names a cause, or its last line."""
+    """Why a process has ended: a signal, the last error with a cause in its log, or the last line of that."""
     if status < 0:
         return f"it was killed by {signal.Signals(-status).name}"
     if NO_PLUGIN in log:
@@ -95,9 +96,8 @@ def reason(log: str, status: int) -> str:
         )
     errors: list[str] = re.findall(r"\w*Error: .+", log)
     causes = [line for line in errors if NO_CAUSE not in line]
-    return (causes or errors or log.strip().splitlines() or [f"exit status {status}"])[
-        -1
-    ]
+    lines = causes or errors or log.strip().splitlines()
+    return lines[-1] if lines else f"exit status {status}"
 
 
 @contextmanager
@@ -109,34 +109,34 @@ def vllm_server(
     drafter: Exported | None = None,
     *,
     whole_images: bool,
-    more: Sequence[str] = (),
+    arguments: Sequence[str] = (),
 ) -> Iterator[str]:
     """The URL of a server of `target` under `name`, with a drafter if one is given; its output goes to `log`.
 
     It has no caches of prompts or media, and leaves room for a second one on a GPU. `whole_images`: all
-    visual tokens of an image in one step; `more`: further arguments. Inside the block SIGTERM raises
-    SystemExit: the server ends.
+    visual tokens of an image in one step; `arguments`: further ones of `vllm serve`. Inside the block SIGTERM
+    raises SystemExit, so that the server ends.
     EngineError, with the end of the log, when it ends or is not healthy in time.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    url, python = f"http://127.0.0.1:{port}", engine_python()
-    serve = serve_command(
+    url = f"http://127.0.0.1:{port}"
+    python = engine_python()
+    command = serve_command(
         str(target.absolute()),
         dtype,
         drafter,
         program=vllm(python),
         whole_images=whole_images,
     )
-    command = [*serve, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--served-model-name", name, "--mm-processor-cache-gb", "0"]
-    command += ["--gpu-memory-utilization", str(SHARE), *more]
+    command += ["--gpu-memory-utilization", str(SHARE), *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
     with terminable():
-        with log.open("wb") as said:
-            run = start(
-                python, command, said, cwd=log.parent
-            )  # vLLM writes where it is started
+        with log.open("wb") as output:
+            # vLLM writes files into the folder where it is started.
+            run = start(python, command, output, cwd=log.parent)
         try:
             _wait(run, url, log)
             yield url
@@ -163,15 +163,8 @@ def serve_command(
     Requests that set no sampling get vLLM's own: a checkpoint's `top_k` or `repetition_penalty` would give
     other responses, at temperature 0 too, than those that a drafter was trained on and evaluated with.
     """
-    command = [
-        program,
-        "serve",
-        target,
-        "--dtype",
-        dtype,
-        "--generation-config",
-        "vllm",
-    ]
+    command = [program, "serve", target, "--dtype", dtype]
+    command += ["--generation-config", "vllm"]
     if not caching:
         command.append("--no-enable-prefix-caching")
     if not torch.cuda.is_available():

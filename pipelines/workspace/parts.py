@@ -1,6 +1,6 @@
 """A workspace at a URL, and the folder of this machine that has copies of its parts.
 
-    <url>/prompts, responses, drafters/<name>, reports, traffic   parts, see `stores.sharing.part`
+    <url>/prompts, responses, drafters/<name>, reports, traffic   parts, see `stores.sharing.mirror`
           images, demo-data, benchmarks                  media of prompts; created, never replaced
           harvested                                      the same, and deleted: a machine sends its own alone
           features                                       the feature store, used where it is
@@ -26,17 +26,15 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import DataError, LostError, one_line
 from vlmdistill.stores.lease import leased
-from vlmdistill.stores.sharing.part import Copy, stat_of
+from vlmdistill.stores.sharing.mirror import Mirror, stat_of
 
 RECORDS = ".parts"
 PROMPTS = ("prompts.parquet", "prompts.skipped.jsonl")
-UNSENT = (
-    "unsent.json"  # files of this machine that go with the next version of the prompts
-)
+UNSENT = "unsent.json"
+"""Names files of this machine that go with the next version of the prompts."""
 UNFINISHED = ".unfinished"  # evaluations
-PART = re.compile(
-    r"responses|reports|traffic|drafters/[^/]+"
-)  # with a folder of its own
+PART = re.compile(r"responses|reports|traffic|drafters/[^/]+")
+"""Parts with a folder of their own."""
 MEDIA = {
     "prompts": ("images", "demo-data"),
     "reports": ("benchmarks/images", "benchmarks/demo"),
@@ -49,12 +47,13 @@ class Parts:
     """The parts of a workspace at a URL."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.url, self.folder, self.there = url, folder, Remote(url)
-        self._copies = dict[str, Copy]()
+        self.url = url
+        self.folder = folder
+        self.remote = Remote(url)
+        self._mirrors = dict[str, Mirror]()
         try:
-            (folder / RECORDS).mkdir(
-                parents=True, exist_ok=True
-            )  # so that `parts_of` finds it
+            # By this folder, `parts_of` recognises a copy.
+            (folder / RECORDS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(
                 f"{folder}, the copy of {url}, cannot be written to ({error.strerror}): set {VARIABLE} to "
@@ -63,35 +62,36 @@ class Parts:
 
     def fetch(self, part: str, again: bool = False) -> None:
         """Update the copy of a part, once in this process, or `again`."""
-        if again or part not in self._copies:
-            copy = self._copy(part)
+        if again or part not in self._mirrors:
+            mirror = self._mirror(part)
             with self._reaching("read"):
-                copy.update()
-            self._copies[part] = copy
+                mirror.update()
+            self._mirrors[part] = mirror
 
-    def _copy(self, part: str) -> Copy:
-        there, record = (
-            Remote(f"{self.url}/{part}"),
-            self.folder / RECORDS / f"{part.replace('/', '--')}.json",
-        )
+    def _mirror(self, part: str) -> Mirror:
+        remote = Remote(f"{self.url}/{part}")
+        record = self.folder / RECORDS / f"{part.replace('/', '--')}.json"
         if part == "prompts":
-            return Copy(there, self.folder, record, PROMPTS.__contains__, deep=False)
-        return Copy(there, self.folder / part, record, _kept, apart=part == "reports")
+            return Mirror(remote, self.folder, record, PROMPTS.__contains__, deep=False)
+        apart = part == "reports"
+        return Mirror(remote, self.folder / part, record, _is_shared, apart=apart)
 
     def part_of(self, path: Path) -> str | None:
         """The part that a file or folder of this machine is; None if it is of none."""
         name = Path(os.path.relpath(path, self.folder)).as_posix()
-        return "prompts" if name in PROMPTS else name if PART.fullmatch(name) else None
+        if name in PROMPTS:
+            return "prompts"
+        return name if PART.fullmatch(name) else None
 
     @contextmanager
     def writing(self, part: str, wait: bool = False) -> Iterator["Publishing"]:
         """Lock a part against other machines, update it, and publish it at the end; see `leased`."""
         with self._reaching("written to"):
             self._require_exclusive()
-            lease = leased(self.there, f"{part}/lock", wait)
+            lease = leased(self.remote, f"{part}/lock", wait)
             lease.__enter__()
         try:
-            self._copies.pop(part, None)
+            self._mirrors.pop(part, None)
             self.fetch(part)
             publishing = Publishing(self, part)
             try:
@@ -102,11 +102,11 @@ class Parts:
             lease.__exit__(None, None, None)
 
     def _require_exclusive(self) -> None:
-        """DataError at a store that cannot create a file on the condition that there is none."""
+        """DataError if the object store cannot create a file only if it does not exist."""
         probe = f".probe-{os.getpid()}-{time.time_ns()}"
-        self.there.create(probe, b"")
-        self.there.remove(probe)
-        if not self.there.exclusive:
+        self.remote.create(probe, b"")
+        self.remote.remove(probe)
+        if not self.remote.exclusive:
             raise DataError(
                 f"{self.url}: this object store has no conditional PUT, so machines could overwrite each "
                 "other's work: keep the workspace on S3, Google Cloud Storage or Azure"
@@ -114,14 +114,14 @@ class Parts:
 
     def set_aside(self, part: str) -> list[Path]:
         """Folders of files of a part here that another machine's version has replaced."""
-        return self._copy(part).set_aside()
+        return self._mirror(part).set_aside()
 
     def publish(self, part: str, delete: bool = False) -> None:
-        """Publish what has changed in a part here; with `delete`, nothing else of it stays at the URL.
+        """Publish the changes of a part; with `delete`, files that it no longer has go from the URL, too.
 
         LostError if another machine has published meanwhile.
         """
-        if part not in self._copies:  # the work on it came too late
+        if part not in self._mirrors:  # never fetched, or lost to another machine
             return
         with self._reaching("written to"):
             for folder in MEDIA.get(part, ()):
@@ -129,15 +129,15 @@ class Parts:
             if part == "prompts":
                 self._send_noted()
             try:
-                self._copies[part].publish(delete)
-            except LostError:  # which another attempt would not change
-                del self._copies[part]
+                self._mirrors[part].publish(delete)
+            except LostError:  # another attempt would not change it
+                del self._mirrors[part]
                 raise
 
     def send_later(self, names: Iterable[str]) -> None:
-        """Note media that other machines may delete: the next version of the prompts sends them, once.
+        """Note media that the next version of the prompts sends, once: other machines may delete them.
 
-        All else in their folder is a copy, which may be of what is deleted there.
+        All other files in their folder are copies, perhaps of files that were deleted at the URL.
         """
         with atomic_write(self.folder / RECORDS / UNSENT) as file:
             file.write_text(json.dumps(sorted({*self._unsent(), *names})))
@@ -147,107 +147,117 @@ class Parts:
         return list(json.loads(file.read_text())) if file.is_file() else []
 
     def _send_noted(self) -> None:
-        if noted := set(self._unsent()):
-            for folder in {name.partition("/")[0] for name in noted}:
-                self._send_media(folder, noted)
-            (self.folder / RECORDS / UNSENT).unlink()
+        """Send the media that `send_later` has noted."""
+        noted = set(self._unsent())
+        if not noted:
+            return
+        for folder in {name.partition("/")[0] for name in noted}:
+            self._send_media(folder, noted)
+        (self.folder / RECORDS / UNSENT).unlink()
 
     def _send_media(self, folder: str, names: Collection[str] | None = None) -> None:
-        """Create the files of a folder, or of these names, that are not there.
+        """Create the files of a folder, or those of `names`, that the URL lacks.
 
         DataError if another one has the same name.
         """
-        here = {
-            name: stat
-            for path in (self.folder / folder).rglob("*")
-            if not path.name.startswith(".") and (stat := stat_of(path))
-            if (name := path.relative_to(self.folder).as_posix())
-            and (names is None or name in names)
-        }
-        there = (
-            {
-                f"{folder}/{name}": size
-                for name, size in self.there.list_files(folder).items()
+        local_sizes = self._media_sizes(folder)
+        if names is not None:
+            local_sizes = {
+                name: size for name, size in local_sizes.items() if name in names
             }
-            if here
-            else {}
-        )
-        other = [
-            name for name, stat in here.items() if there.get(name, stat[0]) != stat[0]
-        ]
-        if other:
-            raise DataError(
-                f"{self.url}/{other[0]} is another file than {self.folder / other[0]}: rename one of the two"
-            )
+        if not local_sizes:
+            return
+        remote_sizes = {
+            f"{folder}/{name}": size
+            for name, size in self.remote.list_files(folder).items()
+        }
+        for name, size in local_sizes.items():
+            if remote_sizes.get(name, size) != size:
+                raise DataError(
+                    f"{self.url}/{name} is another file than {self.folder / name}: rename one of the two"
+                )
 
         def send(name: str) -> None:
-            self.there.replace(name, self.folder / name)
+            self.remote.replace(name, self.folder / name)
 
-        for _ in self.there.map(send, sorted(here.keys() - there.keys()), STREAMS):
+        missing = sorted(local_sizes.keys() - remote_sizes.keys())
+        for _ in self.remote.map(send, missing, STREAMS):
             pass
 
+    def _media_sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of each file in a folder here, by its name in the workspace; hidden ones are left out."""
+        sizes = dict[str, int]()
+        for path in (self.folder / folder).rglob("*"):
+            if path.name.startswith("."):
+                continue
+            stat = stat_of(path)
+            if stat:
+                size, *_ = stat
+                sizes[path.relative_to(self.folder).as_posix()] = size
+        return sizes
+
     def close(self) -> None:
-        """Publish what this process has changed in any part. DataError when that is not possible."""
-        for part in [*self._copies]:
+        """Publish the changes of this process in any part. DataError when that is not possible."""
+        for part in [*self._mirrors]:
             self.publish(part)
-        self._copies.clear()
+        self._mirrors.clear()
 
     @contextmanager
     def _reaching(self, how: str) -> Iterator[None]:
-        """Say that the URL cannot be read or written to, and what becomes of the work here."""
+        """DataError if the URL cannot be read or written to, which says what becomes of the work here."""
         try:
             yield
         except OSError as error:
-            why = (
-                f"{error.strerror}: {error.filename}"
-                if error.strerror
-                else one_line(error)
-            )
-            unsent = f"; {self.folder} has what was done here, and the next command with this --runs sends it"
-            raise DataError(
-                f"the workspace {self.url} cannot be {how} ({why}){unsent if how == 'written to' else ''}"
-            ) from error
+            cause = one_line(error)
+            if error.strerror:
+                cause = f"{error.strerror}: {error.filename}"
+            message = f"the workspace {self.url} cannot be {how} ({cause})"
+            if how == "written to":
+                message += f"; {self.folder} keeps the work, and the next command with this --runs sends it"
+            raise DataError(message) from error
 
 
 class Publishing:
     """A part that is being written; of a local workspace there is nothing to publish."""
 
     def __init__(self, parts: Parts | None = None, part: str = "") -> None:
-        self._parts, self._part, self._last = parts, part, time.monotonic()
-        self.deletes = (
-            False  # whether the URL loses all that the last version does not name
-        )
+        self._parts = parts
+        self._part = part
+        self._last = time.monotonic()
+        self.deletes = False
+        """Whether files that the last version does not name are deleted from the URL."""
 
     def publish(self) -> None:
-        """Publish what is there."""
+        """Publish the changes so far."""
         if self._parts:
             self._parts.publish(self._part, self.deletes)
-            self.deletes = (
-                False  # the end has nothing to publish, unless there are more changes
-            )
+            # The end has nothing to publish, unless there are more changes.
+            self.deletes = False
 
     def save(self) -> None:
-        """Publish what is there, if the last version is a minute old. What fails is tried again later.
+        """Publish the changes so far if the last version is a minute old. A failure is retried later.
 
         LostError if another machine has published meanwhile.
         """
-        if self._parts and time.monotonic() - self._last > EVERY:
-            try:
-                self._parts.publish(self._part)
-            except DataError as error:
-                if not isinstance(error.__cause__, OSError):
-                    raise
-                log.warning("%s; it is tried again every minute", one_line(error))
-            self._last = time.monotonic()
+        if self._parts is None or time.monotonic() - self._last <= EVERY:
+            return
+        try:
+            self._parts.publish(self._part)
+        except DataError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            log.warning("%s; it is tried again every minute", one_line(error))
+        self._last = time.monotonic()
 
 
 def parts_of(path: Path) -> Parts | None:
-    """The parts of the workspace that a path is in the copy of, also in a process that did not open it."""
-    full = path.resolve()
-    if full.is_relative_to(cache()):
-        for folder in full.parents:
-            if (folder / RECORDS).is_dir():
-                return parts(address(folder))
+    """The parts of the workspace whose copy holds a path, also in a process that did not open it."""
+    full_path = path.resolve()
+    if not full_path.is_relative_to(cache()):
+        return None
+    for folder in full_path.parents:
+        if (folder / RECORDS).is_dir():
+            return parts(address(folder))
     return None
 
 
@@ -262,7 +272,9 @@ def parts(url: str) -> Parts:
     return _opened[key]
 
 
-def _kept(name: str) -> bool:
+def _is_shared(name: str) -> bool:
+    """Whether a file of a part is published: no hidden one, except unfinished evaluations."""
     *folders, leaf = name.split("/")
-    hidden = any(folder.startswith(".") for folder in folders)
-    return not hidden and (not leaf.startswith(".") or leaf.endswith(UNFINISHED))
+    if any(folder.startswith(".") for folder in folders):
+        return False
+    return not leaf.startswith(".") or leaf.endswith(UNFINISHED)

@@ -1,6 +1,6 @@
 """How fast stages ran: `rates.jsonl` of a workspace, a line for each run, on whatever machine it ran.
 
-It is a record of this copy of the workspace; of a workspace at a URL, each machine has its own.
+Rates are kept per machine, not in the shared workspace at a URL.
 """
 
 import logging
@@ -13,7 +13,7 @@ import torch
 
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.stores.errors import naming
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 FILE = "rates.jsonl"
 LEAST = 2.0  # seconds; a shorter run says little
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of a stage did."""
+    """The speed of one run of a stage."""
 
     stage: str  # responses, features, train <method>
     engine: str
@@ -31,13 +31,12 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float
     seconds: float
     measured: str = ""
-    wanted: float | None = (
-        None  # processes that wanted a CPU at its end, for each CPU; None: not told
-    )
+    wanted: float | None = None
+    """Processes that wanted a CPU at its end, for each CPU; None: not known."""
 
     @property
     def shared(self) -> bool:
-        """Other programs had a part of the CPUs."""
+        """Other programs used the CPUs as well."""
         return self.wanted is not None and self.wanted > SHARED
 
     @property
@@ -72,22 +71,22 @@ def record(
 
 
 def known(root: Path, stage: str, engine: str = "transformers") -> Rate | None:
-    """The latest run of a stage on this hardware, one with the CPUs to itself if there is one; None: none.
+    """The latest run of a stage on this hardware, preferably one that had the CPUs to itself; None: no run.
 
-    If there is none, the log says so: its rate is that of a shared machine.
+    If other programs used the CPUs in all runs, the log says so.
     """
-    found = _latest(root, stage, engine)
-    if found is not None and found.shared:
+    latest = _latest(root, stage, engine)
+    if latest is not None and latest.shared:
         log.warning(
             "%s: the only rates known are of runs beside other programs (%.0f processes for each CPU)",
             stage,
-            found.wanted,
+            latest.wanted,
         )
-    return found
+    return latest
 
 
 def _wanted() -> float | None:
-    """The mean of the last minute."""
+    """Processes that wanted a CPU in the last minute, for each CPU."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except (OSError, AttributeError):  # a system that does not tell
@@ -95,24 +94,27 @@ def _wanted() -> float | None:
 
 
 def _latest(root: Path, stage: str, engine: str) -> Rate | None:
+    latest = None
+    for rate in _read(root):
+        if (rate.stage, rate.engine, rate.where) != (stage, engine, here()):
+            continue
+        if latest is None or latest.shared or not rate.shared:
+            latest = rate
+    return latest
+
+
+def _read(root: Path) -> list[Rate]:
+    """All rates of a workspace, the oldest first; a line that a killed run has cut off is left out."""
     try:
         lines = read_bytes(root / FILE).splitlines()
     except OSError:
-        return None
-    found = None
+        return []
+    rates = list[Rate]()
     for line in lines:
         try:
-            one = msgspec.json.decode(line, type=Rate)
-        except (
-            msgspec.DecodeError,
-            RecursionError,
-        ):  # of a run that was killed while it wrote
+            rate = msgspec.json.decode(line, type=Rate)
+        except (msgspec.DecodeError, RecursionError):
             continue
-        same = (one.stage, one.engine, one.where) == (stage, engine, here())
-        if (
-            same
-            and one.seconds > 0
-            and (found is None or found.shared or not one.shared)
-        ):
-            found = one
-    return found
+        if rate.seconds > 0:
+            rates.append(rate)
+    return rates

@@ -1,11 +1,11 @@
-"""The versions of a drafter: which of its folders is in use, and what each round of training came to.
+"""The versions of a drafter: which of its folders is in use, and the outcome of each round of training.
 
     drafters/<name>                      the drafter itself, version 0
              <name>.r3                   a version, an ordinary drafter
-             <name>.rounds/000000000003.json   what became of round 3; never changed
+             <name>.rounds/000000000003.json   the outcome of round 3; never changed
 
-A version is used from the record on that publishes it. So publishing writes one small file, and no drafter's
-folder is ever replaced.
+A version is in use as soon as a record says that it is published. So publishing writes one small file, and no
+drafter's folder is ever replaced.
 """
 
 import time
@@ -16,14 +16,14 @@ import msgspec
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.schema import utc
 
 DIGITS = 12
 
 
 class DrafterRound(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a round."""
+    """The outcome of a round."""
 
     number: int
     drafter: str  # the version that it made
@@ -35,26 +35,30 @@ class DrafterRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rounds(workspace: Workspace, name: str, again: bool = False) -> list[DrafterRound]:
-    """The rounds of a drafter, the first one first; `again` looks for those of other machines, too.
+    """The rounds of a drafter in order; `again` also fetches new ones of other machines.
 
     DataError if a record is damaged.
     """
-    found = []
+    records = list[DrafterRound]()
     for file in sorted(workspace.rounds(name, again=again).glob("*.json")):
-        if file.stem.isdecimal() and len(file.stem) == DIGITS:
-            try:
-                found.append(msgspec.json.decode(read_bytes(file), type=DrafterRound))
-            except (OSError, msgspec.DecodeError) as error:
-                raise DataError(
-                    f"{file} cannot be read ({error}): copy it back, or remove it"
-                ) from None
-    return found
+        if not file.stem.isdecimal() or len(file.stem) != DIGITS:
+            continue
+        try:
+            records.append(msgspec.json.decode(read_bytes(file), type=DrafterRound))
+        except (OSError, msgspec.DecodeError) as error:
+            raise DataError(
+                f"{file} cannot be read ({error}): copy it back, or remove it"
+            ) from None
+    return records
 
 
 def current(workspace: Workspace, name: str, again: bool = False) -> str:
     """The version of a drafter that is in use: its own name before the first one is published."""
-    published = [one.drafter for one in rounds(workspace, name, again) if one.published]
-    return published[-1] if published else name
+    in_use = name
+    for finished in rounds(workspace, name, again):
+        if finished.published:
+            in_use = finished.drafter
+    return in_use
 
 
 def record(
@@ -67,17 +71,19 @@ def record(
     why: str,
     facts: dict[str, Any] | None = None,
 ) -> DrafterRound:
-    """Record what became of a round, under the next number.
+    """Record the outcome of a round, under the next number.
 
     Nothing is published if another version than `base` is in use by now.
     """
     folder = workspace.rounds(name)
     with only_writer(folder):
-        there = rounds(workspace, name)
-        if published and (now := current(workspace, name)) != base:
-            published, why = False, f"{now} has come into use meanwhile; {why}"
-        made = DrafterRound(
-            number=1 + max((one.number for one in there), default=0),
+        numbers = [earlier.number for earlier in rounds(workspace, name)]
+        in_use = current(workspace, name)
+        if published and in_use != base:
+            published = False
+            why = f"{in_use} has come into use meanwhile; {why}"
+        outcome = DrafterRound(
+            number=1 + max(numbers, default=0),
             drafter=drafter,
             base=base,
             published=published,
@@ -85,8 +91,7 @@ def record(
             when=utc(time.time()),
             facts=facts or {},
         )
-        with atomic_write(folder / f"{made.number:0{DIGITS}}.json") as file:
-            file.write_bytes(
-                msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
-            )
-    return made
+        text = msgspec.json.format(msgspec.json.encode(outcome), indent=1)
+        with atomic_write(folder / f"{outcome.number:0{DIGITS}}.json") as file:
+            file.write_bytes(text + b"\n")
+    return outcome

@@ -17,7 +17,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.parts import Parts, Publishing, parts, parts_of
 from vlmdistill.stores.backends.backend import STAGING, writing
-from vlmdistill.stores.backends.local import Local, locked
+from vlmdistill.stores.backends.local import Local
+from vlmdistill.stores.backends.locks import locked
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import (
     DataError,
@@ -41,9 +42,8 @@ log = logging.getLogger("vlmdistill.pipelines")
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
 NO_DRAFTER = (".rounds", ".adapt")  # what `adapt` keeps beside drafters
 MOST_NAMED = 3  # workspaces in a line
-NAME = re.compile(
-    r"\w[\w.-]*"
-)  # of a drafter or an evaluation: a file, never in another folder
+NAME = re.compile(r"\w[\w.-]*")
+"""The name of a drafter or an evaluation: that of a file, never a path into another folder."""
 
 
 @dataclass(frozen=True)
@@ -65,38 +65,33 @@ class Workspace:
             raise DataError(
                 "--model is empty: give a name, a hub id or a checkpoint folder"
             )
-        given = str(runs or os.environ.get(RUNS_VARIABLE) or "runs")
-        if re.match(r"\w+:/[^/]", given):  # a Path of a URL, too
+        runs = str(runs or os.environ.get(RUNS_VARIABLE) or "runs")
+        if re.match(r"\w+:/[^/]", runs):  # a Path of a URL has lost a slash
             raise DataError(
-                f"--runs {given}: a URL has two slashes, as in s3://bucket/runs, and is no Path"
+                f"--runs {runs}: a URL has two slashes, as in s3://bucket/runs, and is no Path"
             )
-        url = re.sub(
-            r"(?<![:/])/+", "/", given.rstrip("/")
-        )  # of a variable that is empty, maybe
-        there = (
-            open_backend(given) if "://" in given else Local(Path(given).expanduser())
+        # A variable within the URL may have been empty.
+        url = re.sub(r"(?<![:/])/+", "/", runs.rstrip("/"))
+        backend = (
+            open_backend(runs) if "://" in runs else Local(Path(runs).expanduser())
         )
-        if not isinstance(there, Local) and not is_url(url):
+        is_local = isinstance(backend, Local)
+        if not is_local and not is_url(url):
             raise DataError(
-                f"--runs {url}: nothing can be written there: give a folder, s3://, gs:// or az://"
+                f"--runs {url} is not a writable URL: give a folder, s3://, gs:// or az://"
             )
-        base = there.root if isinstance(there, Local) else copy_of(url)
+        base = backend.root if isinstance(backend, Local) else copy_of(url)
         folder = checkpoint_folder(model)
         for path in (str(base.absolute()), str(folder or model)):
-            if lone_surrogate(path):  # neither records nor messages take it
+            if lone_surrogate(path):  # neither records nor messages can hold it
                 raise DataError(f"the name of {path!a} is not UTF-8: rename it")
         name = folder.name if folder else model.strip("/").replace("/", "--")
-        if (
-            folder is None
-            and model not in EMBEDDED
-            and name not in (names := there.list_names(""))
-        ):
-            hub_id(model, names)
-        return cls(
-            model,
-            base / name,
-            None if isinstance(there, Local) else parts(f"{url}/{name}"),
-        )
+        if folder is None and model not in EMBEDDED:
+            existing = backend.list_names("")
+            if name not in existing:
+                hub_id(model, existing)
+        parts_at_url = None if is_local else parts(f"{url}/{name}")
+        return cls(model, base / name, parts_at_url)
 
     @property
     def prompts(self) -> Path:
@@ -111,9 +106,9 @@ class Workspace:
     @property
     def features(self) -> str:
         """The folder or URL of the feature store."""
-        return (
-            f"{self.parts.url}/features" if self.parts else str(self.root / "features")
-        )
+        if self.parts:
+            return f"{self.parts.url}/features"
+        return str(self.root / "features")
 
     @property
     def reports(self) -> Path:
@@ -128,27 +123,30 @@ class Workspace:
     @contextmanager
     def staging(self) -> Iterator[Path]:
         """A folder for a while, which `forget` removes if this process is killed."""
-        here = Local(self.root)
-        folder = here.workspace()
+        backend = Local(self.root)
+        folder = backend.workspace()
         try:
             yield folder
         finally:
-            here.release(folder)
+            backend.release(folder)
 
     def clear_staging(self) -> list[Path]:
-        """Remove what killed processes have left of `staging`; the folders of those that still run."""
-        here, running = Local(self.root), []
-        for name in (f"{STAGING}/{leaf}" for leaf in here.list_names(STAGING)):
-            with here.try_lock(name) as ended:
-                if ended:
-                    here.remove(name)
-                elif (self.root / name).exists():
-                    running.append(self.root / name)
-        return running
+        """Remove the `staging` folders of killed processes; the folders of processes that still run."""
+        backend = Local(self.root)
+        in_use = list[Path]()
+        for leaf in backend.list_names(STAGING):
+            name = f"{STAGING}/{leaf}"
+            folder = self.root / name
+            with backend.try_lock(name) as has_ended:
+                if has_ended:
+                    backend.remove(name)
+                elif folder.exists():
+                    in_use.append(folder)
+        return in_use
 
     def rounds(self, name: str, again: bool = False) -> Path:
-        """The records of a drafter's rounds; see `versions`. `again`: as another machine has left them."""
-        self.drafter(name)  # is that a name?
+        """The records of a drafter's rounds; see `versions`. `again`: fetch those of other machines."""
+        self.drafter(name)  # DataError if that cannot be a name
         if again and self.parts:
             self.parts.fetch(f"drafters/{name}.rounds", again=True)
         return self._part(f"drafters/{name}.rounds")
@@ -158,23 +156,23 @@ class Workspace:
         return f"{self.parts.url}/drafters/{name}.training" if self.parts else None
 
     def _part(self, part: str, name: str = "") -> Path:
-        """A file or folder of a part, which is brought up to date when it is first asked for."""
+        """Path within a part; the part is downloaded on first access."""
         if self.parts:
             self.parts.fetch(part)
         return self.root / (name or part)
 
     def beside(self) -> str:
-        """Which workspaces are beside this one, if it is empty and local; empty if there are none."""
+        """The workspaces beside this one, in a line, if it is empty and local; else an empty text."""
         if self.parts or _holds_work(self.root) or not self.root.parent.is_dir():
             return ""
         folders = sorted(
             folder for folder in self.root.parent.iterdir() if _holds_work(folder)
         )
-        others = [Workspace(folder.name, folder) for folder in folders[:MOST_NAMED]]
-        return ", ".join(
-            f"{other.root} {other._contents()}: --model {other.model}"
-            for other in others
-        )
+        lines = list[str]()
+        for folder in folders[:MOST_NAMED]:
+            other = Workspace(folder.name, folder)
+            lines.append(f"{other.root} {other._contents()}: --model {other.model}")
+        return ", ".join(lines)
 
     def _contents(self) -> str:
         names = ", ".join(self.drafters())
@@ -189,10 +187,8 @@ class Workspace:
         error: BaseException | None,
         trace: object,
     ) -> None:
-        failed = error is not None and getattr(error, "code", 1) not in (
-            0,
-            None,
-        )  # of a SystemExit
+        exit_code = getattr(error, "code", 1)  # of a SystemExit
+        failed = error is not None and exit_code not in (0, None)
         try:
             self.close()
         except VlmdistillError as unsent:
@@ -200,8 +196,8 @@ class Workspace:
                 raise
             log.warning("%s", unsent)  # the error of the command itself comes after it
         except KeyboardInterrupt:
-            what = "not all was published in the workspace; the next command with this --runs does"
-            raise StoppedError(what, signal.SIGINT) from None
+            unpublished = "not all was published in the workspace; the next command with this --runs does"
+            raise StoppedError(unpublished, signal.SIGINT) from None
 
     def close(self) -> None:
         """Publish what is new, if the workspace is at a URL; see `Parts.close`."""
@@ -212,16 +208,15 @@ class Workspace:
         """The folder of one trained drafter; DataError if that cannot be its name."""
         if not NAME.fullmatch(name):
             raise DataError(
-                f"'{name}' is no drafter's name: use letters, digits, '_', '.' and '-'"
+                f"invalid drafter name '{name}': use letters, digits, '_', '.' and '-'"
             )
         return self._part(f"drafters/{name}")
 
     def drafters(self) -> list[str]:
         """The names of the drafters that are trained, or whose training has begun."""
-        there = self.parts.there if self.parts else Local(self.root)
-        names = {
-            name.removesuffix(".training") for name in there.list_names("drafters")
-        }
+        backend = self.parts.remote if self.parts else Local(self.root)
+        folders = backend.list_names("drafters")
+        names = {folder.removesuffix(".training") for folder in folders}
         return sorted(
             name
             for name in names
@@ -235,8 +230,10 @@ class Workspace:
             raise DataError(
                 f"there is no folder {drafter}: give the name of a drafter, or its folder"
             )
-        named = NAME.fullmatch(drafter) and self.drafter(drafter).is_dir()
-        return path if path.is_dir() and not named else self.drafter(drafter)
+        is_name = NAME.fullmatch(drafter) and self.drafter(drafter).is_dir()
+        if path.is_dir() and not is_name:
+            return path
+        return self.drafter(drafter)
 
 
 def absolute_model(model: str) -> str:
@@ -248,8 +245,8 @@ def absolute_model(model: str) -> str:
 def checkpoint_folder(model: str) -> Path | None:
     """The local folder of a model; None for a name, even if a folder of that name exists here."""
     path = Path(model).expanduser()
-    named = path.name == model and not (path / "config.json").is_file()
-    return path.resolve() if path.is_dir() and not named else None
+    is_name = path.name == model and not (path / "config.json").is_file()
+    return path.resolve() if path.is_dir() and not is_name else None
 
 
 def lock_file(folder: Path) -> Path:
@@ -261,9 +258,9 @@ def lock_file(folder: Path) -> Path:
 def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
     """Lock a folder, or a store at a URL, until this process ends; DataError if another run holds the lock.
 
-    It prevents that two runs pay for the same work; with `wait`, this one waits for the other. The lock file
-    lies next to the folder. In a workspace at a URL, other machines are locked out, too, the folder is up to
-    date, and it is published at the end.
+    So two runs never do the same work; with `wait`, this one waits for the other. The lock file lies next to
+    the folder. In a workspace at a URL, other machines are locked out, too; the folder is updated first, and
+    published at the end.
     """
     if is_url(where):
         store = open_backend(str(where))
@@ -282,14 +279,12 @@ def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
             raise DataError(
                 f"another run is writing to {folder}: wait until it ends, or stop it"
             ) from None
-        found = parts_of(folder)
-        part = found.part_of(folder) if found else None
-        with (
-            found.writing(part, wait)
-            if found and part
-            else nullcontext(Publishing()) as publishing
-        ):
-            yield publishing
+        at_url = parts_of(folder)
+        part = at_url.part_of(folder) if at_url else None
+        if at_url is None or part is None:
+            yield Publishing()
+            return
+        yield stack.enter_context(at_url.writing(part, wait))
 
 
 def _holds_work(root: Path) -> bool:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from research.trial import Trial, counts
-from vlmdistill.drafters.training.replay import walk
+from research.walk import walk
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.demo import files
@@ -13,14 +13,14 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 def test_a_cycle_takes_the_right_guesses_and_the_token_of_the_target() -> None:
     right = [2, 4, 0, 1, 0]
     plain, own = counts(
-        walk(right, right), len(right)
+        walk(right), len(right)
     )  # of six tokens the first is from the prefill
     assert (plain.tokens, plain.calls, own.tokens) == (6, 5, 6)
     assert (own.calls, own.accepted) == (2, 3)
 
 
 def test_a_response_that_ends_on_a_guess_has_no_token_of_the_target() -> None:
-    _, own = counts(walk([1, 0, 2, 1], [1, 0, 2, 1]), 4)
+    _, own = counts(walk([1, 0, 2, 1]), 4)
     assert (own.calls, own.accepted, own.tokens) == (2, 3, 5)
 
 

@@ -66,9 +66,8 @@ _MODULES = {
 """Where each public name is defined."""
 
 
-if (
-    not TYPE_CHECKING
-):  # a type checker knows the names above, and that there are no others
+# A type checker knows the names above, and that there are no others.
+if not TYPE_CHECKING:
     __all__ = sorted(name for names in _MODULES.values() for name in names)
 
     def __getattr__(name: str) -> object:

@@ -70,10 +70,10 @@ def load_drafter(path: str | Path, target: VisionLanguageTarget) -> Proposer:
     Example:
         >>> drafter = vlmdistill.load_drafter("runs/demo/drafters/sparrow", target)
     """
-    given = Path(path).expanduser()
-    folder = (
-        given if len(given.parts) > 1 else Workspace.of(target.name).trained(str(given))
-    )
+    folder = Path(path).expanduser()
+    is_name = len(folder.parts) <= 1
+    if is_name:
+        folder = Workspace.of(target.name).trained(str(folder))
     return target.drafter(folder)
 
 
@@ -113,7 +113,7 @@ def generate(
             at a time.
         tree: Shape of the draft tree: `total-depth-k` such as `30-3-8`, or `chain-5`; the drafter's own by
             default.
-        temperature: 0 is greedy.
+        temperature: Of sampling; 0 is greedy.
         max_new_tokens: Maximum length of the response, in tokens; it also ends at the target's last position.
         seed: Seed of the sampling at temperatures above 0.
 
@@ -134,7 +134,7 @@ def generate(
         raise DataError(
             f"tree '{tree}' has no drafter to grow it: pass drafter=..., or leave tree out"
         )
-    shape = Tree.parse(tree) if tree is not None else None
+    draft_tree = None if tree is None else Tree.parse(tree)
     if isinstance(drafter, str | Path):
         drafter = load_drafter(drafter, target)
     encoded = target.encode(_messages(prompt, images, videos))
@@ -143,14 +143,13 @@ def generate(
         target,
         drafter,
         encoded,
-        tree=shape,
+        tree=draft_tree,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         generator=generator,
     )
-    return (
-        Chunk(piece.text, piece.drafted) for piece in pieces(cycles, target.tokenizer)
-    )
+    decoded = pieces(cycles, target.tokenizer)
+    return (Chunk(piece.text, piece.drafted) for piece in decoded)
 
 
 def _messages(
@@ -169,11 +168,15 @@ def _messages(
         raise DataError(
             "the prompt is empty: write what to ask, such as 'Describe the image.'"
         )
-    content = [{"type": "image", "image": image} for image in _several(images)]
-    content += [{"type": "video", "video": str(video)} for video in _several(videos)]
-    return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
+    content: list[dict[str, Any]] = []
+    for image in _as_list(images):
+        content.append({"type": "image", "image": image})
+    for video in _as_list(videos):
+        content.append({"type": "video", "video": str(video)})
+    content.append({"type": "text", "text": prompt})
+    return [{"role": "user", "content": content}]
 
 
-def _several(given: Any) -> Sequence[Any]:
-    """What was given as one or as several: a text or an image is one, though it can be iterated."""
-    return given if isinstance(given, list | tuple) else [given]
+def _as_list(value: Any) -> Sequence[Any]:
+    """One value or several as a list: a text or an image is one, though it can be iterated."""
+    return value if isinstance(value, list | tuple) else [value]

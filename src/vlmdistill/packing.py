@@ -1,4 +1,4 @@
-"""Packed batches of a store as torch tensors, by themselves or behind a `DataLoader`."""
+"""Packed batches of a store as torch tensors, alone or behind a `DataLoader`."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -84,6 +84,18 @@ def _packed(batches: Epoch, dtype: str) -> Iterator[Batch]:
         batches.close()
 
 
+class WorkerError(DataError):
+    """A StoreDataset was iterated in a worker process of a `DataLoader`.
+
+    torch raises it again in the user's process, with the worker's traceback as its text: that is dropped.
+    """
+
+    def __init__(self, *torch_text: object) -> None:
+        super().__init__(
+            "a StoreDataset reads ahead with its own threads: set num_workers=0"
+        )
+
+
 @dataclass(eq=False)
 class StoreDataset(IterableDataset[Batch]):
     """A store as a dataset of packed batches for `torch.utils.data.DataLoader`.
@@ -122,7 +134,7 @@ class StoreDataset(IterableDataset[Batch]):
     epoch: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._batches()  # what is wrong with the arguments, now
+        self._batches()  # raises what is wrong with the arguments
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration reads."""
@@ -130,12 +142,9 @@ class StoreDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
-            raise DataError(
-                "a StoreDataset reads ahead with its own threads: set num_workers=0"
-            )
+            raise WorkerError
         return self._batches()
 
     def _batches(self) -> Iterator[Batch]:
-        return iterate_batches(
-            **{one.name: getattr(self, one.name) for one in fields(self)}
-        )
+        arguments = {item.name: getattr(self, item.name) for item in fields(self)}
+        return iterate_batches(**arguments)

@@ -20,13 +20,11 @@ from vlmdistill.pipelines import train as training
 from vlmdistill.pipelines.bench import evaluate as bench
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.reporting import check_failed
-from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     CaptureJob,
     CaptureSettings,
     CaptureSummary,
 )
-from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportSummary
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
@@ -52,39 +50,56 @@ class StageProgress(Protocol):
     """Is called whenever more of a stage is done."""
 
     def __call__(self, stage: str, done: int, total: int, remark: str = "", /) -> None:
-        """`done` of `total` parts of `stage`, where 0 means that the total is unknown, and a remark."""
+        """`done` of `total` parts of `stage`, and a remark; a total of 0 is unknown."""
 
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
 
-def in_api_words(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
-    """The function, whose errors name its arguments and not the options of the command: `eval_share`."""
-    options = {
-        f"--{name.replace('_', '-')}": name
-        for name in inspect.signature(function).parameters
-    }
+def in_api_words(
+    function: Callable[Arguments, Returned],
+) -> Callable[Arguments, Returned]:
+    """The function with errors that name its arguments, such as `eval_share`, not options of the command."""
+    options: dict[str, str] = {}
+    for name in inspect.signature(function).parameters:
+        options[f"--{name.replace('_', '-')}"] = name
 
-    def worded(text: str) -> str:
-        parts = text.split("`")  # within backquotes are commands, which stay
-        parts[::2] = [
-            OPTION.sub(lambda match: options.get(match[0], match[0]), part)
-            for part in parts[::2]
-        ]
+    def argument_of(match: re.Match[str]) -> str:
+        return options.get(match[0], match[0])
+
+    def reworded(text: object) -> object:
+        if not isinstance(text, str):
+            return text
+        parts = text.split("`")  # every second part is a command, which stays
+        for number in range(0, len(parts), 2):
+            parts[number] = OPTION.sub(argument_of, parts[number])
         return "`".join(parts)
 
     @functools.wraps(function)
-    def called(*args: Given.args, **named: Given.kwargs) -> Returned:
+    def call(*args: Arguments.args, **named: Arguments.kwargs) -> Returned:
+        _check_progress(named.get("progress"))
         try:
             return function(*args, **named)
         except VlmdistillError as error:
-            error.args = tuple(
-                worded(one) if isinstance(one, str) else one for one in error.args
-            )
+            error.args = tuple(map(reworded, error.args))
             raise
 
-    return called
+    return call
+
+
+def _check_progress(progress: object) -> None:
+    """DataError if `progress` cannot be called as `StageProgress` is."""
+    if progress is None:
+        return
+    try:
+        inspect.signature(progress).bind("stage", 0, 0, "")  # type: ignore[arg-type]
+    except TypeError:
+        raise DataError(
+            "progress: give a function of four arguments, progress(stage, done, total, remark)"
+        ) from None
+    except ValueError:  # a function of C, whose arguments are not known
+        return
 
 
 def _of(progress: StageProgress | None, stage: str) -> Progress:
@@ -115,7 +130,7 @@ def prompts(
         limit: Import at most so many prompts.
         eval_share: Share of the prompts to hold out for evaluation.
         split: Put all prompts into this split instead.
-        progress: Is called as rows are read.
+        progress: Is called as rows are read, with stage, done, total and a remark.
 
     Returns:
         What was added, and what was skipped for which reason.
@@ -171,7 +186,7 @@ def responses(
         workers: Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.
         allow_failed: Share of the prompts that may fail.
         anyway: Start also where free disk or memory will not suffice.
-        progress: Is called as responses come.
+        progress: Is called as responses come, with stage, done, total and a remark.
 
     Returns:
         What was generated, kept and dropped.
@@ -220,7 +235,7 @@ def features(
         workers: Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.
         allow_failed: Share of the prompts that may fail.
         anyway: Start also where free disk or memory will not suffice.
-        progress: Is called as responses and samples come.
+        progress: Is called as responses and samples come, with stage, done, total and a remark.
 
     Returns:
         What was captured, and the store.
@@ -252,11 +267,9 @@ def _job(
     settings: CaptureSettings,
     sampling: SamplingSettings,
 ) -> CaptureJob:
-    return CaptureJob(
-        workspace=workspace,
-        prompts=prompt_table.load(workspace.prompts, workspace.model, "train", limit),
-        responses=workspace.responses,
-        part=CaptureStore(workspace.features),
+    return CaptureJob.of(
+        workspace,
+        limit=limit,
         settings=settings,
         workers=WorkerOptions(workers=workers),
         sampling=sampling,
@@ -265,8 +278,9 @@ def _job(
 
 @contextmanager
 def _bar(
-    progress: StageProgress | None, what: str, unit: str, kept_in: str = ""
+    progress: StageProgress | None, title: str, unit: str, kept_in: str = ""
 ) -> Iterator[Progress]:
+    """The progress bar of a stage of `flow`: calls of `progress`."""
     yield _of(progress, unit)
 
 
@@ -314,7 +328,7 @@ def train(
         held_out: Share of the samples kept apart to validate on.
         force: Start over and replace an earlier run of this name.
         anyway: Start also where free disk or memory will not suffice.
-        progress: Is called after each step.
+        progress: Is called after each step, with stage, done, total and a remark.
 
     Returns:
         The drafter. A run that was stopped continues; one that is done is returned as it is.
@@ -329,26 +343,25 @@ def train(
     """
     catalogue.check(drafter)
     with Workspace.of(model, runs) as workspace:
-        plan = training.planned(
-            workspace, drafter, recipe, as_texts(settings or {}), name=name, seed=seed
-        )
-        begin = workspace.trained(init).absolute() if init else None
-        plan = replace(plan, held_out=held_out, init=begin)
+        texts = as_texts(settings or {})
+        plan = training.planned(workspace, drafter, recipe, texts, name=name, seed=seed)
+        initial = workspace.trained(init).absolute() if init else None
+        plan = replace(plan, held_out=held_out, init=initial)
         if not anyway:
             forecast.check_training(plan)
         folder = training.launch(plan, 1, force, _of(progress, "train"))
-        facts = describe(folder)["training"]
-    saved = facts.get("saved_step", facts["steps"])
-    measured: dict[str, Any] = next(
-        (one for one in facts["history"] if one["step"] == saved), {}
-    )
+        record = describe(folder)["training"]
+    agreement: tuple[float, ...] = ()
+    for entry in record["history"]:
+        if entry["step"] == record["saved_step"]:
+            agreement = tuple(entry["held_out_agreement"])
     return TrainedDrafter(
         name=folder.name,
         folder=folder,
-        steps=facts["steps"],
-        saved_step=saved,
-        samples=facts["samples"],
-        agreement=tuple(measured.get("held_out_agreement", ())),
+        steps=record["steps"],
+        saved_step=record["saved_step"],
+        samples=record["samples"],
+        agreement=agreement,
     )
 
 
@@ -381,7 +394,7 @@ def evaluate(
         seed: Of sampling.
         threads: CPU threads; 0: one or all, whichever decodes faster.
         anyway: Start also where free disk or memory will not suffice.
-        progress: Is called after each prompt.
+        progress: Is called after each prompt, with stage, done, total and a remark.
 
     Returns:
         A result for each drafter, tree and temperature, the fastest first at each temperature. `figures` has
@@ -399,35 +412,39 @@ def evaluate(
         raise DataError(
             "evaluate() names no drafter: give at least one, such as 'wren'"
         )
+    tree_names = [trees] if isinstance(trees, str) else trees
     settings = bench.Settings(
         temperatures=_numbers("temperatures", temperatures),
         limit=limit,
         max_new_tokens=max_new_tokens,
-        trees=bench.trees_of([trees] if isinstance(trees, str) else trees),
+        trees=bench.trees_of(tree_names),
         seed=seed,
         threads=threads,
     )
     with Workspace.of(model, runs) as workspace:
         if not anyway:
-            forecast.evaluation(workspace, drafters, settings, timed=False).check(
-                workspace.reports
-            )
-        made = bench.evaluate(
+            expected = forecast.evaluation(workspace, drafters, settings, timed=False)
+            expected.check(workspace.reports)
+        evaluations = bench.evaluate(
             workspace,
             open_drafters(workspace, drafters),
             settings,
             title=name,
             on_prompt=_of(progress, "evaluate"),
         )
-    return [one for ranking in rank(made) for one in ranking.results]
+    results: list[DrafterResult] = []
+    for ranking in rank(evaluations):
+        results += ranking.results
+    return results
 
 
-def _numbers(name: str, given: float | Sequence[float]) -> tuple[float, ...]:
+def _numbers(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
     """One number or several; DataError for anything else."""
-    several = given if isinstance(given, list | tuple) else [given]
-    if not all(isinstance(one, int | float) for one in several):
-        raise DataError(f"{name}={given!r}: give numbers, such as [0, 1]")
-    return tuple(dict.fromkeys(several))
+    numbers = value if isinstance(value, list | tuple) else [value]
+    for number in numbers:
+        if not isinstance(number, int | float):
+            raise DataError(f"{name}={value!r}: give numbers, such as [0, 1]")
+    return tuple(dict.fromkeys(numbers))
 
 
 @in_api_words
@@ -458,10 +475,10 @@ def report(
         >>> vlmdistill.report()
     """
     with Workspace.of(model, runs) as workspace:
-        found = page.make(workspace, Path(out) if out else None, where)
+        written = page.make(workspace, Path(out) if out else None, where)
         if plots is not None:
-            page.plot(found, Path(plots))
-        return found.page
+            page.plot(written, Path(plots))
+        return written.page
 
 
 @in_api_words
@@ -492,7 +509,8 @@ def export(
         >>> vlmdistill.export("wren", "served/wren")
     """
     with Workspace.of(model, runs) as workspace:
-        return exports.export(workspace.trained(str(drafter)), Path(out), dtype)
+        folder = workspace.trained(str(drafter))
+        return exports.export(folder, Path(out), dtype)
 
 
 @in_api_words

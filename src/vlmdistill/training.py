@@ -1,4 +1,4 @@
-"""What a training loop of one's own begins with: a drafter on a store, its settings and its samples."""
+"""The start of a training loop of your own: a drafter on a store, its settings and its samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,10 @@ class NewDrafter:
     @property
     def keys(self) -> list[str]:
         """The keys of all samples to train on."""
-        return sorted({key for one in self.samples for key in (*one.visual, *one.text)})
+        keys: set[str] = set()
+        for stage in self.samples:
+            keys.update(stage.trained)
+        return sorted(keys)
 
     def save(self, folder: str | Path, *, steps: int) -> Path:
         """Write the drafter to a folder that `load_drafter`, `evaluate` and `export` take.
@@ -52,24 +55,22 @@ class NewDrafter:
         Raises:
             TrainingError: It cannot be written; an earlier folder is then kept.
         """
-        sums = [
-            float(weight.detach().double().sum())
-            for weight in self.drafter.parameters()
-        ]
+        keys = self.keys
+        weights = [weight.detach().double() for weight in self.drafter.parameters()]
+        sums = [float(weight.sum()) for weight in weights]
         facts = {
             "signature": content_hash([self.method, steps, self.seed, sums]),
             "content": content_of(
-                self.store, self.keys, self.config.model.needs(self.store.info)
+                self.store, keys, self.config.model.needs(self.store.info)
             ),
             "steps": steps,
             "saved_step": steps,
-            "samples": len(self.keys),
+            "samples": len(keys),
             "seed": self.seed,
             "history": [],
         }
-        origin = checkpoint.Origin(
-            self.store.provenance, self.config.training, facts, self.keys
-        )
+        provenance = self.store.provenance
+        origin = checkpoint.Origin(provenance, self.config.training, facts, keys)
         checkpoint.save(self.drafter, self.method, Path(folder), origin)
         return Path(folder)
 
@@ -104,26 +105,17 @@ def new_drafter(
         >>> new = vlmdistill.new_drafter("wren", store, recipe="demo")
         >>> optimizer = torch.optim.AdamW(new.drafter.parameters(), lr=1e-3)
     """
-    config = recipes.resolve(method, recipe, recipes.as_texts(settings or {}))
+    texts = recipes.as_texts(settings or {})
+    config = recipes.resolve(method, recipe, texts)
     check_features(store, config, method)
     samples = [
         split(store, stage.view or None, config.training, held_out)
         for stage in config.schedule
     ]
-    made = NewDrafter(
-        catalogue.base(method),
-        store,
-        fresh(method, config, store, seed, store.info),
-        config,
-        samples,
-        seed,
-    )
-    if (
-        isinstance(made.drafter, DraftVocabulary)
-        and columns_of(made.drafter) is not None
-    ):
-        reader = Epoch(
-            store, (), keys=made.keys, token_budget=config.training.batch_tokens
-        )
-        made.drafter.choose_vocabulary(occurrences(reader, store.info.vocab_size))
-    return made
+    drafter = fresh(method, config, store, seed, store.info)
+    new = NewDrafter(catalogue.base(method), store, drafter, config, samples, seed)
+    if isinstance(drafter, DraftVocabulary) and columns_of(drafter) is not None:
+        batch_tokens = config.training.batch_tokens
+        reader = Epoch(store, (), keys=new.keys, token_budget=batch_tokens)
+        drafter.choose_vocabulary(occurrences(reader, store.info.vocab_size))
+    return new

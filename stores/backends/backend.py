@@ -1,4 +1,4 @@
-"""What a store needs of a file system: exclusive creation of whole files, listings, reads of ranges."""
+"""The file system of a store: exclusive creation of whole files, listings, reads of ranges."""
 
 import threading
 import time
@@ -28,12 +28,10 @@ class Backend(ABC):
 
     url: str
     is_local: bool
-    _ahead: float | None = (
-        None  # the clock that stamps files, against the monotonic one of this process
-    )
-    exclusive = (
-        True  # whether of several that create a file at once, one alone is told so
-    )
+    _ahead: float | None = None
+    """The clock that stamps files, minus the monotonic one of this process."""
+    exclusive = True
+    """Whether of several writers that create a file at once, only one is told that it did."""
 
     @abstractmethod
     def within(self, folder: str) -> "Backend":
@@ -119,9 +117,9 @@ class Backend(ABC):
 
         Results come in order, and no call begins long before its result is wanted, or after an error.
         """
-        return (
-            map(function, items) if self.is_local else in_flight(function, items, most)
-        )
+        if self.is_local:
+            return map(function, items)
+        return in_flight(function, items, most)
 
     def links(self, folder: str = "") -> list[str]:
         """The symbolic links below a folder, or the folder if it is one: names relative to the root."""
@@ -163,7 +161,7 @@ class Backend(ABC):
     def workspace(self, name: str | None = None) -> Path:
         """A locked local folder to build a shard in; for a local store on the same file system.
 
-        A `name` finds again what an interrupted process left under it.
+        A `name` finds the folder of an interrupted process again.
         """
 
     @abstractmethod
@@ -205,8 +203,9 @@ def check_wanted() -> None:
 
 def truncated(where: str) -> StoreError:
     """The error for a file that is shorter than its record says."""
-    what = f"{where} is damaged: it is shorter than its record says"
-    return StoreError(f"{what}. `vlmdistill store verify` lists all damage")
+    return StoreError(
+        f"{where} is damaged: it is shorter than its record says. `vlmdistill store verify` lists all damage"
+    )
 
 
 @contextmanager
@@ -215,7 +214,7 @@ def writing(backend: "Backend") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"cannot write to {backend.url}: {error.strerror or error}"
         raise StoreError(
-            f"{what}. No partial data was committed: fix the cause and run again"
+            f"cannot write to {backend.url}: {error.strerror or error}. No partial data was committed: "
+            "fix the cause and run again"
         ) from error

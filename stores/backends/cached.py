@@ -6,7 +6,7 @@
 
 A name is a hash of shard and range, and a shard is named by its content, so a file never goes stale, and
 several stores may share a folder. Files have no checksum of their own: the store compares every row that it
-reads with its index, and lets the cache `forget` what differs.
+reads with its index, and lets the cache `forget` those that differ.
 """
 
 import contextlib
@@ -19,26 +19,26 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from vlmdistill.stores.backends.backend import REQUESTS
-from vlmdistill.stores.backends.local import locked
+from vlmdistill.stores.backends.locks import locked
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import CHUNK_FILE
 
 GRAIN = 4096  # a file system gives room in blocks
-FREED = (
-    0.1  # share that is freed at once: to choose what goes, the whole folder is listed
-)
-STALE, DEAD = (
-    7 * 24 * 3600.0,
-    60.0,
-)  # seconds without use, of a file and of an unfinished one
-USED, RANGE = "used", re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{8})?")
+# The share that is freed at once: to choose the files, the whole folder is listed.
+FREED = 0.1
+STALE = 7 * 24 * 3600.0  # seconds without use of a file
+DEAD = 60.0  # seconds without a write to an unfinished one
+USED = "used"
+RANGE = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{8})?")
+ALL_NAMES = "g"  # sorts above every name in hex
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(i?)B", re.IGNORECASE)
 log = logging.getLogger("vlmdistill.stores")
 
@@ -47,12 +47,11 @@ class Cache:
     """Files of a folder that never take more than `limit` bytes, whatever process writes or is killed."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
         self.hits = self.misses = 0  # bytes
         self._failed = False
-        self._highest = (
-            "g"  # the name above which the last removal left nothing; "g" is above all
-        )
+        self._highest = ALL_NAMES  # the last removal left no name above
         folder.mkdir(parents=True, exist_ok=True)
         with self._locked() as counter:
             self._reserve(counter, 0)
@@ -61,18 +60,16 @@ class Cache:
     def of(cls, text: str) -> "Cache":
         """The cache that `DIR:SIZE` describes, such as `/scratch/cache:500GB`; StoreError if it does not."""
         folder, _, size = text.rpartition(":")
-        found = SIZE.fullmatch(size.strip())
-        if not folder or not found:
+        match = SIZE.fullmatch(size.strip())
+        if not folder or not match:
             raise StoreError(
                 f"a cache of '{text}': give a folder and a size, such as /scratch/cache:500GB"
             )
-        number, unit, binary = found.groups()
-        power = " KMGT".index(unit.upper() or " ")
+        number, prefix, binary = match.groups()
+        power = " KMGT".index(prefix.upper() or " ")
+        factor = (1024 if binary else 1000) ** power
         try:
-            return cls(
-                Path(folder).expanduser(),
-                int(float(number) * (1024 if binary else 1000) ** power),
-            )
+            return cls(Path(folder).expanduser(), int(float(number) * factor))
         except OSError as error:
             raise StoreError(
                 f"a cache in {folder}: {error.strerror or error}: give another folder"
@@ -90,12 +87,13 @@ class Cache:
 
     def put(self, name: str, data: bytes) -> None:
         """Keep bytes, if there is room on the disk, and if they would not be the next to go."""
-        if _taken(len(data)) + GRAIN > self.limit or name > self._highest:
+        size = _on_disk(len(data))
+        if size + GRAIN > self.limit or name > self._highest:
             return
         unfinished = self.folder / f"{name}.{secrets.token_hex(4)}"
         try:
             with self._locked() as counter:
-                if not self._reserve(counter, _taken(len(data))):
+                if not self._reserve(counter, size):
                     raise OSError(
                         errno.ENOSPC, "files in it cannot be removed, and leave no room"
                     )
@@ -103,7 +101,8 @@ class Cache:
                     file.truncate(len(data))  # counted in full from now on
             with unfinished.open("r+b") as file:
                 file.write(data)
-            with self._locked():  # else who counts might miss it under both names
+            # Under the lock, so that no process that counts misses it under both names.
+            with self._locked():
                 unfinished.rename(self.folder / name)
         except FileNotFoundError:  # another process needed the room
             return
@@ -112,8 +111,7 @@ class Cache:
             if not self._failed:
                 log.warning(
                     "the cache %s is not written to: %s",
-                    self.folder,
-                    error.strerror or error,
+                    *(self.folder, error.strerror or error),
                 )
             self._failed = True
 
@@ -128,50 +126,68 @@ class Cache:
     def _locked(self) -> AbstractContextManager[int]:
         return locked(self.folder / USED, wait=True)
 
-    def _reserve(self, counter: int, more: int) -> bool:
-        """Count `more` bytes in, before they are written: a crash leaves the counter too high, never too low.
+    def _reserve(self, counter: int, size: int) -> bool:
+        """Count `size` more bytes before they are written: a crash leaves the counter too high, not too low.
 
-        If they do not fit by that count, count what is there, and evict; false if they
+        If they do not fit by the counter, the files are counted, and some are removed; false if the bytes
         still do not fit.
         """
-        limit = self.limit - GRAIN  # of `used`
+        limit = self.limit - GRAIN  # of the file `used` itself
         text = os.pread(counter, 32, 0)
         used = int(text) if text.strip().isdigit() else limit + 1
-        if used + more > limit:
-            found = self._listed()
-            used = sum(size for *_, size in found)
-            room = max(0, (1 - FREED) * limit - more) if used + more > limit else used
-            dropped = set[str]()
-            for _, name, size in found:
-                if used > room and self.drop(name):
-                    used -= size
-                    dropped.add(name)
-            if any(name in dropped for idle, name, _ in found if not idle):
-                left = (
-                    name for idle, name, _ in found if not idle and name not in dropped
-                )
-                self._highest = max(left, default="g")
-        fits = used + more <= limit
-        os.pwrite(counter, f"{used + more * fits:<31}\n".encode(), 0)
+        if used + size > limit:
+            files = self._listed()
+            used = sum(file.size for file in files)
+            if used + size > limit:
+                used = self._evict(files, used, down_to=(1 - FREED) * limit - size)
+        fits = used + size <= limit
+        if fits:
+            used += size
+        os.pwrite(counter, f"{used:<31}\n".encode(), 0)
         return fits
 
-    def _listed(self) -> list[tuple[bool, str, int]]:
-        """Whether a file is long unused, its name, and its size, in eviction order.
+    def _evict(self, files: "list[_File]", used: int, down_to: float) -> int:
+        """Remove files in this order until the others take at most `down_to` bytes; returns their bytes."""
+        remaining = list[str]()
+        removed_one_in_use = False
+        for file in files:
+            if used > max(0, down_to) and self.drop(file.name):
+                used -= file.size
+                removed_one_in_use |= not file.idle
+            elif not file.idle:
+                remaining.append(file.name)
+        if removed_one_in_use:
+            self._highest = max(remaining, default=ALL_NAMES)
+        return used
 
-        In an epoch of random order, what was used least recently is as likely to come next as anything. So
+    def _listed(self) -> "list[_File]":
+        """The files of the cache, in the order in which they are removed.
+
+        In an epoch of random order, the least recently used file is as likely to be next as any other. So
         all processes keep the same names: their share of the samples is then read from the cache. Files
         that are no longer read, perhaps of another store, go first.
         """
-        found, now = [], time.time()
+        now = time.time()
+        files = list[_File]()
         for entry in os.scandir(self.folder):
-            if RANGE.fullmatch(entry.name):
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # another process has dropped it
-                    info = entry.stat()
-                    idle = now - info.st_mtime > (DEAD if "." in entry.name else STALE)
-                    found.append((idle, entry.name, _taken(info.st_size)))
-        return sorted(found, reverse=True)
+            if not RANGE.fullmatch(entry.name):
+                continue
+            unfinished = "." in entry.name
+            # Another process may drop it meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                info = entry.stat()
+                idle = now - info.st_mtime > (DEAD if unfinished else STALE)
+                files.append(_File(idle, entry.name, _on_disk(info.st_size)))
+        return sorted(files, reverse=True)
+
+
+@dataclass(frozen=True, order=True)
+class _File:
+    """A file of the cache."""
+
+    idle: bool  # long unused
+    name: str
+    size: int
 
 
 class Cached(Remote):
@@ -231,5 +247,6 @@ def _key(name: str, start: int, length: int) -> str:
     return blake3(f"{name}:{start}:{length}".encode()).hexdigest()[:32]
 
 
-def _taken(size: int) -> int:
+def _on_disk(size: int) -> int:
+    """The bytes that a file of a size takes on a disk."""
     return -(-size // GRAIN) * GRAIN

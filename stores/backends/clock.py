@@ -1,4 +1,4 @@
-"""Whether the clock of this machine may say what is too old to keep: one that is far ahead would delete all.
+"""Whether the clock of this machine may decide on deletion by age: one that is far ahead would delete all.
 
 A machine that starts before it has the time may be years ahead. Nothing on the machine proves its clock, but
 files that were written under a right one show a wrong one.
@@ -22,13 +22,13 @@ def beyond(now: float, files: Iterable[Path]) -> str:
     for file in files:
         with suppress(OSError):  # removed meanwhile
             written.append(file.stat().st_mtime)
-    newest = max((when for when in written if when <= now), default=now)
+    newest = max((time for time in written if time <= now), default=now)
     if now - newest <= AHEAD:
         return ""
     return f"the clock says {utc(now)}, {(now - newest) / 86400:.0f} days after the newest file"
 
 
 def mark(file: Path) -> None:
-    """Note that the clock was looked at: who runs the command again says that it is right."""
+    """Note that the clock was checked: running the command again confirms that it is right."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()

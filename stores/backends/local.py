@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import filecmp
 import os
 import secrets
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from vlmdistill.stores.backends.backend import STAGING, Backend
+from vlmdistill.stores.backends.locks import WorkspaceLocks, lock
 from vlmdistill.stores.backends.open_files import open_files
 from vlmdistill.stores.errors import StoreError, naming
-from vlmdistill.stores.records import open_regular
+from vlmdistill.stores.input_files import open_regular
 from vlmdistill.stores.schema import Array
 
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -55,13 +55,12 @@ def atomic_write(
 ) -> Iterator[Path]:
     """Write a file atomically: the yielded temporary path is synced and renamed to `path` at the end.
 
-    Where no other process writes this file, `alone` takes the place of what a killed one has left. A
-    `private` file is for this user only, from the beginning on.
+    Where no other process writes this file, `alone` overwrites the leftovers of a killed one. A `private`
+    file is for this user only, from the beginning on.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(
-        f".{path.name}" if alone else f".{path.name}.{secrets.token_hex(4)}.tmp"
-    )
+    name = f".{path.name}" if alone else f".{path.name}.{secrets.token_hex(4)}.tmp"
+    aside = path.with_name(name)
     try:
         if private:
             os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -77,7 +76,7 @@ def atomic_write(
 
 
 def left_over(folder: Path, start: str = "") -> list[Path]:
-    """What killed processes have left of the files in a folder whose names start so; see `atomic_write`."""
+    """The temporary files of killed processes in a folder, for names that start so; see `atomic_write`."""
     return [*folder.glob(f".{start}*.tmp")]
 
 
@@ -88,10 +87,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     After an error or an interruption, the earlier folder is kept.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (
-        folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.{end}")
-        for end in ("tmp", "old")
-    )
+    start = f".{folder.name}.{secrets.token_hex(4)}"
+    new = folder.with_name(f"{start}.tmp")
+    old = folder.with_name(f"{start}.old")
     new.mkdir()
     try:
         with naming(folder):
@@ -112,17 +110,6 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-@contextmanager
-def locked(path: Path, wait: bool = False) -> Iterator[int]:
-    """Lock a file, which is made, against other processes; its descriptor. BlockingIOError unless `wait`."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield handle
-    finally:
-        os.close(handle)
-
-
 class Local(Backend):
     """A folder of a local or shared POSIX file system."""
 
@@ -132,7 +119,7 @@ class Local(Backend):
         self.root = root
         self.url = str(root)
         self._open = open_files(root)
-        self._locks = Locks()
+        self._locks = WorkspaceLocks()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Local, (self.root,))
@@ -144,17 +131,16 @@ class Local(Backend):
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
         with open(open_regular(f"{self.url}/{name}"), "rb") as file:
-            return file.read(
-                -1 if most is None else min(most, os.fstat(file.fileno()).st_size + 1)
-            )
+            if most is None:
+                return file.read()
+            size = os.fstat(file.fileno()).st_size
+            return file.read(min(most, size + 1))
 
     def read_range(self, name: str, start: int, length: int) -> Array:
-        """Mapped, so that memory use follows what the caller keeps."""
-        return (
-            self._open(name).read_range(start, length)
-            if length
-            else np.empty(0, np.uint8)
-        )
+        """Mapped: its memory is free once the caller drops the array."""
+        if not length:
+            return np.empty(0, np.uint8)
+        return self._open(name).read_range(start, length)
 
     def readinto(
         self, name: str, start: int, out: Array, on_part: Callable[[memoryview], None]
@@ -217,11 +203,11 @@ class Local(Backend):
                 else:
                     _link(data, ready)
             sync(ready)
-            made = into(ready, path)
+            success = into(ready, path)
         finally:
             self.release(folder)
         sync(path.parent)
-        return made
+        return success
 
     def publish(self, folder: Path, name: str) -> None:
         """Rename the folder. One that is there already under this name is locked, compared and repaired."""
@@ -249,19 +235,18 @@ class Local(Backend):
     def _walk(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
         base = f"{self.url}/{folder}" if folder else self.url
         for entry in _entries(base):
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another process removed it while we walked
+            # Another process may remove it meanwhile.
+            with contextlib.suppress(FileNotFoundError):
                 if not entry.is_dir():
                     yield entry.path[len(base) + 1 :], entry.stat()
 
     def size(self, name: str) -> int | None:
         """Bytes of one file, or None when it is missing."""
         try:
-            found = os.stat(self.root / name)
+            info = os.stat(self.root / name)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return info.st_size if stat.S_ISREG(info.st_mode) else None
 
     def list_names(self, folder: str) -> list[str]:
         """The sorted names directly inside a folder."""
@@ -281,9 +266,8 @@ class Local(Backend):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.rename(path, removed)
         while removed.exists():
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another `store gc` empties it, too
+            # Another `store gc` may empty it, too.
+            with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(removed)
 
     def links(self, folder: str = "") -> list[str]:
@@ -327,30 +311,29 @@ class Local(Backend):
                 continue
             folder.mkdir(exist_ok=name is not None)
             if not self._locks.take(folder, must=name is not None):
-                name = None  # another process may have it: take another; or `store gc` was faster
-                continue
-            if folder.exists():
+                name = None  # another process has it, or `store gc` was faster
+            elif folder.exists():
                 return folder
-            self.release(folder)
+            else:
+                self.release(folder)
 
     def _repair(self, folder: Path, name: str) -> None:
-        """Replace, one whole file after the other, what differs from the files in `folder`."""
+        """Replace files that differ from those in `folder`, one whole file after the other."""
         for file in [file for file in folder.rglob("*") if file.is_file()]:
-            there = self._own(f"{name}/{file.relative_to(folder).as_posix()}")
-            if _equal(file, there):
+            published = self._own(f"{name}/{file.relative_to(folder).as_posix()}")
+            if _equal(file, published):
                 continue
             work = self.workspace()
             try:
                 shutil.copyfile(file, work / "file")
                 sync(work / "file")
-                ensure(there.parent)
-                os.rename(work / "file", there)
+                ensure(published.parent)
+                os.rename(work / "file", published)
             finally:
                 self.release(work)
-            sync(there.parent)
-            self._open = open_files(
-                self.root
-            )  # an open file may be the one just replaced
+            sync(published.parent)
+            # An open file may be the one just replaced.
+            self._open = open_files(self.root)
 
     def release(self, folder: Path, keep: bool = False) -> None:
         """Remove the folder if it is still there, then release its lock."""
@@ -361,12 +344,11 @@ class Local(Backend):
     @contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:
         """Lock a folder or file; false when a live process has locked it, also under an earlier name."""
+        path = self.root / name
         handle = None
-        if not (
-            self.root / name
-        ).is_symlink():  # no writer makes a link: its target is not ours to lock
+        if not path.is_symlink():  # no writer makes a link: its target is not ours
             try:
-                handle = lock(self.root / name)
+                handle = lock(path)
             except (FileNotFoundError, BlockingIOError):
                 yield False
                 return
@@ -377,53 +359,19 @@ class Local(Backend):
                 os.close(handle)
 
 
-class Locks:
-    """The locks that this process holds for its workspaces, until they are released or it ends."""
-
-    def __init__(self) -> None:
-        self._handles: dict[Path, list[int]] = {}
-
-    def take(self, folder: Path, must: bool = False) -> bool:
-        """Lock a folder; false when another process has it, it is gone, or it `must` be locked and cannot."""
-        try:
-            handle = lock(folder)
-        except (FileNotFoundError, BlockingIOError):
-            return False
-        self._add(folder, handle)
-        return handle is not None or not must
-
-    def adopt(self, folder: Path, path: Path) -> bool:
-        """Lock `path` until `folder` is released, after its present owner; false when it is gone by then."""
-        try:
-            handle = lock(path, wait=True)
-        except FileNotFoundError:
-            return False
-        self._add(folder, handle)
-        return path.exists() if handle is None else _is(path, handle)
-
-    def _add(self, folder: Path, handle: int | None) -> None:
-        if handle is not None:
-            self._handles.setdefault(folder, []).append(handle)
-
-    def release(self, folder: Path) -> None:
-        """Release every lock that is held for a folder."""
-        for handle in self._handles.pop(folder, []):
-            os.close(handle)
-
-
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
     """Everything below a folder that can be listed; links are not followed."""
-    left = [folder]
-    while left:
+    waiting = [folder]
+    while waiting:
         try:
-            with os.scandir(left.pop()) as found:
-                entries = list(found)
+            with os.scandir(waiting.pop()) as listing:
+                entries = list(listing)
         except OSError:
             continue
         for entry in entries:
             yield entry
             if entry.is_dir(follow_symlinks=False):
-                left.append(entry.path)
+                waiting.append(entry.path)
 
 
 def _link(file: Path, ready: Path) -> None:
@@ -436,32 +384,10 @@ def _link(file: Path, ready: Path) -> None:
         shutil.copyfile(file, ready)
 
 
-def _equal(file: Path, there: Path) -> bool:
+def _equal(file: Path, other: Path) -> bool:
     """Whether two files have the same bytes; false when the second is missing."""
     filecmp.clear_cache()  # it compares modification times alone
     try:
-        return filecmp.cmp(file, there, shallow=False)
+        return filecmp.cmp(file, other, shallow=False)
     except OSError:
         return False
-
-
-def _is(path: Path, handle: int) -> bool:
-    """Whether a path still leads to the file that was opened by it."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(handle))
-    except FileNotFoundError:
-        return False
-
-
-def lock(path: Path, wait: bool = False) -> int | None:
-    """Lock a file or folder; BlockingIOError when another process has it, None without lock support."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a FIFO would block
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise
-    except OSError:
-        os.close(handle)
-        return None
-    return handle

@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from vlmdistill.stores.backends.backend import truncated
-from vlmdistill.stores.records import open_regular
+from vlmdistill.stores.input_files import open_regular
 from vlmdistill.stores.schema import Array
 
 OPEN_FILES = 128
 MAPPED_BYTES = 1 << 16  # below this a read is cheaper than a memory map
-CACHED_BYTES = (
-    1 << 18
-)  # read and checked in parts of this size: two fit into a core's own cache
-SEEK_BYTES = 1 << 18  # what a disk reads in the time of one seek
+# Reads and checks are in parts of this size: two fit into a core's own cache.
+CACHED_BYTES = 1 << 18
+SEEK_BYTES = 1 << 18  # a disk reads as many in the time of one seek
 
 
 class OpenFile:
@@ -30,14 +29,13 @@ class OpenFile:
         weakref.finalize(self, os.close, self._number)
 
     def read_range(self, start: int, length: int) -> Array:
-        """Map just this range, so that memory use follows what the caller keeps."""
+        """Map just this range: its memory is free once the caller drops the array."""
         if length < MAPPED_BYTES:
             data = np.empty(length, np.uint8)
             self.readinto(start, data, lambda _: None)
             return data
-        if (
-            os.fstat(self._number).st_size < start + length
-        ):  # touching a map past the end kills the process
+        # Touching a map past the end of the file kills the process.
+        if os.fstat(self._number).st_size < start + length:
             raise truncated(str(self._path))
         skip = start % mmap.ALLOCATIONGRANULARITY
         # Private and writable: torch takes it without a copy, and writes never reach the file.
@@ -61,7 +59,7 @@ class OpenFile:
             on_part(part)
 
     def prefetch(self, start: int, length: int) -> None:
-        """Let the disk start on a range, and on what is around a small one, unless it is cached."""
+        """Let the disk start on a range, and on the bytes around a small one, unless it is cached."""
         # Not its ends: they may be cached because of their neighbors.
         if not hasattr(os, "posix_fadvise") or self._is_cached(start + length // 2):
             return
@@ -71,7 +69,7 @@ class OpenFile:
         os.posix_fadvise(self._number, start, length, os.POSIX_FADV_WILLNEED)
 
     def _is_cached(self, at: int) -> bool:
-        """Whether a byte is in the page cache: a third of the cost of reading ahead what is there."""
+        """Whether a byte is in the page cache: a third of the cost of reading cached bytes ahead."""
         try:
             return bool(os.preadv(self._number, [bytearray(1)], at, os.RWF_NOWAIT))
         except OSError:  # it is not, or the file system does not support the question

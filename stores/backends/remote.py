@@ -25,11 +25,11 @@ from vlmdistill.stores.backends.backend import (
     check_wanted,
     truncated,
 )
-from vlmdistill.stores.backends.local import Locks
+from vlmdistill.stores.backends.locks import WorkspaceLocks
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array
 
-STORE = "store.json"  # what shows that there is a store
+STORE = "store.json"  # the file by which a store is recognized
 TRIES = 3  # of a PUT that meets another
 UNSENT = "vlmdistill-unsent-"  # folders for shards that are built
 
@@ -42,7 +42,7 @@ class Remote(Backend):
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         try:
-            # A cached listing would hide what other writers commit.
+            # A cached listing would hide the commits of other writers.
             self._fs, root = fsspec.core.url_to_fs(
                 self.url, use_listings_cache=False, **_options(self.url)
             )
@@ -51,7 +51,7 @@ class Remote(Backend):
         except Exception as error:  # the package of the protocol is not installed
             raise StoreError(f"{url} cannot be opened: {error}") from error
         self._root = root.rstrip("/")
-        self._locks = Locks()
+        self._locks = WorkspaceLocks()
         self._is_web = "http" in self._fs.protocol
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -66,23 +66,20 @@ class Remote(Backend):
 
     @contextmanager
     def _request(self, name: str = "", write: bool = False) -> Iterator[None]:
-        """Turn whatever the library of a protocol raises into an OSError that names the file."""
-        where = f"{self.url}/{name}" if name else self.url
+        """Turn any error of the protocol's library into an OSError that names the file."""
+        path = f"{self.url}/{name}" if name else self.url
         if write and self._is_web:
             raise OSError(errno.EROFS, "a web server can only be read from")
         try:
             self._fs.invalidate_cache()
             yield
         except OSError as error:
-            if (
-                error.errno is not None
-            ):  # without a number, a file name would hide the message
-                error.filename = error.filename or where
+            if error.errno is not None:  # else a file name would hide the message
+                error.filename = error.filename or path
             raise
         except Exception as error:
-            raise ConnectionError(
-                f"{where}: {type(error).__name__}: {error}"
-            ) from error
+            kind = type(error).__name__
+            raise ConnectionError(f"{path}: {kind}: {error}") from error
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """The whole file, or its first `most` bytes; FileNotFoundError when it is missing."""
@@ -111,8 +108,8 @@ class Remote(Backend):
             data = b""
         if (
             len(data) > length
-        ):  # plain web servers ignore the range and send the whole file
-            if len(data) > BLOCK:  # of which each block would fetch all of it
+        ):  # plain web servers ignore ranges and send the whole file
+            if len(data) > BLOCK:  # each block would fetch all of it
                 raise StoreError(
                     f"{self.url}: this server ignores ranges, and sends all of a large file"
                 )
@@ -129,7 +126,7 @@ class Remote(Backend):
         """A conditional PUT where the store has one; elsewhere racing writers may both win, each whole."""
         path = self._path(name)
         with self._request(name, write=True):
-            for left in reversed(range(TRIES)):
+            for attempt in range(1, TRIES + 1):
                 try:
                     self._fs.pipe_file(path, data, mode="create")
                     return True
@@ -137,21 +134,20 @@ class Remote(Backend):
                     return False
                 except (OSError, NotImplementedError, ValueError, TypeError) as error:
                     number = error.errno if isinstance(error, OSError) else errno.ENOSYS
-                    unknown = number == errno.ENOSYS
-                    if self._fs.exists(
-                        path
-                    ):  # some stores only say that the request is not valid
-                        return not unknown and bool(
-                            self._fs.cat_file(path) == data
-                        )  # its reply was lost
-                    if unknown:  # a PUT without a condition
-                        self.exclusive = False
+                    unsupported = number == errno.ENOSYS
+                    # Some stores only say that the request is not valid.
+                    if self._fs.exists(path):
+                        if unsupported:
+                            return False
+                        # If the content is equal, the reply to an attempt was lost.
+                        return bool(self._fs.cat_file(path) == data)
+                    if unsupported:
                         break
-                    if (
-                        number != errno.EIO or not left
-                    ):  # else a conflict with another PUT, perhaps
+                    # EIO may be a conflict with another PUT.
+                    if number != errno.EIO or attempt == TRIES:
                         raise
-            self._fs.pipe_file(path, data)
+            self.exclusive = False
+            self._fs.pipe_file(path, data)  # a PUT without a condition
         return True
 
     def replace(self, name: str, data: bytes | Path) -> None:
@@ -164,95 +160,77 @@ class Remote(Backend):
 
     def publish(self, folder: Path, name: str) -> None:
         """PUT the files that are missing or differ; at least one, so that the shard is fresh for gc."""
-        there = self.list_files(name)
+        sizes = self.list_files(name)
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        wanted = [
-            file
-            for file in files
-            if not self._has(name, file.relative_to(folder), file, there)
-        ]
-        for file in wanted or [min(files, key=lambda file: file.stat().st_size)]:
+        sent = []
+        for file in files:
+            leaf = file.relative_to(folder).as_posix()
+            same_size = sizes.get(leaf) == file.stat().st_size
+            if not (same_size and self.same(f"{name}/{leaf}", file)):
+                sent.append(file)
+        smallest = min(files, key=lambda file: file.stat().st_size)
+        for file in sent or [smallest]:
             target = f"{name}/{file.relative_to(folder).as_posix()}"
             check_wanted()
             with self._request(target, write=True):
                 self._put(file, target)
 
     def _put(self, file: Path, name: str) -> None:
-        """A PUT of a file; one of S3 in blocks, of which few are in memory at once."""
-        few = (
-            {"chunksize": BLOCK, "max_concurrency": 2}
-            if "s3" in self._fs.protocol
-            else {}
-        )
-        self._fs.put_file(str(file), self._path(name), **few)
-
-    def _has(self, name: str, leaf: Path, file: Path, there: dict[str, int]) -> bool:
-        """Whether the bytes of a local file are already there."""
-        known = there.get(leaf.as_posix()) == file.stat().st_size
-        return known and self.same(f"{name}/{leaf.as_posix()}", file)
+        """A PUT of a file; of S3 in blocks, few of which are in memory at once."""
+        options = {}
+        if "s3" in self._fs.protocol:
+            options = {"chunksize": BLOCK, "max_concurrency": 2}
+        self._fs.put_file(str(file), self._path(name), **options)
 
     def same(self, name: str, file: Path) -> bool:
         """Whether a file begins with all bytes of a local one; false when either is missing or shorter."""
         try:
-            with file.open("rb") as mine:
+            with file.open("rb") as local:
                 blocks = self.blocks(name, 0, file.stat().st_size)
-                return all(mine.read(len(block)) == block for block in blocks)
-        except (
-            FileNotFoundError,
-            StoreError,
-        ):  # removed or truncated since it was listed
-            return False
+                return all(local.read(len(block)) == block for block in blocks)
+        except (FileNotFoundError, StoreError):
+            return False  # it was removed or truncated since it was listed
 
     def map(
         self, function: Callable[[T], U], items: Iterable[T], most: int = REQUESTS
     ) -> Iterator[U]:
         """In turn in memory, where a listing fails while others write."""
-        return super().map(
-            function, items, 1 if self._fs.protocol == "memory" else most
-        )
+        at_once = 1 if self._fs.protocol == "memory" else most
+        return super().map(function, items, at_once)
 
     def list_files(self, folder: str) -> dict[str, int]:
         """Every file below a folder: name relative to the folder -> bytes."""
         base = self._path(folder)
-        found = {
-            path.removeprefix(base).lstrip("/"): info
-            for path, info in self._find(folder).items()
-        }
-        sizes = {self._unquoted(name): info["size"] for name, info in found.items()}
-        unknown = [
-            name for name, size in sizes.items() if size is None
-        ]  # web servers list names alone
-        found_sizes = self.map(
-            lambda name: self.size(f"{folder}/{name}".lstrip("/")), unknown
-        )
-        sizes |= zip(unknown, found_sizes, strict=True)
+        sizes: dict[str, int | None] = {}
+        for path, info in self._find(folder).items():
+            name = path.removeprefix(base).lstrip("/")
+            sizes[self._unquoted(name)] = info["size"]
+        # Web servers list names alone.
+        unknown = [name for name, size in sizes.items() if size is None]
+        paths = [f"{folder}/{name}".lstrip("/") for name in unknown]
+        sizes |= zip(unknown, self.map(self.size, paths), strict=True)
         return {name: int(size) for name, size in sizes.items() if size is not None}
 
     def _unquoted(self, listed: str) -> str:
         return unquote(listed) if self._is_web else listed
 
     def _find(self, folder: str) -> dict[str, Any]:
+        """The files below a folder, or the file itself: full path -> fsspec's details of it."""
+        base = self._path(folder)
+        files = {}
         try:
             with self._request(folder):
-                found = self._fs.find(self._path(folder), detail=True)
-                # For a path that is itself a file, some implementations return no details.
-                found = {
-                    path: info or self._fs.info(path) for path, info in found.items()
-                }
+                for path, details in self._fs.find(base, detail=True).items():
+                    # Of a path that is itself a file, some implementations return no details.
+                    info = details or self._fs.info(path)
+                    # The pages of web servers also have links that sort the listing.
+                    is_link = "?" in path or path.rstrip("/") == base
+                    if info["type"] == "file" and not (self._is_web and is_link):
+                        files[path] = info
         except FileNotFoundError:
-            found = {}
-        files = {path: info for path, info in found.items() if info["type"] == "file"}
-        if (
-            self._is_web
-        ):  # whose pages also hold links that sort the listing, and may be no listing
-            base = self._path(folder)
-            files = {
-                path: files[path]
-                for path in files
-                if "?" not in path and path.rstrip("/") != base
-            }
-            if not files:
-                self._require_listings()
+            files = {}
+        if self._is_web and not files:
+            self._require_listings()
         return files
 
     def size(self, name: str) -> int | None:
@@ -270,7 +248,7 @@ class Remote(Backend):
         return int(size)
 
     def versions(self, name: str) -> dict[str, str]:
-        """What changes with the content of a file: of one, or of all below a folder, by full name."""
+        """A text that changes with the content of a file: of one, or of all below a folder, by full name."""
         base = f"{self._root}/".lstrip("/")
         return {
             path.lstrip("/").removeprefix(base): _version(info)
@@ -281,14 +259,14 @@ class Remote(Backend):
         """The sorted names directly inside a folder."""
         try:
             with self._request(folder):
-                found = self._fs.ls(self._path(folder), detail=False)
+                listed = self._fs.ls(self._path(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
-            found = []
-        if not found and self._is_web:
+            listed = []
+        if not listed and self._is_web:
             self._require_listings()
         # Where an object has the name of the folder, some object stores list it among its content.
         base = self._path(folder).strip("/")
-        paths = [path.rstrip("/") for path in found if path.strip("/") != base]
+        paths = [path.rstrip("/") for path in listed if path.strip("/") != base]
         return sorted(self._unquoted(path.rpartition("/")[2]) for path in paths)
 
     def _require_listings(self) -> None:
@@ -302,7 +280,7 @@ class Remote(Backend):
             hidden = hidden and self._fs.exists(self._path(STORE))
         if hidden:
             raise StoreError(
-                f"{self.url}: this server does not list folders, so what it holds is unknown"
+                f"{self.url}: this server does not list folders, so its files are unknown"
             )
 
     def remove(self, name: str) -> None:
@@ -317,7 +295,9 @@ class Remote(Backend):
     def seconds_idle(self, name: str) -> float:
         """By the modification times that the object store reports; 0 where it reports none."""
         times = [_modified(info) for info in self._find(name).values()]
-        return max(0.0, self.now() - max(times)) if times and all(times) else 0.0
+        if not times or not all(times):
+            return 0.0
+        return max(0.0, self.now() - max(times))
 
     def _stamp(self) -> float:
         """Of an empty object in staging."""
@@ -332,25 +312,24 @@ class Remote(Backend):
     def workspace(self, name: str | None = None) -> Path:
         """A locked temporary folder of this machine: shards are built here and sent.
 
-        Those that killed processes have left are removed.
+        The folders of killed processes are removed.
         """
         remove_unsent()
         while True:
             folder = Path(tempfile.mkdtemp(prefix=UNSENT))
-            if (
-                self._locks.take(folder) and folder.exists()
-            ):  # else another process has just removed it
+            # Another process may have removed it just now.
+            if self._locks.take(folder) and folder.exists():
                 return folder
 
     def release(self, folder: Path, keep: bool = False) -> None:
-        """Remove the folder: what was sent already is not sent again."""
+        """Remove the folder, with `keep`, too: files that were sent are not sent again."""
         shutil.rmtree(folder, ignore_errors=True)
         self._locks.release(folder)
 
 
 def remove_unsent() -> None:
-    """Remove the shards that killed processes of this machine have left on their way to a URL."""
-    locks = Locks()
+    """Remove shards that were on their way to a URL when their process on this machine was killed."""
+    locks = WorkspaceLocks()
     for folder in Path(tempfile.gettempdir()).glob(f"{UNSENT}*"):
         with contextlib.suppress(OSError):  # it is of another user
             if locks.take(folder, must=True):
@@ -362,22 +341,21 @@ def _options(url: str) -> dict[str, Any]:
     """Connections for all requests: the library of S3 opens ten."""
     if not url.startswith(("s3:", "s3a:")):
         return {}
-    given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-    return {"config_kwargs": {"max_pool_connections": REQUESTS, **given}}
+    configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": REQUESTS, **configured}}
 
 
 def _version(info: dict[str, Any]) -> str:
-    return str(
-        info.get("ETag") or info.get("etag") or f"{info['size']} {_modified(info)}"
-    )
+    tag = info.get("ETag") or info.get("etag")
+    return str(tag or f"{info['size']} {_modified(info)}")
 
 
 def _modified(info: dict[str, Any]) -> float:
-    when = (
-        info.get("LastModified")
-        or info.get("last_modified")
-        or info.get("mtime")
-        or info.get("created")
-    )
-    when = datetime.fromisoformat(when) if isinstance(when, str) else when
-    return float(when.timestamp() if isinstance(when, datetime) else when or 0)
+    """When an object was written, in seconds since 1970; 0 if the protocol does not tell."""
+    names = ("LastModified", "last_modified", "mtime", "created")
+    time = next((info[name] for name in names if info.get(name)), 0)
+    if isinstance(time, str):
+        time = datetime.fromisoformat(time)
+    if isinstance(time, datetime):
+        time = time.timestamp()
+    return float(time)

@@ -6,28 +6,27 @@ few bytes into any number of them, and other types make polars end the process. 
 
 import functools
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import blake3
-import numpy as np
 import pyarrow as pa
 
 from vlmdistill.stores.backends.backend import Backend
 from vlmdistill.stores.errors import StoreError, naming, one_line
+from vlmdistill.stores.index import arrow_metadata
 from vlmdistill.stores.manifest import Entry, damaged, digest
 
 if TYPE_CHECKING:
     import polars as pl
 
-MOST_COLUMNS, MOST_ARRAYS = 1 << 12, 1 << 16  # of a table; in all its record batches
+MOST_COLUMNS = 1 << 12
+MOST_ARRAYS = 1 << 16  # columns times record batches
 DEPTH = 4  # lists within lists
 BATCH_ROWS = 1 << 16  # of the record batches of a large table
 SMALL_BYTES = 1 << 18
 BLOCK = 1 << 20  # bytes that are hashed at once
-MAGIC = b"ARROW1"
-SCALARS = (  # what a column or a list may hold; of numbers, those that polars has
+SCALARS = (  # the types in a column or a list; of numbers, those that polars has
     pa.types.is_null,
     pa.types.is_boolean,
     pa.types.is_integer,
@@ -46,9 +45,8 @@ def to_arrow(table: pa.Table) -> bytes:
     _require_plain(table.schema)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(
-            table.unify_dictionaries().combine_chunks()
-        )  # a file has one dictionary a column
+        # A file has one dictionary a column.
+        writer.write_table(table.unify_dictionaries().combine_chunks())
     return bytes(sink.getvalue())
 
 
@@ -59,46 +57,45 @@ def write_arrow(path: Path, frame: "pl.DataFrame") -> Entry:
     """
     import polars as pl
 
-    kinds = frame.schema.dtypes()
-    whole = any(
-        kind in (pl.Categorical, pl.Enum) for kind in kinds
-    )  # a file has one dictionary a column
-    parts = frame.iter_slices(max(1, len(frame)) if whole else BATCH_ROWS)
-    schema = _require_plain(
-        frame.clear().to_arrow(compat_level=pl.CompatLevel.oldest()).schema
-    )
+    oldest = pl.CompatLevel.oldest()
+    schema = _require_plain(frame.clear().to_arrow(compat_level=oldest).schema)
+    rows = BATCH_ROWS
+    types = frame.schema.dtypes()
+    if any(kind in (pl.Categorical, pl.Enum) for kind in types):
+        rows = max(1, len(frame))  # a file has one dictionary a column
     with (
         naming(path),
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_file(file, schema) as writer,
     ):
-        for part in parts:
-            writer.write_table(
-                part.to_arrow(compat_level=pl.CompatLevel.oldest()).combine_chunks()
-            )
+        for part in frame.iter_slices(rows):
+            table = part.to_arrow(compat_level=oldest)
+            writer.write_table(table.combine_chunks())
+    return path.stat().st_size, _digest(path)
+
+
+def _digest(path: Path) -> str:
     state = blake3.blake3()
-    with path.open("rb") as written:
-        while data := written.read(BLOCK):
+    with path.open("rb") as file:
+        while data := file.read(BLOCK):
             state.update(data)
-    return path.stat().st_size, state.hexdigest()
+    return state.hexdigest()
 
 
 def read_arrow(backend: Backend, name: str, entry: Entry) -> pa.Table:
     """Read an Arrow IPC file that a record names with (bytes, blake3); StoreError when it differs."""
-    where = f"{backend.url}/{name}"
+    path = f"{backend.url}/{name}"
+    size, checksum = entry
     try:
-        size = entry[0]
-        small = size < SMALL_BYTES  # nothing is kept open for one
-        data = (
-            memoryview(backend.read(name, size))
-            if small
-            else backend.read_range(name, 0, size).data
-        )
-        if digest(data) != entry[1]:
-            raise damaged(where)
+        if size < SMALL_BYTES:  # nothing is kept open for it
+            data = memoryview(backend.read(name, size))
+        else:
+            data = backend.read_range(name, 0, size).data
+        if digest(data) != checksum:
+            raise damaged(path)
         return _read(data)
     except (pa.ArrowException, OSError, ValueError, IndexError, struct.error) as error:
-        raise damaged(where, one_line(error)) from error
+        raise damaged(path, one_line(error)) from error
 
 
 def _require_plain(schema: pa.Schema) -> pa.Schema:
@@ -110,7 +107,7 @@ def _require_plain(schema: pa.Schema) -> pa.Schema:
 
 
 def frame_of(table: pa.Table) -> "pl.DataFrame":
-    """The same as a polars frame."""
+    """A table as a polars frame."""
     import polars as pl
 
     frame = pl.from_arrow(table, rechunk=False)
@@ -119,18 +116,19 @@ def frame_of(table: pa.Table) -> "pl.DataFrame":
 
 
 def _read(data: memoryview) -> pa.Table:
-    blocks = list(_blocks(data))
-    if sum(_buffers(data, block) for block in blocks) > len(data):
+    batches = list(arrow_metadata.batches(data))
+    buffer_bytes = [arrow_metadata.buffer_bytes(data, batch) for batch in batches]
+    if sum(buffer_bytes) > len(data):
         raise ValueError("its columns share memory")
     reader = pa.ipc.open_file(pa.py_buffer(data))
-    hollow = plain(reader.schema)
-    if len(blocks) * len(reader.schema) > MOST_ARRAYS:
-        raise ValueError(
-            f"it has {len(blocks)} record batches of {len(reader.schema)} columns"
-        )
+    lists_of_nulls = plain(reader.schema)
+    columns = len(reader.schema)
+    if len(batches) * columns > MOST_ARRAYS:
+        raise ValueError(f"it has {len(batches)} record batches of {columns} columns")
     table = reader.read_all()
     table.validate(full=True)
-    if sum(_nulls(part) for name in hollow for part in table[name].chunks) > len(data):
+    chunks = [chunk for name in lists_of_nulls for chunk in table[name].chunks]
+    if sum(map(_nulls, chunks)) > len(data):
         raise ValueError("it has lists of more nulls than it has bytes")
     return table
 
@@ -154,14 +152,13 @@ def _plain(serialized: bytes) -> tuple[str, ...]:
         raise ValueError("it has no text column 'key'")
     for field in schema:
         if not _is_plain(field.type):
-            raise ValueError(
-                f"its column {field.name[:200]!r} is {str(field.type)[:200]}"
-            )
-    return tuple(
-        field.name
-        for field in schema
-        if pa.types.is_nested(field.type) and "null" in str(field.type)
-    )
+            name, kind = field.name[:200], str(field.type)[:200]
+            raise ValueError(f"its column {name!r} is {kind}")
+    names_of_lists = []
+    for field in schema:
+        if pa.types.is_nested(field.type) and "null" in str(field.type):
+            names_of_lists.append(field.name)
+    return tuple(names_of_lists)
 
 
 def _is_plain(kind: pa.DataType, depth: int = 0) -> bool:
@@ -175,7 +172,7 @@ def _is_plain(kind: pa.DataType, depth: int = 0) -> bool:
         return kind.value_type in (pa.string(), pa.large_string())
     if pa.types.is_timestamp(kind):
         return kind.tz in (None, "UTC")
-    return any(known(kind) for known in SCALARS)
+    return any(is_kind(kind) for is_kind in SCALARS)
 
 
 def _nulls(array: pa.Array) -> int:
@@ -183,61 +180,6 @@ def _nulls(array: pa.Array) -> int:
     if isinstance(array, pa.ListArray | pa.LargeListArray):
         return _nulls(array.flatten())
     if isinstance(array, pa.StructArray):
-        return sum(_nulls(array.field(at)) for at in range(array.type.num_fields))
+        fields = range(array.type.num_fields)
+        return sum(_nulls(array.field(number)) for number in fields)
     return len(array) if isinstance(array, pa.NullArray) else 0
-
-
-# Arrow keeps metadata as flatbuffers: of these, blocks and one flag are read here, before pyarrow sees them.
-
-
-def _blocks(data: memoryview) -> Iterator[int]:
-    """Where the metadata of each dictionary and record batch begin, as the footer of the file says."""
-    if len(data) < 24 or data[-6:] != MAGIC:
-        raise ValueError("it is no Arrow file")
-    end = len(data) - 10
-    footer = end - _int(data, end)
-    root = footer + _int(data, footer)
-    for member in (2, 3):  # dictionaries, record batches
-        if at := _member(data, root, member):
-            at += _int(data, at)
-            for number in range(_int(data, at)):
-                yield struct.unpack_from("<q", data, at + 4 + 24 * number)[0]
-
-
-def _buffers(data: memoryview, block: int) -> int:
-    """The bytes of all buffers of a dictionary or record batch; ValueError when they are compressed."""
-    start = block + (8 if _int(data, block) == -1 else 4)
-    message = start + _int(data, start)
-    kind, header = _member(data, message, 1), _member(data, message, 2)
-    if not kind or not header:
-        raise ValueError("a message of it has no header")
-    header += _int(data, header)
-    if data[kind] == 2:  # a dictionary: its values are a record batch
-        header = _member(data, header, 1)
-        header += _int(data, header)
-    if _member(data, header, 3):
-        raise ValueError("it is compressed")
-    at = _member(data, header, 2)
-    at += _int(data, at) if at else 0
-    lengths = np.frombuffer(
-        data, "<i8", 2 * _int(data, at) if at else 0, at + 4 if at else 0
-    )[1::2]
-    if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= len(data):
-        raise ValueError("it has a buffer larger than itself")
-    return int(lengths.sum())
-
-
-def _member(data: memoryview, table: int, number: int) -> int:
-    """Where a member of a flatbuffers table lies; 0 when it has its default."""
-    members = table - _int(data, table)
-    (size,) = struct.unpack_from("<H", data, members)
-    if 4 + 2 * number + 2 > size:
-        return 0
-    (at,) = struct.unpack_from("<H", data, members + 4 + 2 * number)
-    return table + at if at else 0
-
-
-def _int(data: memoryview, at: int) -> int:
-    if at < 0:
-        raise ValueError("it points to before its start")
-    return int(struct.unpack_from("<i", data, at)[0])

@@ -63,22 +63,18 @@ def write_stats(
         raise StoreError(
             "statistics have two rows for one key, or a row for none: merge them before writing"
         )
-    others, lost = _runs(backend)
-    _check(
-        RunStats(0, run, frame), [other for other in others if other.name != run], meta
-    )
-    order = 1 + max([other.order for other in others if other.name != run], default=0)
-    for name, why in lost.items():
+    readable, unreadable = _runs(backend)
+    previous = [past for past in readable if past.name != run]
+    _check(RunStats(0, run, frame), previous, meta)
+    latest = max((past.order for past in previous), default=0)
+    for name, why in unreadable.items():
         if name != run:
             log.warning(why)
-    write_table(
-        backend,
-        RunRecord(schema=SCHEMA_VERSION, name=run, order=order),
-        frame.sort("key"),
-    )
+    record = RunRecord(schema=SCHEMA_VERSION, name=run, order=latest + 1)
+    write_table(backend, record, frame.sort("key"))
 
 
-def _check(new: RunStats, others: Sequence[RunStats], meta: Collection[str]) -> None:
+def _check(new: RunStats, previous: Sequence[RunStats], meta: Collection[str]) -> None:
     """StoreError when a column of a run would meet another of the index, or is of another kind elsewhere."""
     for column, name in new.columns.items():
         if reserved(column) or reserved(name):
@@ -93,85 +89,90 @@ def _check(new: RunStats, others: Sequence[RunStats], meta: Collection[str]) -> 
             raise StoreError(
                 f"samples came with a column '{name}': rename the run '{new.name}' or '{column}'"
             )
-        mine = _kind(new, column)
-        for other in others:
-            theirs = _kind(other, column)
-            if mine and theirs and mine != theirs:
-                what = f"the statistics column '{column}' is {mine}, and {theirs} in the run '{other.name}'"
-                raise StoreError(f"{what}: give it the same type or another name")
+        kind = _kind(new, column)
+        for past in previous:
+            past_kind = _kind(past, column)
+            if kind and past_kind and kind != past_kind:
+                raise StoreError(
+                    f"the statistics column '{column}' is {kind}, and {past_kind} in the run "
+                    f"'{past.name}': give it the same type or another name"
+                )
 
 
 def join_stats(backend: Backend, index: pl.DataFrame) -> pl.DataFrame:
     """The index with each run's columns as `<run>.<column>`, and plain from the latest run with a value.
 
     A column that came with the samples keeps its name. Where runs disagree on the kind of a column, the
-    plain one has the values of the runs that agree with the latest. What is left out is logged.
+    plain one has the values of the runs that agree with the latest. Columns that are left out are logged.
     """
-    runs, lost = _runs(backend)
-    for why in lost.values():
+    runs, unreadable = _runs(backend)
+    for why in unreadable.values():
         log.warning(why)
-    own, there = set(index.columns), set(index.columns)
-    parts, keys = [index], index.select("key")
-    latest: dict[str, list[RunStats]] = {}
+    used = set(index.columns)
+    keys = index.select("key")
+    frames = [index]
+    runs_of: dict[str, list[RunStats]] = {}  # with a column, the latest first
     for run in runs:
         names = {
-            column: name for column, name in run.columns.items() if name not in there
+            column: name for column, name in run.columns.items() if name not in used
         }
-        there.update(names.values())
+        used.update(names.values())
         for column in sorted(run.columns.keys() - names.keys()):
             log.warning(
                 "statistics are left out: the index has a column '%s' already",
                 run.columns[column],
             )
-        part = run.frame.select("key", *names).rename(names)
-        parts.append(
-            keys.join(part, on="key", how="left", maintain_order="left").drop("key")
-        )
-        for column in names.keys() - own:
-            latest.setdefault(column, []).insert(0, run)
-    index = pl.concat(parts, how="horizontal")
-    plain = []
-    for column, of in sorted(latest.items()):
-        kinds = [_kind(run, column) for run in of]
-        kind = next(filter(None, kinds), None)
-        alike = [
-            run.columns[column]
-            for run, its in zip(of, kinds, strict=True)
-            if its in (None, kind)
-        ]
-        plain.append(pl.coalesce(alike).alias(column))
-    return index.with_columns(plain)
+        columns = run.frame.select("key", *names).rename(names)
+        joined = keys.join(columns, on="key", how="left", maintain_order="left")
+        frames.append(joined.drop("key"))
+        for column in names.keys() - set(index.columns):
+            runs_of.setdefault(column, []).insert(0, run)
+    plain = [_plain(column, runs_of[column]) for column in sorted(runs_of)]
+    return pl.concat(frames, how="horizontal").with_columns(plain)
+
+
+def _plain(column: str, runs: Sequence[RunStats]) -> pl.Expr:
+    """The value of the first of `runs` that has one, of those that agree with the first on its kind."""
+    kinds = [_kind(run, column) for run in runs]
+    kind = next(filter(None, kinds), None)
+    alike = []
+    for run, kind_of_run in zip(runs, kinds, strict=True):
+        if kind_of_run in (None, kind):
+            alike.append(run.columns[column])
+    return pl.coalesce(alike).alias(column)
 
 
 def unread(backend: Backend, columns: Collection[str]) -> dict[str, str]:
     """The runs whose statistics cannot be read and so are not among the `columns` of an index, and why."""
     joined = {column.rpartition(".")[0] for column in columns}
-    return _runs(
-        backend, [run for run in record_names(backend, STATS) if run not in joined]
-    )[1]
+    absent = [run for run in record_names(backend, STATS) if run not in joined]
+    _, unreadable = _runs(backend, absent)
+    return unreadable
 
 
 def _runs(
     backend: Backend, names: Sequence[str] | None = None
 ) -> tuple[list[RunStats], dict[str, str]]:
-    """The runs that can be read, the latest last, and of the others why not and what to do."""
-    runs, lost = list[RunStats](), dict[str, str]()
+    """The runs that can be read, the latest last; of the others, why not and how to go on."""
+    readable = list[RunStats]()
+    unreadable = dict[str, str]()
     for name in record_names(backend, STATS) if names is None else names:
         try:
             record, table = read_table(backend, RunRecord, name)
         except StoreError as error:
-            what = f"the statistics of the run '{name}' are left out: {error}"
-            where = f"{backend.url}/{STATS}/{name}.json"
-            lost[name] = (
-                f"{what}. To do without them, remove {where} and its copy in ledger/"
+            path = f"{backend.url}/{STATS}/{name}.json"
+            unreadable[name] = (
+                f"the statistics of the run '{name}' are left out: {error}. To do without them, remove "
+                f"{path} and its copy in ledger/"
             )
             continue
-        runs.append(RunStats(record.order, name, frame_of(table)))
-    return sorted(runs, key=lambda run: (run.order, run.name)), lost
+        readable.append(RunStats(record.order, name, frame_of(table)))
+    readable.sort(key=lambda run: (run.order, run.name))
+    return readable, unreadable
 
 
 def _kind(run: RunStats, column: str) -> str | None:
-    """What kind of values a run has in a column; None when it has none."""
+    """The kind of values that a run has in a column; None when it has none."""
     kind = run.schema.get(column, pl.Null())
     if kind == pl.Null:
         return None

@@ -1,13 +1,13 @@
-"""Checks of what records name: a file against its checksum, a shard against its index.
+"""Checks of the files of records: a file against its checksum, a shard against its index.
 
 A shard whose bytes match its record may still be unreadable, when a faulty writer made it. So its
 index is compared with the record, its arrays' descriptions with the store's layout, and every sample's rows
-with the checksums that a reader compares: what passes here is what `Store.read` returns.
+with the checksums that a reader compares: samples that pass here are read by `Store.read`.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import blake3
@@ -52,7 +52,7 @@ class Finding:
 
     `damaged` and `missing` files are named by a record, or are records themselves; `unreadable` ones could
     not be looked at. `orphan` files are named by none and `unfinished` ones belong to a writer, perhaps a
-    dead one: neither is ever read, and gc removes what a writer left. A `note` is no fault.
+    dead one: neither is ever read, and gc removes those of writers. A `note` is no fault.
     """
 
     kind: Kind
@@ -62,33 +62,35 @@ class Finding:
 
 def failed(name: str, error: Exception) -> Finding:
     """Classify a read error as a finding."""
-    cause = (
-        error.__cause__ if isinstance(error, StoreError) and error.__cause__ else error
-    )
+    cause: BaseException = error
+    if isinstance(error, StoreError) and error.__cause__:
+        cause = error.__cause__
     if isinstance(cause, PermissionError):
         return Finding("unreadable", name, "it cannot be read: permission denied")
     if isinstance(cause, FileNotFoundError):
         return Finding("missing", name, "it is gone")
-    if isinstance(cause, OSError) and not isinstance(
-        cause, IsADirectoryError | NotADirectoryError
-    ):
+    wrong_kind = isinstance(cause, IsADirectoryError | NotADirectoryError)
+    if isinstance(cause, OSError) and not wrong_kind:
         return Finding("unreadable", name, f"it cannot be read: {one_line(cause)}")
     return Finding("damaged", name, one_line(error))
 
 
-class Front:
+class HashedReader:
     """A file that is read once, from its first byte to its last, and hashed on the way."""
 
     def __init__(self, backend: Backend, name: str, size: int) -> None:
-        self._backend, self._name, self._size = backend, name, size
-        self._at, self._hash = 0, blake3.blake3()
+        self._backend = backend
+        self._name = name
+        self._size = size
+        self._position = 0
+        self._hash = blake3.blake3()
 
     def parts(self, length: int) -> Iterator[memoryview]:
         """The next bytes, as far as the file goes."""
-        end = min(self._at + length, self._size)
-        for data in self._backend.blocks(self._name, self._at, end):
+        end = min(self._position + length, self._size)
+        for data in self._backend.blocks(self._name, self._position, end):
             self._hash.update(data)
-            self._at += len(data)
+            self._position += len(data)
             yield data
 
     def checksum(self) -> str:
@@ -107,86 +109,97 @@ class StoreChecks:
     def __init__(
         self, backend: Backend, sizes: Mapping[str, int], layout: Layout | None
     ) -> None:
-        self._backend, self._sizes, self._layout = backend, sizes, layout
+        self._backend = backend
+        self._sizes = sizes
+        self._layout = layout
 
     def file(self, name: str, entry: Entry) -> list[Finding]:
-        """Compare a file with what its record says of it."""
+        """Compare a file with the size and checksum of its record."""
         try:
-            if odd := self._sized(name, entry):
-                return [odd]
+            wrong = self._wrong_size(name, entry)
+            if wrong:
+                return [wrong]
             same = self._backend.digest(name, entry[0]) == entry[1]
         except (OSError, StoreError) as error:
             return [failed(name, error)]
         return [] if same else [Finding("damaged", name, "its checksum does not match")]
 
-    def _sized(self, name: str, entry: Entry) -> Finding | None:
-        has = self._sizes.get(name)
-        if has != entry[0]:
-            has = self._backend.size(name)  # it may have come since all was listed
-        if has is None:
+    def _wrong_size(self, name: str, entry: Entry) -> Finding | None:
+        size = self._sizes.get(name)
+        if size != entry[0]:
+            size = self._backend.size(name)  # it may have come since all was listed
+        if size is None:
             return Finding("missing", name, f"{entry[0]} bytes are gone")
-        if has != entry[0]:
-            return Finding(
-                "damaged", name, f"it has {has} bytes, its record says {entry[0]}"
-            )
+        if size != entry[0]:
+            why = f"it has {size} bytes, its record says {entry[0]}"
+            return Finding("damaged", name, why)
         return None
 
     def table(self, record: TableRecord) -> list[Finding]:
-        """Compare a table with its record, and look whether it is one of its kind."""
-        found = self.file(record.file, record.entry)
+        """Compare a table with its record, and check that it is one of its kind."""
+        findings = self.file(record.file, record.entry)
+        if findings:
+            return findings
         try:
-            if not found:
-                table_of(self._backend, record)
+            table_of(self._backend, record)
         except (OSError, StoreError) as error:
             return [failed(record.file, error)]
-        return found
+        return []
 
     def head(self, store: StoreRecord) -> list[Finding]:
-        """Compare the frozen head with what the store's record says of it."""
+        """Compare the frozen head with the store's record."""
         name = store.head.file
         try:
-            if odd := self._sized(name, store.head.entry):
-                return [odd]
+            wrong = self._wrong_size(name, store.head.entry)
+            if wrong:
+                return [wrong]
             read_head(self._backend, store.head, store.info.hidden_size)
         except (OSError, StoreError) as error:
             return [failed(name, error)]
         return []
 
     def shard(self, record: Commit) -> tuple[list[Finding], pa.Table | None]:
-        """Compare a shard with its record, and its files with each other; also its index if it is good."""
-        specs = (
-            {f"{spec.name}/{CHUNK_FILE}": spec for spec in self._layout.arrays}
-            if self._layout
-            else {}
+        """Compare a shard with its record, and its files with each other; also returns a good index."""
+        specs = self._layout.arrays if self._layout else ()
+        spec_of = {f"{spec.name}/{CHUNK_FILE}": spec for spec in specs}
+        others = [name for name in record.files if name not in spec_of]
+        findings = self._files(record, others)
+        misfit = (
+            self._layout.misfit(record.rows, record.files) if self._layout else None
         )
-        findings = self._files(
-            record, [name for name in record.files if name not in specs]
-        )
-        if self._layout and (why := self._layout.misfit(record.rows, record.files)):
-            findings.append(Finding("damaged", commit_name(record.unit), why))
+        if misfit:
+            findings.append(Finding("damaged", commit_name(record.shard), misfit))
         if not findings:
-            findings += self._group(f"{record.named}/{GROUP}")
-        index, table, good = f"{record.named}/{INDEX}", None, None
-        if self._layout and not any(one.name == index for one in findings):
-            try:
-                table = read_arrow(self._backend, index, record.files[INDEX])
-                odd = [
-                    Finding("damaged", index, why)
-                    for why in _odd_index(self._layout, record, table)
-                ]
-                good = None if odd else table
-                findings += odd
-            except (OSError, StoreError) as error:
-                findings.append(failed(index, error))
-        if table is None or findings:
-            return findings + self._files(
-                record, specs.keys() & record.files.keys()
-            ), good
-        for spec in specs.values():
-            findings += self._array(record, spec, table)
-        if self._layout and all(one.kind == "note" for one in findings):
-            findings += _check_tokens(self._backend, record, table, self._layout)
-        return findings, good
+            findings += self._group(f"{record.path}/{GROUP}")
+        index = _CheckedIndex()
+        if not any(finding.name == f"{record.path}/{INDEX}" for finding in findings):
+            index = self._index(record)
+            findings += index.findings
+
+        # The rows of arrays can be compared only with an index that fits.
+        if index.table is None or findings:
+            findings += self._files(record, spec_of.keys() & record.files.keys())
+            return findings, index.good
+        for spec in specs:
+            findings += self._array(record, spec, index.table)
+        only_notes = all(finding.kind == "note" for finding in findings)
+        if self._layout and only_notes:
+            findings += _check_tokens(self._backend, record, index.table, self._layout)
+        return findings, index.good
+
+    def _index(self, record: Commit) -> "_CheckedIndex":
+        """Read the index of a shard, and compare it with the record."""
+        if not self._layout:
+            return _CheckedIndex()
+        name = f"{record.path}/{INDEX}"
+        try:
+            table = read_arrow(self._backend, name, record.files[INDEX])
+            faults = list(_index_faults(self._layout, record, table))
+        except (OSError, StoreError) as error:
+            return _CheckedIndex(findings=[failed(name, error)])
+        return _CheckedIndex(
+            table, [Finding("damaged", name, fault) for fault in faults]
+        )
 
     def _group(self, name: str) -> list[Finding]:
         """Open the description of a shard as zarr does."""
@@ -197,112 +210,129 @@ class StoreChecks:
         return []
 
     def _files(self, record: Commit, names: Iterable[str]) -> list[Finding]:
-        return [
-            one
-            for name in names
-            for one in self.file(f"{record.named}/{name}", record.files[name])
-        ]
+        findings = []
+        for name in names:
+            findings += self.file(f"{record.path}/{name}", record.files[name])
+        return findings
 
     def _array(self, record: Commit, spec: ArraySpec, table: pa.Table) -> list[Finding]:
         """Compare an array with its description, and each sample's rows with their checksum in the index."""
-        name, total = f"{record.named}/{spec.name}/{CHUNK_FILE}", record.rows[spec.rows]
+        name = f"{record.path}/{spec.name}/{CHUNK_FILE}"
+        total = record.rows[spec.rows]
         sizes = (_counts(table)[spec.rows] * spec.row_bytes).tolist()
         checksums = table[XXH3 + spec.name].to_pylist()
-        backend, strange = self._backend, set[int]()
+        not_finite_rows = set[int]()
         try:
-            _require_described(
-                backend, f"{record.named}/{spec.name}/{GROUP}", spec, total
-            )
+            description = f"{record.path}/{spec.name}/{GROUP}"
+            _require_described(self._backend, description, spec, total)
             if not total:
-                odd = _first_odd(iter(()), sizes, checksums)
+                differing = _first_differing(iter(()), sizes, checksums)
             else:
                 entry = record.files[f"{spec.name}/{CHUNK_FILE}"]
-                if wrong := self._sized(name, entry):
+                wrong = self._wrong_size(name, entry)
+                if wrong:
                     return [wrong]
-                front = Front(backend, name, entry[0])
-                parts = _watched(front.parts(total * spec.row_bytes), spec, strange)
-                odd = _first_odd(parts, sizes, checksums)
-                if front.checksum() != entry[1]:
+                reader = HashedReader(self._backend, name, entry[0])
+                blocks = reader.parts(total * spec.row_bytes)
+                watched = _watched(blocks, spec, not_finite_rows)
+                differing = _first_differing(watched, sizes, checksums)
+                if reader.checksum() != entry[1]:
                     return [Finding("damaged", name, "its checksum does not match")]
-                tail = chunk_index(spec, total)
-                if (
-                    backend.read_range(name, entry[0] - len(tail), len(tail)).tobytes()
-                    != tail
-                ):
-                    raise StoreError("its chunk index does not say where its rows are")
+                self._require_chunk_index(name, spec, total, entry[0])
         except (OSError, StoreError) as error:
             return [failed(name, error)]
-        if odd is not None:
-            return [
-                Finding(
-                    "damaged",
-                    name,
-                    f"sample {table['key'][odd]} has another checksum in the index",
-                )
-            ]
-        if not strange:
-            return []
-        first = table[f"{spec.rows}_row"].to_numpy()
-        samples = np.unique(np.searchsorted(first, sorted(strange), side="right") - 1)
-        what = f"{len(strange)} rows of {len(samples)} samples, the first {table['key'][samples[0]]}, are not"
-        return [
-            Finding(
-                "note",
-                name,
-                f"{what} finite: training on them fails, leave them out with a view",
-            )
-        ]
+        if differing is not None:
+            key = table["key"][differing]
+            why = f"sample {key} has another checksum in the index"
+            return [Finding("damaged", name, why)]
+        if not_finite_rows:
+            return [_note_not_finite(name, spec, table, not_finite_rows)]
+        return []
+
+    def _require_chunk_index(
+        self, name: str, spec: ArraySpec, total: int, size: int
+    ) -> None:
+        """StoreError unless the file of an array ends with the chunk index of `total` rows."""
+        expected = chunk_index(spec, total)
+        start = size - len(expected)
+        tail = self._backend.read_range(name, start, len(expected))
+        if tail.tobytes() != expected:
+            raise StoreError("its chunk index does not say where its rows are")
 
 
-def _odd_index(layout: Layout, record: Commit, table: pa.Table) -> Iterator[str]:
-    """In what an index does not fit its record or the layout."""
+@dataclass(frozen=True)
+class _CheckedIndex:
+    """The index of a shard, None when it cannot be read, and its faults."""
+
+    table: pa.Table | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def good(self) -> pa.Table | None:
+        """The index, if it has no fault."""
+        return None if self.findings else self.table
+
+
+def _note_not_finite(
+    name: str, spec: ArraySpec, table: pa.Table, rows: set[int]
+) -> Finding:
+    first_row = table[f"{spec.rows}_row"].to_numpy()
+    numbers = np.searchsorted(first_row, sorted(rows), side="right") - 1
+    samples = np.unique(numbers)
+    detail = (
+        f"{len(rows)} rows of {len(samples)} samples, the first {table['key'][samples[0]]}, are not finite: "
+        "training on them fails, leave them out with a view"
+    )
+    return Finding("note", name, detail)
+
+
+def _index_faults(layout: Layout, record: Commit, table: pa.Table) -> Iterator[str]:
+    """In which ways an index does not fit its record or the layout."""
     arrays = tuple(spec.name for spec in layout.arrays)
+    losses = tuple(record.losses)
+    schema = bytes(table.schema.serialize())
     try:
-        check_columns(
-            bytes(table.schema.serialize()), arrays, record.meta, tuple(record.losses)
-        )
+        check_columns(schema, arrays, record.meta, losses)
     except ValueError as error:
         yield one_line(error)
         return
-    needed = (
-        *CORE,
-        *(XXH3 + name for name in arrays),
-        *(LOSS + name for name in record.losses),
-    )
-    if empty := [name for name in needed if table[name].null_count]:
-        yield f"its column {empty[0]} lacks values"
-        return
+    checksums = [XXH3 + name for name in arrays]
+    for name in (*CORE, *checksums, *(LOSS + name for name in losses)):
+        if table[name].null_count:
+            yield f"its column {name} lacks values"
+            return
     if any(_spans(table).field(name).null_count for name in ("start", "length")):
         yield "a span lacks its start or its length"
         return
-    eights = {name for name, encoding in layout.encoding.items() if encoding == "int8"}
-    if record.losses.keys() != eights:
-        yield f"its record has losses of {sorted(record.losses)}, the store keeps {sorted(eights)} in 8 bits"
-    for name, sums in record.losses.items():
-        if (_lengths(table[LOSS + name]) != 2).any():
-            yield "what 8 bits lost of a sample is not two numbers"
-            continue
-        each_N2 = (
-            table[LOSS + name]
-            .combine_chunks()
-            .flatten()
-            .to_numpy(zero_copy_only=False)
-            .reshape(-1, 2)
-        )
-        if (
-            not np.allclose(each_N2.sum(axis=0), sums, rtol=1e-6, atol=0)
-            or not np.isfinite(sums).all()
-        ):
-            yield f"its record says that 8 bits lost {list(sums)} of {name}, its samples say another number"
+    yield from _loss_faults(layout, record, table)
     if len(table["key"].unique()) != len(table):
         yield "a key is there twice"
     for kind, count_N in _counts(table).items():
         row_N = table[f"{kind}_row"].to_numpy()
-        odd = np.flatnonzero((count_N < 0) | (row_N != np.cumsum(count_N) - count_N))
-        if len(odd):
-            yield f"sample {table['key'][odd[0]]}: its {kind} rows do not follow the sample before"
-        elif int(count_N.sum()) != record.rows[kind]:
-            yield f"its samples have {count_N.sum()} {kind} rows, its record says {record.rows[kind]}"
+        wrong = (count_N < 0) | (row_N != np.cumsum(count_N) - count_N)
+        total = int(count_N.sum())
+        if wrong.any():
+            key = table["key"][np.argmax(wrong)]
+            yield f"sample {key}: its {kind} rows do not follow the sample before"
+        elif total != record.rows[kind]:
+            yield f"its samples have {total} {kind} rows, its record says {record.rows[kind]}"
+
+
+def _loss_faults(layout: Layout, record: Commit, table: pa.Table) -> Iterator[str]:
+    """In which ways the losses of 8-bit features do not fit the layout or the samples."""
+    int8 = {name for name, encoding in layout.encoding.items() if encoding == "int8"}
+    if record.losses.keys() != int8:
+        yield f"its record has losses of {sorted(record.losses)}, the store keeps {sorted(int8)} in 8 bits"
+    for name, sums in record.losses.items():
+        column = table[LOSS + name]
+        if (_lengths(column) != 2).any():
+            yield "the losses of a sample in 8 bits are not two numbers"
+            continue
+        values = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        sums_of_samples = values.reshape(-1, 2).sum(axis=0)
+        equal = np.allclose(sums_of_samples, sums, rtol=1e-6, atol=0)
+        if not equal or not np.isfinite(sums).all():
+            yield f"its record says that 8 bits lost {list(sums)} of {name}, its samples say another number"
 
 
 def _lengths(lists: pa.ChunkedArray) -> Array:
@@ -327,14 +357,17 @@ def _require_described(
 ) -> None:
     """StoreError when zarr does not read a `zarr.json` as the array that the layout has."""
     wanted = metadata(spec, total)
-    found: Mapping[str, Any] = _opened(zarr.open_array, backend, name)
-    for fact in ("rows", "dtype"):
-        if found["attributes"].get(fact) != wanted["attributes"].get(fact):
-            raise StoreError(f"the attribute {fact} in {name} does not fit {spec.name}")
-    for member, value in _read_by_zarr(
-        zarr.open_array, json.dumps(wanted).encode()
-    ).items():
-        if member not in ("attributes", "dimension_names") and found[member] != value:
+    facts: Mapping[str, Any] = _opened(zarr.open_array, backend, name)
+    for attribute in ("rows", "dtype"):
+        if facts["attributes"].get(attribute) != wanted["attributes"].get(attribute):
+            raise StoreError(
+                f"the attribute {attribute} in {name} does not fit {spec.name}"
+            )
+    expected = _read_by_zarr(zarr.open_array, json.dumps(wanted).encode())
+    for member, value in expected.items():
+        if member in ("attributes", "dimension_names"):
+            continue
+        if facts[member] != value:
             raise StoreError(
                 f"the {member} in {name} does not fit {spec.name} with {total} rows"
             )
@@ -343,7 +376,7 @@ def _require_described(
 def _opened(
     open_node: Callable[..., Any], backend: Backend, name: str
 ) -> Mapping[str, Any]:
-    """What zarr reads in a `zarr.json`; StoreError when it does not open it."""
+    """The metadata that zarr reads in a `zarr.json`; StoreError when it does not open it."""
     try:
         return _read_by_zarr(open_node, backend.read(name, MOST))
     except (
@@ -367,25 +400,27 @@ def _watched(
     parts: Iterator[memoryview], spec: ArraySpec, rows: set[int]
 ) -> Iterator[memoryview]:
     """The parts of an array; `rows` gains the numbers of rows that are not finite."""
-    at = 0
+    itemsize = np.dtype(spec.dtype).itemsize
+    values = 0
     for part in parts:
-        rows.update((at + not_finite(spec, part)) // spec.width)
-        at += len(part) // np.dtype(spec.dtype).itemsize
+        rows.update((values + not_finite(spec, part)) // spec.width)
+        values += len(part) // itemsize
         yield part
 
 
-def _first_odd(
+def _first_differing(
     parts: Iterator[memoryview], sizes: Sequence[int], checksums: Sequence[int]
 ) -> int | None:
-    """The first sample whose rows, one after the other, have not the checksum of the index."""
+    """The number of the first sample whose rows, one after the other, have not the checksum of the index."""
     pairs = zip(_checksums(parts, sizes), checksums, strict=True)
-    return next(
-        (at for at, (found, wanted) in enumerate(pairs) if found != wanted), None
-    )
+    for number, (checksum, expected) in enumerate(pairs):
+        if checksum != expected:
+            return number
+    return None
 
 
 def _checksums(parts: Iterator[memoryview], sizes: Iterable[int]) -> Iterator[int]:
-    """The xxh3 of each next so many bytes."""
+    """The xxh3 of the next bytes, of each size in turn."""
     rest = memoryview(b"")
     for size in sizes:
         if size <= len(rest):
@@ -393,42 +428,49 @@ def _checksums(parts: Iterator[memoryview], sizes: Iterable[int]) -> Iterator[in
             rest = rest[size:]
             continue
         state = xxhash.xxh3_64()
-        while size:
-            if not rest and not (rest := next(parts, rest)):
+        missing = size
+        while missing:
+            rest = rest or next(parts, rest)
+            if not rest:
                 raise StoreError("it ends before its last row")
-            state.update(rest[:size])
-            size, rest = max(0, size - len(rest)), rest[size:]
+            state.update(rest[:missing])
+            used = min(missing, len(rest))
+            missing -= used
+            rest = rest[used:]
         yield state.intdigest()
 
 
 def _check_tokens(
     backend: Backend, record: Commit, table: pa.Table, layout: Layout
 ) -> Iterator[Finding]:
-    """Samples with tokens that the target cannot have, or that make no sequence or another number."""
-    index, total = f"{record.named}/{INDEX}", record.rows["text"]
-    tokens_T4 = read_rows(backend, record.named, TOKENS, range(total))[0]
-    columns = [
-        "key",
-        "text_row",
-        "text_tokens",
-        "visual_tokens",
-        "response_tokens",
-        "spans",
-    ]
-    for row in table.select(columns).to_pylist():
-        mine_T4 = tokens_T4[row["text_row"] : row["text_row"] + row["text_tokens"]]
-        spans = [(span["start"], span["length"]) for span in row["spans"]]
-        why = layout.unknown(mine_T4[:, 0], mine_T4[:, 2]) or untiled(
-            mine_T4[:, 1], spans
+    """Samples whose tokens no target can have, or do not fit their line of the index."""
+    total = record.rows["text"]
+    tokens_T4, _ = read_rows(backend, record.path, TOKENS, range(total))
+    counts = ("text_tokens", "visual_tokens", "response_tokens")
+    columns = ["key", "text_row", *counts, "spans"]
+    for line in table.select(columns).to_pylist():
+        start = line["text_row"]
+        fault = _token_fault(
+            layout, line, tokens_T4[start : start + line["text_tokens"]]
         )
-        if not why and sum(length for _, length in spans) != row["visual_tokens"]:
-            why = (
-                f"it has {row['visual_tokens']} visual tokens, its spans another number"
-            )
-        if not why and int(mine_T4[:, 3].sum()) != row["response_tokens"]:
-            why = f"it has {row['response_tokens']} response tokens, its tokens say another number"
-        if why:
-            yield Finding("damaged", index, f"sample {row['key']}: {why}")
+        if fault:
+            index = f"{record.path}/{INDEX}"
+            yield Finding("damaged", index, f"sample {line['key']}: {fault}")
+
+
+def _token_fault(
+    layout: Layout, line: Mapping[str, Any], tokens_T4: Array
+) -> str | None:
+    ids_T, position_T, rope_T, response_T = tokens_T4.T
+    spans = [(span["start"], span["length"]) for span in line["spans"]]
+    fault = layout.impossible_tokens(ids_T, rope_T) or untiled(position_T, spans)
+    if fault:
+        return fault
+    if sum(length for _, length in spans) != line["visual_tokens"]:
+        return f"it has {line['visual_tokens']} visual tokens, its spans another number"
+    if int(response_T.sum()) != line["response_tokens"]:
+        return f"it has {line['response_tokens']} response tokens, its tokens say another number"
+    return None
 
 
 def _spans(table: pa.Table) -> pa.StructArray:

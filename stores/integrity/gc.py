@@ -1,9 +1,9 @@
-"""Garbage collection: remove what no record names, no live process has locked, and is a day old."""
+"""Garbage collection: remove files that no record names, no live process has locked, and are a day old."""
 
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vlmdistill.stores.backends.backend import STAGING, Backend
@@ -44,25 +44,26 @@ class Removed:
 def collect(
     store: Store, *, grace: float = GRACE, dry_run: bool = False
 ) -> list[Removed]:
-    """Remove garbage untouched for `grace` seconds; returns what was removed, or would be on a `dry_run`.
+    """Remove garbage untouched for `grace` seconds; returns the files, which stay on a `dry_run`.
 
-    StoreError when a record is lost or damaged: what it names looks like garbage then, so nothing is
-    removed. StoreError also, after everything else is removed, when something cannot be removed.
+    StoreError when a record is lost or damaged: its files look like garbage then, so nothing is removed.
+    StoreError also, after everything else is removed, when something cannot be removed.
     """
     return _collect(store, grace, dry_run)[0]
 
 
 def collect_all(store: Store, *, dry_run: bool = False) -> list[Removed]:
-    """Remove all garbage, however new: for deletion, since what killed writers have left holds samples.
+    """Remove all garbage, however new: for deletion, since the leftovers of killed writers hold samples.
 
-    StoreError also, after all else is removed, when a live process holds some, and when a shard is missing,
-    so that none may be removed. At a URL nothing is held: a writer whose files vanish writes them again.
+    StoreError also, after all else is removed, when a live process has locked some, and when a shard is
+    missing, so that none may be removed. At a URL there are no locks: a writer whose files vanish writes them
+    again.
     """
-    removed, held = _collect(store, 0.0, dry_run)
-    if held and not dry_run:
+    removed, locked = _collect(store, 0.0, dry_run)
+    if locked and not dry_run:
         raise StoreError(
-            f"{len(held)} things in {store.path} are still written to, such as {held[0]}: run it again when "
-            "that has ended"
+            f"{len(locked)} things in {store.path} are still written to, such as {locked[0]}: run it again "
+            "when that has ended"
         )
     return removed
 
@@ -70,105 +71,124 @@ def collect_all(store: Store, *, dry_run: bool = False) -> list[Removed]:
 def _collect(
     store: Store, grace: float, dry_run: bool
 ) -> tuple[list[Removed], list[str]]:
-    """The garbage of a store and of its annexes: what was removed, and what stays since it is held."""
-    removed, held = _collect_one(store, grace, dry_run)
+    """The garbage of a store and of its annexes: the removed files, and the names of those in use."""
+    removed, locked = _collect_one(store, grace, dry_run)
     for annex in store.annexes:
-        inside = annex.path.removeprefix(f"{store.path}/")
-        garbage, names = _collect_one(annex, grace, dry_run)
-        removed += [Removed(f"{inside}/{one.name}", one.bytes) for one in garbage]
-        held += [f"{inside}/{name}" for name in names]
-    return removed, held
+        folder = annex.path.removeprefix(f"{store.path}/")
+        removed_there, locked_there = _collect_one(annex, grace, dry_run)
+        for item in removed_there:
+            removed.append(Removed(f"{folder}/{item.name}", item.bytes))
+        locked += [f"{folder}/{name}" for name in locked_there]
+    return removed, locked
 
 
 def _collect_one(
     store: Store, grace: float, dry_run: bool
 ) -> tuple[list[Removed], list[str]]:
     backend = store.backend
-    names = [
-        f"{folder}/{name}.json"
-        for folder in KEPT
-        for name in record_names(backend, folder)
-    ]
-    there = backend.map(lambda name: find_record(backend, name, kind_of(name)), names)
-    records = [record for record in there if record]
+    records = _records(backend)
+    unnamed = _unnamed(backend, store.record.head.file, records)
+    garbage = [name for name in unnamed if WRITTEN.fullmatch(name)]
+    locked: list[str] = []
     missing = _missing_shard(backend, records)
     if missing:
         log.warning(
             "%s is missing: no shard is removed, since one may be it, renamed", missing
         )
-    unnamed = _unnamed(backend, store.record.head.file, records)
-    garbage = [name for name in unnamed if WRITTEN.fullmatch(name)]
-    held = [name for name in garbage if missing and name.startswith(f"{SHARDS}/")]
-    garbage = [name for name in garbage if name not in held]
+        locked = [name for name in garbage if name.startswith(f"{SHARDS}/")]
+        garbage = [name for name in garbage if name not in locked]
     require_all(backend)
     if not dry_run:
         complete_ledger(backend, records)
-    found, refused = list[Removed](), list[str]()
+    removed = list[Removed]()
+    refused = list[str]()
     for name in garbage:
         try:
-            with backend.try_lock(name) as locked:
-                if not locked:
-                    held.append(name)
-                    continue
-                if grace and backend.seconds_idle(name) < grace:
-                    continue
-                # A record may have come since. Under the lock no local writer can commit it now; others renew
-                # the age of a shard before they do.
-                if name.split("/")[0] in (SHARDS, VIEWS, STATS) and find_naming(
-                    backend, name
-                ):
-                    continue
-                linked = bool(backend.links(name))
-                size = (
-                    0
-                    if linked
-                    else sum(backend.list_files(name).values())
-                    or backend.size(name)
-                    or 0
-                )
-                if not dry_run:
-                    backend.remove(name)
-                found.append(Removed(name, size))
+            with backend.try_lock(name) as is_free:
+                if not is_free:
+                    locked.append(name)
+                elif _is_garbage(backend, name, grace):
+                    item = Removed(name, _size(backend, name))
+                    if not dry_run:
+                        backend.remove(name)
+                    removed.append(item)
         except PermissionError as error:
             refused.append(f"{name}: {error.strerror or error}")
-    folders = {one.name.split("/")[0] for one in found}
-    remaining = {
-        f"{folder}/{leaf}" for folder in folders for leaf in backend.list_names(folder)
-    }
-    removed = [one for one in found if dry_run or one.name not in remaining]
+    if not dry_run:
+        removed = _without_remaining(backend, removed)
     if refused:
-        what = f"{len(refused)} things in {backend.url} could not be removed, the first {refused[0]}"
         raise StoreError(
-            f"{what}. {len(removed)} others were: check the permissions and run it again"
+            f"{len(refused)} things in {backend.url} could not be removed, the first {refused[0]}. "
+            f"{len(removed)} others were: check the permissions and run it again"
         )
-    return removed, held
+    return removed, locked
+
+
+def _records(backend: Backend) -> list[Commit | TableRecord]:
+    names = []
+    for folder in KEPT:
+        for name in record_names(backend, folder):
+            names.append(f"{folder}/{name}.json")
+    records = backend.map(lambda name: find_record(backend, name, kind_of(name)), names)
+    return [record for record in records if record]
+
+
+def _is_garbage(backend: Backend, name: str, grace: float) -> bool:
+    """Whether a locked file or folder that no record named is old enough, and still not named."""
+    if grace and backend.seconds_idle(name) < grace:
+        return False
+    # A record may have come since. Under the lock no local writer can commit it now; others renew the age of
+    # a shard before they do.
+    can_be_named = name.split("/")[0] in (SHARDS, VIEWS, STATS)
+    return not (can_be_named and find_naming(backend, name))
+
+
+def _size(backend: Backend, name: str) -> int:
+    """Bytes of a file or of all files below a folder; 0 for a link."""
+    if backend.links(name):
+        return 0
+    return sum(backend.list_files(name).values()) or backend.size(name) or 0
+
+
+def _without_remaining(backend: Backend, removed: Sequence[Removed]) -> list[Removed]:
+    """Those that a listing no longer shows."""
+    remaining = set[str]()
+    for folder in {item.name.split("/")[0] for item in removed}:
+        remaining.update(f"{folder}/{leaf}" for leaf in backend.list_names(folder))
+    return [item for item in removed if item.name not in remaining]
 
 
 def _missing_shard(backend: Backend, records: Iterable[Commit | TableRecord]) -> str:
-    """A shard that a record names and that is not there; empty if there is none."""
+    """A shard that a record names and that does not exist; empty if there is none."""
     stored = {f"{SHARDS}/{leaf}" for leaf in backend.list_names(SHARDS)}
-    named = {record.named for record in records if isinstance(record, Commit)}
+    named = {record.path for record in records if isinstance(record, Commit)}
     return min(named - stored, default="")
 
 
 def _unnamed(
     backend: Backend, head: str, records: Iterable[Commit | TableRecord]
 ) -> Iterator[str]:
-    """What no record names."""
+    """The shards, tables and other files that no record names."""
     records = list(records)
-    named = {head.rpartition("/")[0], *(record.named for record in records)}
-    shards = {record.shard for record in records if isinstance(record, Commit)}
-    kept: tuple[str, ...] = ()
+    named = {head.rpartition("/")[0], *(record.path for record in records)}
+    for folder in (SHARDS, HEADS, VIEWS, STATS, STAGING):
+        for leaf in backend.list_names(folder):
+            if f"{folder}/{leaf}" not in named:
+                yield f"{folder}/{leaf}"
+    # The record of a cache goes before its table.
+    used = _used_cache(backend, records)
+    for leaf in reversed(backend.list_names(CACHE)):
+        if leaf not in used:
+            yield f"{CACHE}/{leaf}"
+
+
+def _used_cache(
+    backend: Backend, records: Iterable[Commit | TableRecord]
+) -> tuple[str, ...]:
+    """The files of the merged index; none if it names shards that are gone, so that it is not used."""
+    folders = {record.folder for record in records if isinstance(record, Commit)}
     with contextlib.suppress(StoreError, OSError):
         cache = find_record(backend, f"{CACHE}/index.json", CacheRecord)
-        if cache and shards.issuperset(cache.shards.values()):
-            kept = "index.json", cache.file.rpartition("/")[2]
-    for folder in (SHARDS, HEADS, VIEWS, STATS, STAGING):
-        there = [f"{folder}/{leaf}" for leaf in backend.list_names(folder)]
-        yield from (name for name in there if name not in named)
-    # A cache that names units that are gone is not used. Its record goes before what that names.
-    yield from (
-        f"{CACHE}/{leaf}"
-        for leaf in reversed(backend.list_names(CACHE))
-        if leaf not in kept
-    )
+        if cache and folders.issuperset(cache.shards.values()):
+            return "index.json", cache.file.rpartition("/")[2]
+    return ()

@@ -1,7 +1,7 @@
 """Verification: read and compare everything that records name, and list every other file.
 
-What passes can be read, see `checks`. A lost record, which the ledger still has, is damage, as is a missing
-file.
+A store that passes can be read, see `checks`. A lost record, which the ledger still has, is damage, as is a
+missing file.
 """
 
 import os
@@ -13,11 +13,11 @@ from typing import TypeVar
 import polars as pl
 import pyarrow as pa
 
-from vlmdistill.stores.annexes import no_annex
+from vlmdistill.stores.annexes import misplaced_annex
 from vlmdistill.stores.backends.backend import STAGING, STREAMS, Backend, in_flight
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.commits import KEPT, LEDGER, find_copy
-from vlmdistill.stores.errors import NewerError, StoreError
+from vlmdistill.stores.errors import StoreError, VersionError
 from vlmdistill.stores.index.arrow import frame_of
 from vlmdistill.stores.index.tables import XXH3, table_of
 from vlmdistill.stores.integrity.checks import Finding, StoreChecks, failed
@@ -40,8 +40,8 @@ from vlmdistill.stores.manifest import (
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
-NOTHING = pl.DataFrame(
-    schema={"key": pl.String, "unit": pl.String, "content": pl.UInt64}
+NO_SAMPLES = pl.DataFrame(
+    schema={"key": pl.String, "shard": pl.String, "content": pl.UInt64}
 )
 FAULTS = ("damaged", "missing", "unreadable")
 T = TypeVar("T")
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Verification:
-    """What a verification found."""
+    """The findings of a verification."""
 
     files: int
     bytes: int
@@ -58,8 +58,25 @@ class Verification:
 
     @property
     def damage(self) -> tuple[Finding, ...]:
-        """What was promised and is not there as promised, or could not be looked at."""
+        """The files that are not as their records say, or could not be read."""
         return tuple(finding for finding in self.findings if finding.kind in FAULTS)
+
+    def with_findings(self, findings: Iterable[Finding]) -> "Verification":
+        """The same with further findings, each once."""
+        return replace(self, findings=tuple(dict.fromkeys((*self.findings, *findings))))
+
+    def with_annex(self, prefix: str, annex: "Verification") -> "Verification":
+        """The same together with an annex, whose files are named by the `prefix` and their own name."""
+        findings = [
+            replace(finding, name=f"{prefix}{finding.name}")
+            for finding in annex.findings
+        ]
+        return Verification(
+            files=self.files + annex.files,
+            bytes=self.bytes + annex.bytes,
+            findings=(*self.findings, *findings),
+            copies=self.copies | {f"{prefix}{name}" for name in annex.copies},
+        )
 
 
 def verify(
@@ -71,204 +88,223 @@ def verify(
     store, or a record of it is newer than this code.
     """
     backend = open_backend(path)
-    parts: dict[str, dict[str, int]] = {
-        "": {}
-    }  # the files of the store, and of each annex
-    for name, size in backend.list_files("").items():
-        inside = name.split("/")
-        below = (
-            f"{'/'.join(inside[:2])}/"
-            if inside[0] == ANNEXES and len(inside) > 2
-            else ""
-        )
-        parts.setdefault(below, {})[name.removeprefix(below)] = size
-    files = parts.pop("")
+    stores = _by_store(backend.list_files(""))
+    files = stores.pop("")
     if not _has_store(files):
         raise StoreError(f"there is no feature store at {path}")
-    whole, store = _verify(backend, files, threads, progress)
-    for below, there in sorted(parts.items()):
-        if not _has_store(there):
-            found = _others((f"{below}{name}" for name in sorted(there)), ())
-            whole = replace(whole, findings=(*whole.findings, *found))
+    verified, store = _verify(backend, files, threads, progress)
+    for prefix, files_there in sorted(stores.items()):
+        if not _has_store(files_there):
+            strays = _others((f"{prefix}{name}" for name in sorted(files_there)), ())
+            verified = verified.with_findings(strays)
             continue
-        one, annex = _verify(
-            backend.within(below.rstrip("/")), there, threads, progress, annex=True
+        folder = prefix.rstrip("/")
+        of_annex, annex = _verify(
+            backend.within(folder), files_there, threads, progress, is_annex=True
         )
-        findings = list(one.findings)
-        if store and annex and (why := no_annex(store, annex, below.rstrip("/"))):
-            findings.append(
-                Finding("damaged", STORE, f"it is no annex of the store: {why}")
-            )
-        named = (
-            replace(finding, name=f"{below}{finding.name}") for finding in findings
-        )
-        whole = Verification(
-            files=whole.files + one.files,
-            bytes=whole.bytes + one.bytes,
-            findings=(*whole.findings, *named),
-            copies=whole.copies | {f"{below}{name}" for name in one.copies},
-        )
-    odd = (
-        [ANNEXES]
-        if ANNEXES in files
-        else [name for name in backend.links(ANNEXES) if name.count("/") < 2]
-    )
-    why = "it is no folder, and annexes are not read through links"
-    found = (Finding("damaged", name, why) for name in odd)
-    return replace(whole, findings=tuple(dict.fromkeys((*whole.findings, *found))))
+        if store and annex:
+            why = misplaced_annex(store, annex, folder)
+            if why:
+                wrong = f"it is no annex of the store: {why}"
+                finding = Finding("damaged", STORE, wrong)
+                of_annex = of_annex.with_findings([finding])
+        verified = verified.with_annex(prefix, of_annex)
+    return verified.with_findings(_linked_annexes(backend, files))
 
 
-def _has_store(there: Iterable[str]) -> bool:
-    return any(name == STORE or name.startswith(f"{COMMITS}/") for name in there)
+def _by_store(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """The files of the store, under '', and of each annex, under its folder with a slash: name -> bytes."""
+    stores: dict[str, dict[str, int]] = {"": {}}
+    for name, size in sizes.items():
+        folders = name.split("/")
+        in_annex = folders[0] == ANNEXES and len(folders) > 2
+        prefix = f"{folders[0]}/{folders[1]}/" if in_annex else ""
+        stores.setdefault(prefix, {})[name.removeprefix(prefix)] = size
+    return stores
+
+
+def _linked_annexes(backend: Backend, files: Collection[str]) -> Iterator[Finding]:
+    """Annexes, or their folder, that a link leads to, or that are a file."""
+    names = [name for name in backend.links(ANNEXES) if name.count("/") < 2]
+    if ANNEXES in files:
+        names = [ANNEXES]
+    for name in names:
+        why = "it is no folder, and annexes are not read through links"
+        yield Finding("damaged", name, why)
+
+
+def _has_store(files: Iterable[str]) -> bool:
+    return any(name == STORE or name.startswith(f"{COMMITS}/") for name in files)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """The findings about the files of one record."""
+
+    bytes: int
+    findings: list[Finding]
+    samples: pl.DataFrame | None = None  # of a shard with a good index
 
 
 def _verify(
     backend: Backend,
-    there: Mapping[str, int],
+    sizes: Mapping[str, int],
     threads: int | None,
     progress: Progress,
     *,
-    annex: bool = False,
+    is_annex: bool = False,
 ) -> tuple[Verification, StoreRecord | None]:
-    """Verify a store or an annex; also its own record."""
-    found = _Records(backend)
-    own = found.records.get(STORE)
-    if annex:
-        found.records.pop(STORE, None)  # it names the head of the store around it
-    total = sum(
-        size for record in found.records.values() for _, (size, _) in files_of(record)
+    """Verify a store or an annex, whose files were listed with these sizes; also returns its own record."""
+    records = _Records(backend)
+    own = records.by_name.get(STORE)
+    if is_annex:
+        records.by_name.pop(STORE, None)  # it names the head of the store around it
+    findings = records.findings
+    checks = StoreChecks(backend, sizes, _layout(own, findings))
+    checked = list[_Checked]()
+    total = sum(map(_bytes_of, records.by_name.values()))
+    done = 0
+    at_once = threads or _default_threads(backend)
+    results = in_flight(
+        lambda record: _check(checks, record), records.by_name.values(), at_once
     )
-    checks = StoreChecks(backend, there, _layout(own, found.findings))
-
-    def check(record: Record) -> tuple[int, list[Finding], pl.DataFrame | None]:
-        files = files_of(record)
-        size = sum(entry[0] for _, entry in files)
-        if isinstance(record, Commit):
-            some, index = checks.shard(record)
-            return size, some, None if index is None else _contents(record.unit, index)
-        if isinstance(record, StoreRecord):
-            return size, checks.head(record), None
-        return (
-            size,
-            checks.table(record) if isinstance(record, TableRecord) else [],
-            None,
-        )
-
-    findings, contents, done = found.findings, list[pl.DataFrame | None](), 0
-    most = threads or (min(4, os.cpu_count() or 1) if backend.is_local else STREAMS)
-    checked = in_flight(check, found.records.values(), most)
-    for (name, record), (size, some, mine) in zip(
-        found.records.items(), checked, strict=True
-    ):
-        done += size
+    for name, result in zip(records.by_name, results, strict=True):
+        done += result.bytes
         progress(done, total)
-        if some and found.is_current(
-            name
-        ):  # not when it was removed on purpose meanwhile
-            findings += some
-        if isinstance(record, Commit):
-            contents.append(mine)
-    samples = pl.concat([NOTHING, *(one for one in contents if one is not None)])
+        # Of a record that was removed on purpose meanwhile, nothing is damaged.
+        if result.findings and records.is_current(name):
+            findings += result.findings
+        if isinstance(records.by_name[name], Commit):
+            checked.append(result)
+
+    # Compare the records with each other, and with the list of files.
+    frames = [result.samples for result in checked if result.samples is not None]
+    samples = pl.concat([NO_SAMPLES, *frames])
     findings += _differing(samples)
-    if not any(one is None for one in contents):
-        findings += _strays(backend, found, samples)
-    promised = {
-        name for record in found.records.values() for name, _ in files_of(record)
-    }
-    findings += _others(there, promised)
+    if len(frames) == len(checked):
+        findings += _strays(backend, records, samples)
+    promised = set[str]()
+    for record in records.by_name.values():
+        promised.update(name for name, _ in files_of(record))
+    findings += _others(sizes, promised)
     findings += _links(backend)
-    files = len(promised) + sum(map(_is_record, there))
-    verified = Verification(files, total, tuple(findings), frozenset(found.copies))
+    verified = Verification(
+        files=len(promised) + sum(map(_is_record, sizes)),
+        bytes=total,
+        findings=tuple(findings),
+        copies=frozenset(records.copies),
+    )
     return verified, own if isinstance(own, StoreRecord) else None
+
+
+def _default_threads(backend: Backend) -> int:
+    if backend.is_local:
+        return min(4, os.cpu_count() or 1)
+    return STREAMS
+
+
+def _check(checks: StoreChecks, record: Record) -> _Checked:
+    """Compare the files that a record names with it."""
+    size = _bytes_of(record)
+    if isinstance(record, Commit):
+        findings, index = checks.shard(record)
+        samples = None if index is None else _contents(record.shard, index)
+        return _Checked(size, findings, samples)
+    if isinstance(record, StoreRecord):
+        return _Checked(size, checks.head(record))
+    if isinstance(record, TableRecord):
+        return _Checked(size, checks.table(record))
+    return _Checked(size, [])
+
+
+def _bytes_of(record: Record) -> int:
+    """The bytes of all files that a record names."""
+    return sum(entry[0] for _, entry in files_of(record))
 
 
 def files_of(record: Record) -> list[tuple[str, Entry]]:
     """The files that a record names, with (bytes, blake3)."""
     if isinstance(record, Commit):
-        return [
-            (f"{record.named}/{name}", entry) for name, entry in record.files.items()
-        ]
+        entries = record.files.items()
+        return [(f"{record.path}/{name}", entry) for name, entry in entries]
     if isinstance(record, StoreRecord):
         return [(record.head.file, record.head.entry)]
-    return [(record.file, record.entry)] if isinstance(record, TableRecord) else []
+    if isinstance(record, TableRecord):
+        return [(record.file, record.entry)]
+    return []
 
 
 class _Records:
-    """All records of a store by name, the copy where one is lost, and what is wrong with them."""
+    """All records of a store, the copy where one is lost; and the faults of records."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.findings: list[Finding] = []
-        self.records: dict[str, Record] = {}
-        self.copies = set[str]()
-        copies = [
-            f"{folder}/{leaf}.json"
-            for folder in KEPT
-            for leaf in self._listed(f"{LEDGER}/{folder}")
-        ]
-        there = [
-            f"{folder}/{leaf}.json"
-            for folder in (*KEPT, CACHE)
-            for leaf in self._listed(folder)
-        ]
-        names = [STORE, *sorted({*copies, *there})]
-        origins: Collection[str] = ()
+        self.by_name: dict[str, Record] = {}
+        self.copies = set[str]()  # the names of records that have a good copy
+        names = self._names()
+        origin = ""  # as `store.json` has it, which comes first
         uncovered = []
         for name, (record, copy) in zip(
             names, backend.map(self._read, names), strict=True
         ):
-            gone = record is None and (copy is not None or name == STORE)
-            if gone and not any(finding.name == name for finding in self.findings):
-                why = (
-                    f"it is lost: {LEDGER}/{name} is its copy"
-                    if copy
-                    else "the record is gone"
-                )
-                self.findings.append(Finding("missing", name, why))
             if copy:
                 self.copies.add(name)
-            record = record or copy
-            if record is None:
+            if record is None and (copy is not None or name == STORE):
+                self._note_lost(name, copy)
+            present = record or copy
+            if present is None:
                 continue
-            self.records[name] = record
-            if isinstance(record, StoreRecord):
-                facts = record.provenance.to_dict()
-                origins = {content_hash(facts)}
-                if (
-                    facts["engine"] == "transformers"
-                ):  # as it is where the member is missing
-                    origins.add(
-                        content_hash(
-                            {name: facts[name] for name in facts if name != "engine"}
-                        )
-                    )
-            if isinstance(record, Commit) and origins and record.origin not in origins:
-                self.findings.append(
-                    Finding("damaged", name, "it is of another origin than the store")
-                )
-            if name.split("/")[0] in KEPT and copy != record:
+            self.by_name[name] = present
+            if isinstance(present, StoreRecord):
+                origin = content_hash(present.provenance.to_dict())
+            if isinstance(present, Commit) and origin and present.origin != origin:
+                why = "it is of another origin than the store"
+                self.findings.append(Finding("damaged", name, why))
+            if name.split("/")[0] in KEPT and copy != present:
                 uncovered.append(name)
         if uncovered:
-            what = f"{len(uncovered)} records, such as {uncovered[0]}, have no copy: it would not be seen if "
-            how = "they were lost. `vlmdistill store gc` makes the copies"
-            self.findings.append(Finding("note", LEDGER, what + how))
+            why = (
+                f"{len(uncovered)} records, such as {uncovered[0]}, have no copy: it would not be seen if "
+                "they were lost. `vlmdistill store gc` makes the copies"
+            )
+            self.findings.append(Finding("note", LEDGER, why))
+
+    def _note_lost(self, name: str, copy: Record | None) -> None:
+        if any(finding.name == name for finding in self.findings):
+            return
+        why = "the record is gone"
+        if copy:
+            why = f"it is lost: {LEDGER}/{name} is its copy"
+        self.findings.append(Finding("missing", name, why))
+
+    def _names(self) -> list[str]:
+        """The names of records and of their copies, `store.json` first."""
+        names = set[str]()
+        for folder in KEPT:
+            for leaf in self._listed(f"{LEDGER}/{folder}"):
+                names.add(f"{folder}/{leaf}.json")
+        for folder in (*KEPT, CACHE):
+            for leaf in self._listed(folder):
+                names.add(f"{folder}/{leaf}.json")
+        return [STORE, *sorted(names)]
 
     def _listed(self, folder: str) -> list[str]:
         return self._try(folder, lambda: record_names(self._backend, folder)) or []
 
     def _read(self, name: str) -> tuple[Record | None, Record | None]:
         """A record and its copy."""
-        kept = name.split("/")[0] in KEPT
         record = self._try(name, lambda: self._find(name))
-        return record, self._try(
-            f"{LEDGER}/{name}", lambda: self._find_copy(name)
-        ) if kept else None
+        if name.split("/")[0] not in KEPT:
+            return record, None
+        copy = self._try(f"{LEDGER}/{name}", lambda: self._find_copy(name))
+        return record, copy
 
     def _try(self, name: str, read: Callable[[], T]) -> T | None:
-        """What is read, None and a finding when that fails; NewerError."""
+        """The result of `read`; None, and a finding, when it fails. A VersionError is raised."""
         try:
             return read()
-        except NewerError:
+        except VersionError:
             raise
         except (StoreError, OSError) as error:
             self.findings.append(failed(name, error))
@@ -284,7 +320,8 @@ class _Records:
     def is_current(self, name: str) -> bool:
         """Whether a record, or the copy of a lost one, is still the one that was read."""
         try:
-            return (self._find(name) or self._find_copy(name)) == self.records[name]
+            record = self._find(name) or self._find_copy(name)
+            return record == self.by_name[name]
         except (StoreError, OSError):
             return True
 
@@ -300,59 +337,60 @@ def _layout(store: Record | None, findings: list[Finding]) -> Layout | None:
         return None
 
 
-def _contents(unit: str, index: pa.Table) -> pl.DataFrame:
-    """The samples of a unit: key, unit, and a hash of the checksums of all arrays."""
-    columns = [name for name in index.column_names if name.startswith(XXH3)]
-    content = pl.struct(columns).hash().alias("content")
-    return frame_of(index).select(
-        pl.col("key").cast(pl.String), pl.lit(unit).alias("unit"), content
-    )
+def _contents(shard: str, index: pa.Table) -> pl.DataFrame:
+    """The samples of a shard: key, name of the shard, and a hash of the checksums of all arrays."""
+    checksums = [name for name in index.column_names if name.startswith(XXH3)]
+    key = pl.col("key").cast(pl.String)
+    content = pl.struct(checksums).hash().alias("content")
+    return frame_of(index).select(key, pl.lit(shard).alias("shard"), content)
 
 
 def _differing(samples: pl.DataFrame) -> Iterator[Finding]:
-    """Samples of several units that do not have the same tensors in all of them."""
-    twice = samples.filter(samples["key"].is_duplicated())
-    odd = (
-        twice.group_by("key")
-        .agg("unit", pl.col("content").n_unique())
-        .filter(pl.col("content") > 1)
-    )
-    if len(odd):
-        key, units, _ = odd.sort("key").row(0)
-        what = f"{len(odd)} samples differ from unit to unit, such as {key} in {' and '.join(units)}"
-        yield Finding("note", COMMITS, f"{what}: the first unit by name counts")
+    """Samples of several shards that do not have the same tensors in all of them."""
+    repeated = samples.filter(samples["key"].is_duplicated())
+    contents = repeated.group_by("key").agg("shard", pl.col("content").n_unique())
+    differing = contents.filter(pl.col("content") > 1)
+    if len(differing):
+        key, shards, _ = differing.sort("key").row(0)
+        detail = (
+            f"{len(differing)} samples differ from shard to shard, such as {key} in {' and '.join(shards)}: "
+            "the first shard by name counts"
+        )
+        yield Finding("note", COMMITS, detail)
 
 
 def _strays(
-    backend: Backend, found: _Records, samples: pl.DataFrame
+    backend: Backend, records: _Records, samples: pl.DataFrame
 ) -> Iterator[Finding]:
-    """Views that keep samples which no unit has."""
-    bad = {finding.name for finding in found.findings}
-    for record in found.records.values():
-        if not isinstance(record, ViewRecord) or record.file in bad:
+    """Views that keep samples which no shard has."""
+    damaged = {finding.name for finding in records.findings}
+    for record in records.by_name.values():
+        if not isinstance(record, ViewRecord) or record.file in damaged:
             continue
         try:
-            kept = frame_of(table_of(backend, record)).filter(
-                pl.col("reason").is_null()
-            )
+            table = table_of(backend, record)
         except (StoreError, OSError) as error:
             yield failed(record.file, error)
             continue
-        stray = kept.join(samples, on="key", how="anti")
-        if len(stray):
-            what = f"it keeps {len(stray)} samples that no unit has, such as {stray['key'][0]}"
-            yield Finding("damaged", record.file, what)
+        kept = frame_of(table).filter(pl.col("reason").is_null())
+        strays = kept.join(samples, on="key", how="anti")
+        if len(strays):
+            why = f"it keeps {len(strays)} samples that no shard has, such as {strays['key'][0]}"
+            yield Finding("damaged", record.file, why)
 
 
 def _is_record(name: str) -> bool:
+    """Whether a file is a record, or the copy of one, by its name."""
+    if name == STORE:
+        return True
     folder, _, leaf = name.removeprefix(f"{LEDGER}/").rpartition("/")
-    kept = folder in KEPT if name.startswith(LEDGER) else folder in (*KEPT, CACHE)
-    return name == STORE or (kept and leaf.endswith(".json"))
+    folders = KEPT if name.startswith(LEDGER) else (*KEPT, CACHE)
+    return folder in folders and leaf.endswith(".json")
 
 
-def _others(there: Iterable[str], promised: Collection[str]) -> Iterator[Finding]:
-    """What no record names."""
-    for name in sorted(there):
+def _others(files: Iterable[str], promised: Collection[str]) -> Iterator[Finding]:
+    """The files that no record names."""
+    for name in sorted(files):
         if name in promised or _is_record(name):
             continue
         if STAGING in name.split("/")[:3:2]:  # of a store, or of an annex
@@ -363,8 +401,5 @@ def _others(there: Iterable[str], promised: Collection[str]) -> Iterator[Finding
 
 def _links(backend: Backend) -> Iterator[Finding]:
     for name in backend.links():
-        yield Finding(
-            "note",
-            name,
-            "a symbolic link: what it leads to may lie outside of the store",
-        )
+        detail = "a symbolic link: its target may lie outside of the store"
+        yield Finding("note", name, detail)

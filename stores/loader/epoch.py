@@ -4,8 +4,8 @@ The plan of an epoch is a list of batches that depends on the samples, the budge
 the epoch alone; ranks take turns along it. Where the batches do not divide among the ranks, the
 largest are split until they do, so that every rank gets the same number of batches and no sample
 is dropped or repeated; only when no batch has two samples left do some ranks end with an empty
-batch. A state is the list of (token budget, ranks, steps) taken so far: what remains is planned again
-for any other budget and number of ranks.
+batch. A state is the list of (token budget, ranks, steps) taken so far: the remaining samples are planned
+again for any other budget and number of ranks.
 """
 
 from collections import deque
@@ -21,10 +21,9 @@ from vlmdistill.stores.schema import Array, Feature, PackedSamples, content_hash
 from vlmdistill.stores.store import Store
 
 WINDOW = 4096  # samples sorted by length together: batches of like length, yet a different mix each epoch
-NEAR, FAR = (
-    2,
-    8,
-)  # batches read ahead, each by a thread: a disk is soon busy, requests mostly wait
+# Batches read ahead, each by a thread: a disk is soon busy, requests mostly wait.
+LOCAL_DEPTH = 2
+REMOTE_DEPTH = 8
 EpochPlan = list[Array]  # positions of samples, one array per batch
 
 
@@ -43,25 +42,26 @@ def plan(tokens: Array, budget: int, seed: int, epoch: int) -> EpochPlan:
         first = 0
         while first < len(window):
             spent = ends[first - 1] if first else 0
-            last = max(
-                first + 1, int(np.searchsorted(ends, spent + budget, side="right"))
-            )
+            fitting = int(np.searchsorted(ends, spent + budget, side="right"))
+            last = max(first + 1, fitting)
             batches.append(window[first:last])
             first = last
-    return [batches[i] for i in rng.permutation(len(batches))]
+    return [batches[number] for number in rng.permutation(len(batches))]
 
 
 def level(batches: Sequence[Array], world: int) -> EpochPlan:
     """Split the largest batches until their number divides by `world`."""
-    even = [batch for batch in batches if len(batch)]
-    while len(even) % world:
-        large = max(range(len(even)), key=lambda i: (len(even[i]), i))
-        half = len(even[large]) // 2
+    leveled = [batch for batch in batches if len(batch)]
+    while len(leveled) % world:
+        numbers = range(len(leveled))
+        largest = max(numbers, key=lambda number: (len(leveled[number]), number))
+        batch = leveled[largest]
+        half = len(batch) // 2
         if half:
-            even[large : large + 1] = [even[large][:half], even[large][half:]]
+            leveled[largest : largest + 1] = [batch[:half], batch[half:]]
         else:
-            even.append(np.empty(0, np.int64))
-    return even
+            leveled.append(np.empty(0, np.int64))
+    return leveled
 
 
 def _rest(
@@ -71,19 +71,22 @@ def _rest(
     seed: int,
     epoch: int,
 ) -> tuple[EpochPlan, Fraction]:
-    """What is left of an epoch after that history, cut for `budget`; and its share of the whole."""
-    packed = history[0][0] if history else budget
-    batches, left = plan(tokens, packed, seed, epoch), Fraction(1)
-    for cut, ranks, steps in [*history, (budget, 1, 0)]:
-        if cut != packed:
+    """The batches of an epoch that remain after a history, cut for `budget`; and their share of the epoch."""
+    packed_for = history[0][0] if history else budget
+    batches = plan(tokens, packed_for, seed, epoch)
+    share = Fraction(1)
+    for history_budget, ranks, steps in [*history, (budget, 1, 0)]:
+        if history_budget != packed_for:
             rows = np.sort(np.concatenate([np.empty(0, np.int64), *batches]))
-            batches = [rows[batch] for batch in plan(tokens[rows], cut, seed, epoch)]
-            packed = cut
+            packed = plan(tokens[rows], history_budget, seed, epoch)
+            batches = [rows[batch] for batch in packed]
+            packed_for = history_budget
         if steps:
             batches = level(batches, ranks)
-            left *= 1 - Fraction(min(ranks * steps, len(batches)), max(1, len(batches)))
-            batches = batches[ranks * steps :]
-    return batches, left
+            taken = min(ranks * steps, len(batches))
+            share *= 1 - Fraction(taken, max(1, len(batches)))
+            batches = batches[taken:]
+    return batches, share
 
 
 class Epoch(Iterator[PackedSamples]):
@@ -91,9 +94,8 @@ class Epoch(Iterator[PackedSamples]):
 
     `token_budget` bounds the rows of a batch: text tokens, and visual tokens or spans where such features
     are asked for. The arrays of a batch are overwritten once `keep` further batches were taken, or by the
-    next epoch.
-    `start_state` is the `state` of an earlier iterator. StoreError when it belongs to other samples, and when
-    data is damaged.
+    next epoch. `start_state` is the `state` of an earlier iterator. StoreError when it belongs to other
+    samples, and when data is damaged.
     """
 
     def __init__(
@@ -120,47 +122,51 @@ class Epoch(Iterator[PackedSamples]):
         self._store = store
         self._features = store.choose(features)
         self._rows = select(store, view, keys)
-        for one, lines in store.lines(self._rows, self._features):
-            for _ in one.backend.map(one.commit, lines["unit"].unique()):
-                pass  # of a URL many at once; each batch would fetch its own, one after the other
+        # Many records at once of a URL: each batch would fetch its own, one after the other.
+        for source, lines in store.lines(self._rows, self._features):
+            for _ in source.backend.map(source.commit, lines["shard"].unique()):
+                pass
         tokens = self._cost()
-        self._identity = content_hash(
-            [self._rows["key"].to_list(), tokens.tolist(), seed, epoch]
-        )
-        self._history: list[tuple[int, int, int]] = []
-        batches = plan(tokens, token_budget, seed, epoch)
-        left = Fraction(1)
+        keys_in_order = self._rows["key"].to_list()
+        self._identity = content_hash([keys_in_order, tokens.tolist(), seed, epoch])
+        self._history: list[tuple[int, int, int]] = []  # budget, ranks and steps
         if start_state is not None:
-            if start_state.get("identity") != self._identity:
-                raise StoreError(
-                    "this epoch cannot be continued: its samples, seed or number differ from the "
-                    "saved state. Train on a view: later writes do not change it"
-                )
-            self._history = [
-                (int(budget), int(ranks), int(steps))
-                for budget, ranks, steps in start_state["history"]
-            ]
-            batches, left = _rest(tokens, self._history, token_budget, seed, epoch)
-        self._budget, self._world = token_budget, world
+            self._history = self._history_of(start_state)
+        batches, share = _rest(tokens, self._history, token_budget, seed, epoch)
+        self._budget = token_budget
+        self._world = world
         self._steps = 0
-        self._mine = level(batches, world)[rank::world]
-        whole = (
-            len(self._mine) / left
-            if left
-            else Fraction(sum(steps for _, _, steps in self._history))
-        )
-        self.whole: int | float = int(whole) if whole.denominator == 1 else float(whole)
+        self._batches = level(batches, world)[rank::world]
+        self.whole = self._whole(share)
         """Batches of one rank in the whole epoch, as if its ranks and budget had always been the present."""
         self._next = 0
-        self._depth = NEAR if store.backend.is_local else FAR
-        self._buffers = [
-            store.buffers.pop() if store.buffers else {}
-            for _ in range(self._depth + keep)
-        ]
+        self._depth = LOCAL_DEPTH if store.backend.is_local else REMOTE_DEPTH
+        self._buffers: list[dict[Feature, Array]] = []
+        for _ in range(self._depth + keep):
+            self._buffers.append(store.buffers.pop() if store.buffers else {})
         self._ahead: deque[Future[PackedSamples]] = deque()
         self._pool = ThreadPoolExecutor(
             self._depth, thread_name_prefix="vlmdistill-read"
         )
+
+    def _history_of(self, state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+        """The history of a saved state; StoreError when the state is of another epoch."""
+        if state.get("identity") != self._identity:
+            raise StoreError(
+                "this epoch cannot be continued: its samples, seed or number differ from the "
+                "saved state. Train on a view: later writes do not change it"
+            )
+        return [
+            (int(budget), int(ranks), int(steps))
+            for budget, ranks, steps in state["history"]
+        ]
+
+    def _whole(self, share: Fraction) -> int | float:
+        """The batches of the whole epoch, of which `share` remains."""
+        whole = Fraction(sum(steps for _, _, steps in self._history))
+        if share:
+            whole = len(self._batches) / share
+        return int(whole) if whole.denominator == 1 else float(whole)
 
     def _cost(self) -> Array:
         """Tokens of each sample that its batch is charged for: the rows that will be read."""
@@ -175,30 +181,28 @@ class Epoch(Iterator[PackedSamples]):
 
     def __len__(self) -> int:
         """Batches still to come: the same on every rank."""
-        return len(self._mine) - self._steps
+        return len(self._batches) - self._steps
 
     def __next__(self) -> PackedSamples:
-        while self._next < len(self._mine) and len(self._ahead) <= self._depth:
+        while self._next < len(self._batches) and len(self._ahead) <= self._depth:
             buffers = self._buffers[self._next % len(self._buffers)]
-            self._ahead.append(
-                self._pool.submit(self._read, self._mine[self._next], buffers)
-            )
+            batch = self._batches[self._next]
+            self._ahead.append(self._pool.submit(self._read, batch, buffers))
             self._next += 1
         if not self._ahead:
             self.close()
             raise StopIteration
-        batch = self._ahead.popleft().result()
+        samples = self._ahead.popleft().result()
         self._steps += 1
-        return batch
+        return samples
 
     def _read(self, batch: Array, buffers: dict[Feature, Array]) -> PackedSamples:
-        return self._store.read_batch(
-            self._rows[batch.tolist()].to_dicts(), self._features, buffers
-        )
+        lines = self._rows[batch.tolist()].to_dicts()
+        return self._store.read_batch(lines, self._features, buffers)
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `start_state` takes to continue after the batches handed out so far, on any ranks and budget.
+        """The `start_state` that continues after the batches handed out so far, on any ranks and budget.
 
         All ranks must have taken the same number of batches; their states are then equal.
         """
@@ -222,8 +226,6 @@ def select(store: Store, view: str | None, keys: Collection[str] | None) -> Any:
         rows = rows.filter(pl.col("key").is_in(wanted.implode()))
         if len(rows) < len(wanted):
             missing = min(set(wanted) - set(rows["key"]))
-            raise StoreError(
-                f"{store.path} has no sample '{missing}'"
-                + (f" in view {view}" if view else "")
-            )
+            place = f"in view {view} of {store.path}" if view else f"in {store.path}"
+            raise StoreError(f"there is no sample '{missing}' {place}")
     return rows

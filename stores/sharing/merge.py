@@ -1,7 +1,7 @@
-"""Sharing: bring to one store what it misses of another, near or far.
+"""Sharing: bring to one store the samples of another, near or far, that it misses.
 
 Merging, pushing and pulling are one act. Pushing and pulling copy a store: every sample whose key is
-missing. Merging brings teams together, so what is there already under another key is left out. Nothing
+missing. Merging brings teams together, so content that the target has under another key is left out. Nothing
 is copied unless all of it fits; where both stores have a key, the sample that is there stays.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 from msgspec import structs
 
-from vlmdistill.stores.annexes import SAME
+from vlmdistill.stores.annexes import SAME_SAMPLE
 from vlmdistill.stores.backends.backend import STREAMS
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import RacedError, StoreError
@@ -23,52 +23,47 @@ from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.sharing.merge_tables import bring_tables
-from vlmdistill.stores.sharing.transfer import copy_unit
+from vlmdistill.stores.sharing.transfer import copy_shard
 from vlmdistill.stores.store import Store
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy did, in samples, and what it found to differ."""
+    """The result of a copy, in samples, and the differences that it found."""
 
     copied: int
     present: int  # were there already, by key and content
     duplicates: int  # left out by a merge: the same content under another key
-    conflicts: tuple[
-        str, ...
-    ]  # keys that are there with other content: the ones there stay
-    replaced: tuple[
-        str, ...
-    ] = ()  # views and statistics, such as views/long, that say something else now
-    left: tuple[
-        str, ...
-    ] = ()  # those that stay as they are though the source says something else
-    annexes: tuple[
-        int, ...
-    ] = ()  # of each annex of the source, the samples that were copied
+    conflicts: tuple[str, ...]
+    """Keys that the target has with other content, which stays."""
+    replaced: tuple[str, ...] = ()
+    """Views and statistics, such as views/long, of which values in the target were replaced."""
+    left: tuple[str, ...] = ()
+    """Views and statistics that stay as they are although the source has other values."""
+    annexes: tuple[int, ...] = ()
+    """Of each annex of the source, the samples that were copied."""
 
 
 def merge(
     target: str | Path, sources: Sequence[str | Path], *, progress: Progress = silent
 ) -> list[Copied]:
-    """Copy what `target` misses from each source, making it when it is not there.
+    """Copy the samples that `target` misses from each source, making the target when it does not exist.
 
-    Views and statistics of one name are brought together; of samples that both speak of, what is
-    there already stays. StoreError naming the field when a source is of another target, processor,
-    template, feature set, dtype or 8-bit encoding, or has other types of meta columns; nothing is
-    copied from any then.
+    Views and statistics of one name are brought together; where both have values for a sample, the target's
+    stay. StoreError naming the field when a source is of another target, processor, template, feature set,
+    dtype or 8-bit encoding, or has other types of meta columns; nothing is copied from any then.
     """
     stores = [Store.open(path) for path in sources]
     for store in stores[1:]:
         stores[0].require(store.provenance, store.info)
     into = _like(target, stores, stores[0].provenance.features)
     annexes = [_annexes(store, into, store.features) for store in stores]
-    done = []
+    results = []
     for store, pairs in zip(stores, annexes, strict=True):
         wanted = store.view(None)
         copied = _copy(store, into, wanted, merging=True, progress=progress)
-        done.append(_copy_annexes(copied, into, wanted, pairs, progress))
-    return done
+        results.append(_copy_annexes(copied, into, wanted, pairs, progress))
+    return results
 
 
 def send(
@@ -81,20 +76,20 @@ def send(
 ) -> Copied:
     """Push or pull: copy a store, or a view of it, or some features of it, where they are missing.
 
-    The frozen head travels along; so do views and statistics when all samples go, and what the
-    source says of its samples counts then. StoreError when the target is of another origin or holds
+    The frozen head travels along; so do views and statistics when all samples go, and then the
+    source's values count. StoreError when the target is of another origin or holds
     other features, or when a shard that is copied whole does not arrive as it was sent.
     """
     store = Store.open(source)
     chosen = store.choose(features)
-    names = tuple(feature.name for feature in chosen if feature in store.layout.parts)
-    if not names:
-        held = ", ".join(store.provenance.features)
+    own = [feature for feature in chosen if feature in store.layout.arrays_of]
+    if not own:
         raise StoreError(
-            f"a copy needs at least one of the features that {store.path} was made with: {held}"
+            f"a copy needs at least one of the features that {store.path} was made with: "
+            f"{', '.join(store.provenance.features)}"
         )
     wanted = store.view(view)
-    into = _like(target, [store], names)
+    into = _like(target, [store], tuple(feature.name for feature in own))
     pairs = _annexes(store, into, chosen)
     copied = _copy(store, into, wanted, tables=view is None, progress=progress)
     return _copy_annexes(copied, into, wanted, pairs, progress)
@@ -106,17 +101,15 @@ def _annexes(
     """Each annex with some of the features, and the annex of `into` to copy it to, made if need be."""
     pairs = []
     for annex in store.annexes:
-        if names := [
-            feature.name for feature in annex.layout.features if feature in chosen
-        ]:
-            encoding = {
-                name: how
-                for name, how in annex.layout.encoding.items()
-                if name in names
-            }
-            there = into.annex(names, encoding)
-            _require_kinds([there, annex])
-            pairs.append((annex, there))
+        features = annex.layout.features
+        names = [feature.name for feature in features if feature in chosen]
+        if not names:
+            continue
+        encodings = annex.layout.encoding
+        encoding = {name: encodings[name] for name in encodings if name in names}
+        annex_of_target = into.annex(names, encoding)
+        _require_types([annex_of_target, annex])
+        pairs.append((annex, annex_of_target))
     return pairs
 
 
@@ -127,55 +120,54 @@ def _copy_annexes(
     pairs: Sequence[tuple[Store, Store]],
     progress: Progress,
 ) -> Copied:
-    """Copy annexes, for the samples that both stores have; what was copied before, and this."""
-    both = wanted.select(SAME).join(into.index, on=SAME, how="semi")
-    done = [
-        _copy(
-            annex,
-            there,
-            annex.index.join(both, on=SAME, how="semi"),
-            tables=False,
-            progress=progress,
-        )
-        for annex, there in pairs
-    ]
-    conflicts = {*copied.conflicts}.union(*(one.conflicts for one in done))
-    annexes = tuple(one.copied for one in done)
-    return replace(copied, conflicts=tuple(sorted(conflicts)), annexes=annexes)
+    """Copy annexes, for the samples that both stores have; the result together with that of the stores."""
+    both = wanted.select(SAME_SAMPLE).join(into.index, on=SAME_SAMPLE, how="semi")
+    conflicts = {*copied.conflicts}
+    counts = []
+    for annex, annex_of_target in pairs:
+        lines = annex.index.join(both, on=SAME_SAMPLE, how="semi")
+        result = _copy(annex, annex_of_target, lines, tables=False, progress=progress)
+        conflicts.update(result.conflicts)
+        counts.append(result.copied)
+    return replace(copied, conflicts=tuple(sorted(conflicts)), annexes=tuple(counts))
 
 
 def _like(
     path: str | Path, sources: Sequence[Store], features: tuple[str, ...]
 ) -> Store:
     """The store at `path`, made with these features if need be; StoreError when a source does not fit."""
-    there = open_backend(path).size(STORE) is not None
-    stores = [Store.open(path), *sources] if there else sources
+    exists = open_backend(path).size(STORE) is not None
+    stores = [Store.open(path), *sources] if exists else sources
     first = stores[0]
-    if there:
-        if first.provenance.features != features:
-            held, wanted = ", ".join(first.provenance.features), ", ".join(features)
-            raise StoreError(
-                f"{path} was made for the features {held}, not {wanted}, and takes no others: copy these "
-                f"to a new store, or to this one only its own: store push --features {held.replace(' ', '')}"
-            )
+    if exists:
+        _require_features(first, path, features)
         for store in sources:
-            first.require(
-                structs.replace(store.provenance, features=features), store.info
-            )
+            provenance = structs.replace(store.provenance, features=features)
+            first.require(provenance, store.info)
     _require_encodings(stores, features)
-    _require_kinds(stores)
-    if there:
+    _require_types(stores)
+    if exists:
         return first
-    encoding = {
-        name: value for name, value in first.layout.encoding.items() if name in features
-    }
+    encodings = first.layout.encoding
     return Store.create(
         path,
         structs.replace(first.provenance, features=features),
         first.info,
         first.head(),
-        encoding,
+        {name: encodings[name] for name in encodings if name in features},
     )
+
+
+def _require_features(
+    store: Store, path: str | Path, features: tuple[str, ...]
+) -> None:
+    if store.provenance.features != features:
+        own = ",".join(store.provenance.features)
+        raise StoreError(
+            f"{path} was made for the features {own.replace(',', ', ')}, not {', '.join(features)}, and "
+            "takes no others: copy these to a new store, or to this one only its own: store push --features "
+            f"{own}"
+        )
 
 
 def _require_encodings(stores: Sequence[Store], features: Sequence[str]) -> None:
@@ -183,33 +175,34 @@ def _require_encodings(stores: Sequence[Store], features: Sequence[str]) -> None
     first = stores[0]
     for store in stores[1:]:
         for name in features:
-            mine, theirs = (
-                one.layout.encoding.get(name, "raw") for one in (first, store)
-            )
-            if mine != theirs:
+            own = first.layout.encoding.get(name, "raw")
+            other = store.layout.encoding.get(name, "raw")
+            if own != other:
                 raise StoreError(
-                    f"{name} has the encoding {mine} in {first.path} and {theirs} in {store.path}: use "
+                    f"{name} has the encoding {own} in {first.path} and {other} in {store.path}: use "
                     "another store, or capture the features again"
                 )
 
 
-def _require_kinds(stores: Sequence[Store]) -> None:
-    """StoreError when a meta column is of one type here and of another there: no index could hold both."""
-    if found := unlike(store.meta for store in stores):
-        name, one, other = found
-        kinds = [f"{stores[at].meta[name]} in {stores[at].path}" for at in (one, other)]
-        raise StoreError(
-            f"the meta column '{name}' is {kinds[0]} and {kinds[1]}: write one of them anew, with the "
-            "other's type or another name"
-        )
+def _require_types(stores: Sequence[Store]) -> None:
+    """StoreError when a meta column is of different types in two stores: no index could hold both."""
+    conflict = unlike(store.meta for store in stores)
+    if conflict is None:
+        return
+    name = conflict.column
+    first, second = stores[conflict.first], stores[conflict.second]
+    raise StoreError(
+        f"the meta column '{name}' is {first.meta[name]} in {first.path} and {second.meta[name]} in "
+        f"{second.path}: write one of them anew, with the other's type or another name"
+    )
 
 
-def _copy_unit(
+def _copy_group(
     source: Store, target: Store, group: tuple[tuple[object, ...], pl.DataFrame]
 ) -> int:
-    """Copy a unit and its rows; how many they are."""
-    (unit,), rows = group
-    copy_unit(source, target, str(unit), rows)
+    """Copy rows of a shard; how many they are."""
+    (shard,), rows = group
+    copy_shard(source, target, str(shard), rows)
     return len(rows)
 
 
@@ -224,63 +217,62 @@ def _copy(
 ) -> Copied:
     """Copy the samples of `wanted`, rows of the index of `source`, that `target` misses.
 
-    What is reported is what the target holds in the end, as read anew: others may write to it, too.
+    The result is counted in the target in the end, as read anew: others may write to it, too.
     """
     content = [XXH3 + spec.name for spec in target.layout.arrays]
     sent: set[str] = set()
 
     @retried()
     def arrive() -> tuple[pl.DataFrame, pl.DataFrame]:
-        """What the target holds, and what it misses as the same is there under another key.
+        """The lines of the target, and those of `wanted` that it lacks though it has their content.
 
         The first attempt copies; another looks whether all of it is there.
         """
-        there = target.index.select("key", *content)
-        fresh = missing = wanted.join(
-            there, on="key", how="anti", maintain_order="left"
-        )
-        if (
-            merging
-        ):  # the first by key, so that an interrupted merge goes on to the same end
-            new = fresh.join(
-                there.select(content).unique(),
-                on=content,
-                how="anti",
-                maintain_order="left",
-            )
-            missing = new.unique(content, keep="first", maintain_order=True)
+        own = target.index.select("key", *content)
+        fresh = wanted.join(own, on="key", how="anti", maintain_order="left")
+        missing = _without_duplicates(fresh, own, content) if merging else fresh
         if not len(missing):
-            return there, fresh
+            return own, fresh
         done = 0
-        by_unit = missing.sort("unit", "sample_row").group_by(
-            "unit", maintain_order=True
+        by_shard = missing.sort("shard", "sample_row").group_by(
+            "shard", maintain_order=True
         )
-        far = source.backend if target.backend.is_local else target.backend
-        for samples in far.map(partial(_copy_unit, source, target), by_unit, STREAMS):
+        remote = source.backend if target.backend.is_local else target.backend
+        copy = partial(_copy_group, source, target)
+        for samples in remote.map(copy, by_shard, STREAMS):
             done += samples
             progress(done, len(missing))
         sent.update(missing["key"])
         raise RacedError(
             f"{len(missing)} of {len(wanted)} samples are not in {target.path} although they were copied, "
-            f"the first {missing['key'][0]}: do others remove or replace what is there? Run it again"
+            f"the first {missing['key'][0]}: do others remove or replace samples? Run it again"
         )
 
-    there, fresh = arrive()
-    both = wanted.join(
-        there, on="key", how="inner", suffix=".there", maintain_order="left"
-    )
-    other = both.filter(
-        pl.any_horizontal(pl.col(name) != pl.col(f"{name}.there") for name in content)
-    )
-    held = both.join(other, on="key", how="anti").select("key")
-    copied = held.filter(pl.col("key").is_in(sent))
+    own, duplicates = arrive()
+    both = wanted.join(own, on="key", how="inner", suffix=".own", maintain_order="left")
+    differing = [pl.col(name) != pl.col(f"{name}.own") for name in content]
+    conflicts = both.filter(pl.any_horizontal(differing))
+    shared = both.join(conflicts, on="key", how="anti").select("key")
+    copied = shared.filter(pl.col("key").is_in(sent))
     result = Copied(
         copied=len(copied),
-        present=len(held) - len(copied),
-        duplicates=len(fresh),
-        conflicts=tuple(other["key"].to_list()),
+        present=len(shared) - len(copied),
+        duplicates=len(duplicates),
+        conflicts=tuple(conflicts["key"].to_list()),
     )
     if not tables:
         return result
-    replaced, left = bring_tables(source, target, held, keep=merging)
-    return replace(result, replaced=replaced, left=left)
+    replaced, unchanged = bring_tables(source, target, shared, keep=merging)
+    return replace(result, replaced=replaced, left=unchanged)
+
+
+def _without_duplicates(
+    fresh: pl.DataFrame, own: pl.DataFrame, content: Sequence[str]
+) -> pl.DataFrame:
+    """The lines whose content the target does not have, each content once.
+
+    Of several, the first by key, so that an interrupted merge goes on to the same end.
+    """
+    contents = own.select(content).unique()
+    new = fresh.join(contents, on=content, how="anti", maintain_order="left")
+    return new.unique(content, keep="first", maintain_order=True)

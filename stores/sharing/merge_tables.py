@@ -6,6 +6,7 @@ the statistics of a newer one. Views whose filters differ are never mixed.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import polars as pl
 from msgspec.structs import replace
@@ -29,19 +30,37 @@ from vlmdistill.stores.retry import retried
 from vlmdistill.stores.store import Store
 
 Names = tuple[str, ...]
-Said = tuple[TableRecord, pl.DataFrame]  # the facts of a table, and its rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """A view or the statistics of a run: its record, and its rows sorted by key."""
+
+    record: TableRecord
+    rows: pl.DataFrame
 
 
 def bring_tables(
     source: Store, target: Store, shared: pl.DataFrame, *, keep: bool
 ) -> tuple[Names, Names]:
-    """Copy what the source says of the samples that both stores hold now, the keys `shared`.
+    """Copy the views and statistics of the source, for the samples that both stores hold now.
 
-    With `keep`, what the target says already stays. Returns the names, such as `views/long`, of those
-    that were replaced, for some samples at least, and of those left as they are although the source
-    says something else. StoreError, once all others are copied, when one is damaged.
+    Args:
+        source: The store to copy from.
+        target: The store to copy to.
+        shared: The keys of the samples that both hold.
+        keep: Whether the target's values stay where both have one.
+
+    Returns:
+        The names, such as `views/long`, of tables whose values in the target were replaced, for some samples
+        at least; and of those that stay as they are although the source has other values.
+
+    Raises:
+        StoreError: A table is damaged; all others are copied.
     """
-    replaced, left, lost = [], [], list[StoreError]()
+    replaced = list[str]()
+    differing = list[str]()
+    errors = list[StoreError]()
     for folder in (VIEWS, STATS):
         for name in record_names(source.backend, folder):
             try:
@@ -49,13 +68,15 @@ def bring_tables(
                     source.backend, target.backend, folder, name, shared, keep
                 )
             except StoreError as error:
-                lost.append(error)
+                errors.append(error)
                 continue
-            replaced += [f"{folder}/{name}"] * changed
-            left += [f"{folder}/{name}"] * differs
-    if lost:
-        raise StoreError(f"all else is copied, but {lost[0]}")
-    return tuple(replaced), tuple(left)
+            if changed:
+                replaced.append(f"{folder}/{name}")
+            if differs:
+                differing.append(f"{folder}/{name}")
+    if errors:
+        raise StoreError(f"all else is copied, but {errors[0]}")
+    return tuple(replaced), tuple(differing)
 
 
 @retried()
@@ -67,83 +88,82 @@ def _bring(
     shared: pl.DataFrame,
     keep: bool,
 ) -> tuple[bool, bool]:
-    """Bring a table: whether the target now says something else than before, and than the source.
+    """Bring a table; whether values in the target were replaced, and whether it differs from the source.
 
-    It is looked at again just before it is replaced: what another process has put there meanwhile is joined
-    as well.
+    The target's record is read again just before it is replaced: a table that another process has put there
+    meanwhile is joined as well.
     """
-    kind, file = TABLES[folder], f"{folder}/{name}.json"
-    there = find_record(target, file, kind)
-    if there == read_record(source, file, kind):
+    kind = TABLES[folder]
+    file = f"{folder}/{name}.json"
+    present = find_record(target, file, kind)
+    if present == read_record(source, file, kind):
         return False, False
-    record, theirs = _read(source, kind, name)
-    rows = theirs = theirs.join(shared, on="key", how="semi", maintain_order="left")
-    mine = None
-    if there:
-        older, mine = _read(target, kind, name)
-        record, rows = _together((record, theirs), (older, mine), shared, keep)
-        if rows.equals(mine):
-            return False, not _says(rows, theirs)
-    if not _write(
-        target, record, rows, lambda: find_record(target, file, kind) == there
-    ):
+    brought = _read(source, kind, name)
+    rows = brought.rows.join(shared, on="key", how="semi", maintain_order="left")
+    brought = result = Table(brought.record, rows)
+    own = _read(target, kind, name) if present else None
+    if own:
+        result = _merged(brought, own, shared, keep)
+        if result.rows.equals(own.rows):
+            return False, not _agrees(result.rows, brought.rows)
+
+    def unchanged() -> bool:
+        return find_record(target, file, kind) == present
+
+    if not _write(target, result, unchanged):
         raise RacedError(
             f"{target.url}/{file} is being replaced by others all the time: run it again"
         )
-    return mine is not None and not _says(rows, mine), not _says(rows, theirs)
+    replaced = own is not None and not _agrees(result.rows, own.rows)
+    return replaced, not _agrees(result.rows, brought.rows)
 
 
-def _together(said: Said, there: Said, shared: pl.DataFrame, keep: bool) -> Said:
-    """What the target says once both have spoken."""
-    (record, theirs), (older, mine) = said, there
-    follows = not keep and _order(record) >= _order(older)
-    own = mine.join(shared, on="key", how="anti", maintain_order="left")
-    if _one_kind(there, said):
-        more = theirs.join(
-            mine.select("key"), on="key", how="anti", maintain_order="left"
-        )
-        rows = pl.concat(
-            [theirs, own] if follows else [mine, more], how="diagonal_relaxed"
-        ).sort("key")
-    elif follows and not len(own):
-        rows = theirs
-    else:
-        rows = mine
-    first, second = (record, older) if follows else (older, record)
-    return _joined(first, second), rows
+def _merged(brought: Table, own: Table, shared: pl.DataFrame, keep: bool) -> Table:
+    """The table of the target after a merge with the rows that are brought."""
+    brought_wins = not keep and _order(brought.record) >= _order(own.record)
+    first, second = (brought, own) if brought_wins else (own, brought)
+    record = _joined(first.record, second.record)
+    of_others = own.rows.join(shared, on="key", how="anti", maintain_order="left")
+    if _is_one_kind(own, brought):
+        added = of_others
+        if not brought_wins:
+            own_keys = own.rows.select("key")
+            added = brought.rows.join(
+                own_keys, on="key", how="anti", maintain_order="left"
+            )
+        rows = pl.concat([first.rows, added], how="diagonal_relaxed")
+        return Table(record, rows.sort("key"))
+    # Tables of different kinds are not mixed: all rows are of one of them.
+    replaces_all = brought_wins and not len(of_others)
+    return Table(record, brought.rows if replaces_all else own.rows)
 
 
-def _read(backend: Backend, kind: type[TableRecord], name: str) -> Said:
+def _read(backend: Backend, kind: type[TableRecord], name: str) -> Table:
     record, table = read_table(backend, kind, name)
-    return record, frame_of(table).with_columns(
-        pl.col(pl.Categorical).cast(pl.String)
-    ).sort("key")
+    as_text = pl.col(pl.Categorical).cast(pl.String)
+    return Table(record, frame_of(table).with_columns(as_text).sort("key"))
 
 
-def _write(
-    backend: Backend,
-    record: TableRecord,
-    rows: pl.DataFrame,
-    unchanged: Callable[[], bool],
-) -> bool:
+def _write(backend: Backend, table: Table, unchanged: Callable[[], bool]) -> bool:
     """Replace a table, unless `unchanged` returns false."""
+    record, rows = table.record, table.rows
     if isinstance(record, ViewRecord):
-        counts = dict(rows["reason"].drop_nulls().value_counts().iter_rows())
+        reasons = rows["reason"]
+        counts = dict(reasons.drop_nulls().value_counts().iter_rows())
         # All filters are listed, and of the missing values those that occurred.
-        reasons = [
-            reason
-            for reason in record.dropped
-            if reason in counts or reason in record.filters
-        ]
-        dropped = {reason: counts.get(reason, 0) for reason in reasons}
+        dropped = {}
+        for reason in record.dropped:
+            if reason in counts or reason in record.filters:
+                dropped[reason] = counts.get(reason, 0)
         record = replace(
-            record, rows=len(rows), kept=rows["reason"].null_count(), dropped=dropped
+            record, rows=len(rows), kept=reasons.null_count(), dropped=dropped
         )
-        rows = rows.with_columns(pl.col("reason").cast(pl.Categorical))
+        rows = rows.with_columns(reasons.cast(pl.Categorical))
     return write_table(backend, record, rows, unchanged)
 
 
 def _order(record: TableRecord) -> int:
+    """The number of a run, which grows with time; 0 of a view."""
     return record.order if isinstance(record, RunRecord) else 0
 
 
@@ -156,19 +176,21 @@ def _joined(first: TableRecord, second: TableRecord) -> TableRecord:
     return first
 
 
-def _one_kind(one: Said, other: Said) -> bool:
-    """Whether rows of two tables can stand in one: views of the same filters, columns of like types."""
-    mine, theirs = one[0], other[0]
-    if isinstance(mine, ViewRecord) and isinstance(theirs, ViewRecord):
-        return (mine.filters, mine.base) == (theirs.filters, theirs.base)
-    return unlike([one[1].schema, other[1].schema]) is None
+def _is_one_kind(first: Table, second: Table) -> bool:
+    """Whether the rows of two tables fit into one: views of the same filters, columns of like types."""
+    one, other = first.record, second.record
+    if isinstance(one, ViewRecord) and isinstance(other, ViewRecord):
+        return (one.filters, one.base) == (other.filters, other.base)
+    return unlike([first.rows.schema, second.rows.schema]) is None
 
 
-def _says(rows: pl.DataFrame, part: pl.DataFrame) -> bool:
-    """Whether `rows` say of the samples of `part` what `part` says."""
+def _agrees(rows: pl.DataFrame, part: pl.DataFrame) -> bool:
+    """Whether `rows` have the same values as `part` for the samples of `part`."""
     try:
-        said = rows.join(part.select("key"), on="key", how="semi").sort("key")
-        like = [pl.col(name).cast(kind) for name, kind in said.schema.items()]
-        return said.equals(part.select(like).sort("key"))
-    except pl.exceptions.PolarsError:  # other columns, or types that nothing is cast to
+        same_keys = rows.join(part.select("key"), on="key", how="semi").sort("key")
+        types = same_keys.schema
+        cast = part.select(pl.col(name).cast(types[name]) for name in types)
+        return same_keys.equals(cast.sort("key"))
+    except pl.exceptions.PolarsError:
+        # There are other columns, or types to which nothing is cast.
         return False

@@ -1,9 +1,10 @@
 """Deletion by age: samples that were asked too long ago leave a store, and their bytes leave the disk.
 
 Shards are immutable, so a shard with such samples is written again without them, under another name, before
-its record is dropped: what stays is in the store at every moment, whatever is killed whenever. A reader of
-the old shard finds its files gone, and says so; one that begins later sees the new one. What killed writers
-have left may hold any sample, so all of it goes. What another process still writes to is an error.
+its record is dropped: the other samples are in the store at every moment, whenever a process is killed. A
+reader of the old shard finds its files gone, and says so; one that begins later sees the new one. Leftovers
+of killed writers may hold any sample, so all of them go. It is an error if another process still writes to
+some file.
 """
 
 import time
@@ -33,17 +34,26 @@ from vlmdistill.stores.manifest import (
     record_names,
 )
 from vlmdistill.stores.schema import TIME
-from vlmdistill.stores.sharing.transfer import copy_unit
+from vlmdistill.stores.sharing.transfer import copy_shard
 from vlmdistill.stores.store import Store
 
 
 @dataclass(frozen=True)
 class Expired:
-    """What was deleted, or would be on a dry run."""
+    """The samples and files that were deleted, or would be on a dry run."""
 
     keys: frozenset[str]
     untimed: int  # samples that stay, since nothing says when they were asked
     removed: Mapping[str, int]  # files and folders, and the bytes of each
+
+
+@dataclass(frozen=True)
+class _Outdated:
+    """A shard with samples that must go: their lines of its index, and the others."""
+
+    shard: str
+    old: pl.DataFrame
+    rest: pl.DataFrame
 
 
 def time_of(store: Store) -> float:
@@ -55,9 +65,11 @@ def time_of(store: Store) -> float:
     if not isinstance(backend, Local):
         return backend.now()
     now = time.time()
-    if far := beyond(now, (backend.root / name for name in backend.list_files(""))):
+    files = (backend.root / name for name in backend.list_files(""))
+    why = beyond(now, files)
+    if why:
         raise StoreError(
-            f"{far} of {store.path}: if it is right, `touch {store.path}/store.json` and repeat"
+            f"{why} of {store.path}: if it is right, `touch {store.path}/store.json` and repeat"
         )
     return now
 
@@ -67,116 +79,123 @@ def expire(
 ) -> Expired:
     """Delete the samples that were asked before a time (seconds since 1970), and those of some `keys`.
 
-    Views and statistics forget them first, and what killed writers have left goes last. StoreError, after
-    everything else, when a live writer holds a part of the store, or one cannot be read.
+    Views and statistics forget them first, and leftovers of killed writers go last. StoreError, after
+    everything else, when a live writer has locked something in the store, or something cannot be read.
     """
-    parts = (
-        *store.annexes,
-        store,
-    )  # what the store no longer has, an annex could not be asked for
-    aged = frozenset(keys).union(*(_aged(part, before) for part in parts))
-    old = [*_old(store, aged)]
-    gone = frozenset(key for _, rows, _ in old for key in rows["key"])
-    times = (
-        store.index[TIME]
-        if TIME in store.index.columns
-        else pl.Series([None] * len(store))
-    )
-    untimed = int(times.is_null().sum())
+    # An annex first: samples that the store no longer has could not be found in it.
+    stores = (*store.annexes, store)
+    aged = frozenset(keys).union(*(_aged(each, before) for each in stores))
+    outdated = [*_outdated(store, aged)]
+    deleted = frozenset(key for shard in outdated for key in shard.old["key"])
+    untimed = _untimed(store)
     if dry_run:
-        shards = [store.commit(unit).named for unit, _, _ in old]
+        shards = [store.commit(shard.shard).path for shard in outdated]
         sizes = {name: _bytes(store.backend, name) for name in shards}
-        sizes |= {one.name: one.bytes for one in collect_all(store, dry_run=True)}
-        return Expired(gone, untimed, sizes)
+        for item in collect_all(store, dry_run=True):
+            sizes[item.name] = item.bytes
+        return Expired(deleted, untimed, sizes)
     removed = dict[str, int]()
     if aged:
         for folder in (VIEWS, STATS):
             for name in record_names(store.backend, folder):
                 removed |= _forget(store.backend, folder, name, aged)
-    for part in parts:
-        inside = part.path.removeprefix(store.path).lstrip("/")
-        for unit, _, rest in old if part is store else [*_old(part, aged)]:
-            dropped = _drop(part, unit, rest)
-            removed |= {f"{inside}/{name}".lstrip("/"): size for name, size in dropped}
-    removed |= {one.name: one.bytes for one in collect_all(store)}
-    return Expired(gone, untimed, removed)
+    for holder in stores:
+        folder = holder.path.removeprefix(store.path).lstrip("/")
+        of_holder = outdated if holder is store else [*_outdated(holder, aged)]
+        for shard in of_holder:
+            for name, size in _drop(holder, shard):
+                removed[f"{folder}/{name}".lstrip("/")] = size
+    for item in collect_all(store):
+        removed[item.name] = item.bytes
+    return Expired(deleted, untimed, removed)
+
+
+def _untimed(store: Store) -> int:
+    """The number of samples without a time."""
+    if TIME not in store.index.columns:
+        return len(store)
+    return int(store.index[TIME].null_count())
 
 
 def _aged(store: Store, before: float) -> set[str]:
-    """The keys of samples that were asked before a time; of a key in several units, as one of them says."""
+    """The keys of samples that were asked before a time; of a key in several shards, by any of them."""
     keys = set[str]()
-    for unit in store.units():
-        rows = _lines(store, unit)
-        if TIME in rows.columns:
-            keys.update(rows.filter(pl.col(TIME) < before)["key"])
+    for shard in store.shards():
+        lines = _lines(store, shard)
+        if TIME in lines.columns:
+            keys.update(lines.filter(pl.col(TIME) < before)["key"])
     return keys
 
 
-def _old(
-    store: Store, keys: frozenset[str]
-) -> Iterator[tuple[str, pl.DataFrame, pl.DataFrame]]:
-    """Each unit with samples of these keys: these, and the others."""
-    named = pl.col("key").is_in(list(keys))
-    for unit in store.units():
-        rows = _lines(store, unit)
-        if len(old := rows.filter(named)):
-            yield unit, old, rows.filter(~named)
+def _outdated(store: Store, keys: frozenset[str]) -> Iterator[_Outdated]:
+    """Each shard with samples of these keys."""
+    is_old = pl.col("key").is_in(list(keys))
+    for shard in store.shards():
+        lines = _lines(store, shard)
+        old = lines.filter(is_old)
+        if len(old):
+            yield _Outdated(shard, old, lines.filter(~is_old))
 
 
-def _lines(store: Store, unit: str) -> pl.DataFrame:
-    """The lines of a unit, with samples that another unit has, too."""
-    record = store.commit(unit)
-    table = read_arrow(store.backend, f"{record.named}/{INDEX}", record.files[INDEX])
-    return frame_of(table).with_columns(unit=pl.lit(unit), shard=pl.lit(record.shard))
+def _lines(store: Store, shard: str) -> pl.DataFrame:
+    """The lines of a shard, with samples that another shard has, too."""
+    record = store.commit(shard)
+    table = read_arrow(store.backend, f"{record.path}/{INDEX}", record.files[INDEX])
+    return frame_of(table).with_columns(shard=pl.lit(shard))
 
 
-def _drop(part: Store, unit: str, rest: pl.DataFrame) -> Iterator[tuple[str, int]]:
-    """Write what stays of a unit, drop its record, and remove its files and the merged index."""
-    backend, named = part.backend, part.commit(unit).named
-    if len(rest):
-        copy_unit(part, part, unit, rest)
+def _drop(store: Store, outdated: _Outdated) -> Iterator[tuple[str, int]]:
+    """Write the rest of a shard anew, drop its record, and remove its files and the merged index."""
+    backend = store.backend
+    shard = outdated.shard
+    folder = store.commit(shard).path
+    if len(outdated.rest):
+        copy_shard(store, store, shard, outdated.rest)
     with writing(backend):
-        backend.remove(
-            f"{LEDGER}/{commit_name(unit)}"
-        )  # first: a copy alone would be a lost record
-        backend.remove(commit_name(unit))
+        # The copy first: alone, it would tell of a lost record.
+        backend.remove(f"{LEDGER}/{commit_name(shard)}")
+        backend.remove(commit_name(shard))
         backend.remove(f"{CACHE}/index.json")
-        for name in (named, *(f"{CACHE}/{leaf}" for leaf in backend.list_names(CACHE))):
+        cached = [f"{CACHE}/{leaf}" for leaf in backend.list_names(CACHE)]
+        for name in (folder, *cached):
             with backend.try_lock(name) as locked:
                 size = _bytes(backend, name)
-                if (
-                    locked and size
-                ):  # what is held is garbage now, which is collected at the end
+                # A file that another process has locked is garbage now, collected at the end.
+                if locked and size:
                     backend.remove(name)
                     yield name, size
 
 
 def _forget(
-    backend: Backend, folder: str, name: str, gone: frozenset[str]
+    backend: Backend, folder: str, name: str, keys: frozenset[str]
 ) -> dict[str, int]:
     """Write a view or the statistics of a run again without some keys, and remove the table before."""
-    kind: type[ViewRecord] | type[RunRecord] = (
-        ViewRecord if folder == VIEWS else RunRecord
-    )
+    kind: type[ViewRecord] | type[RunRecord] = RunRecord
+    if folder == VIEWS:
+        kind = ViewRecord
     record, table = read_table(backend, kind, name)
-    frame = frame_of(table)
-    left = frame.filter(~pl.col("key").is_in(list(gone)))
-    if len(left) == len(frame):
+    rows = frame_of(table)
+    remaining = rows.filter(~pl.col("key").is_in(list(keys)))
+    if len(remaining) == len(rows):
         return {}
-    now: TableRecord = record
+    changed: TableRecord = record
     if isinstance(record, ViewRecord):
-        reasons = left["reason"].cast(pl.String).drop_nulls().value_counts()
-        counts = dict(reasons.iter_rows())
-        now = replace(
-            record,
-            rows=len(left),
-            kept=int(left["reason"].null_count()),
-            dropped={why: counts.get(why, 0) for why in record.dropped},
-        )
+        changed = _recounted(record, remaining["reason"])
     size = _bytes(backend, record.file)
-    write_table(backend, now, left)
+    write_table(backend, changed, remaining)
     backend.remove(record.file)
     return {record.file: size}
+
+
+def _recounted(view: ViewRecord, reasons: pl.Series) -> ViewRecord:
+    """The record of a view with the numbers of these rows."""
+    counts = dict(reasons.cast(pl.String).drop_nulls().value_counts().iter_rows())
+    return replace(
+        view,
+        rows=len(reasons),
+        kept=reasons.null_count(),
+        dropped={reason: counts.get(reason, 0) for reason in view.dropped},
+    )
 
 
 def _bytes(backend: Backend, name: str) -> int:

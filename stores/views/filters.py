@@ -7,6 +7,7 @@ for those made from text) and the statistics of training runs.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -42,34 +43,30 @@ def _bound(column: str, reason: str, keep: Callable[[pl.Expr], pl.Expr]) -> Filt
 
 def min_words(least: str = "6") -> Filter:
     """Responses over five words (HiViS, both stages)."""
-    return _bound(
-        "words", f"fewer than {least} words", lambda words: words >= _number(least)
-    )
+    reason = f"fewer than {least} words"
+    return _bound("words", reason, lambda words: words >= _number(least))
 
 
 def max_code(share: str = "0.05") -> Filter:
     """Little code: the share of programming symbols and keywords (HiViS, stage 2)."""
-    return _bound(
-        "code_ratio", f"more than {share} code", lambda ratio: ratio <= _number(share)
-    )
+    reason = f"more than {share} code"
+    return _bound("code_ratio", reason, lambda ratio: ratio <= _number(share))
 
 
 def max_repetition(share: str = "0.3") -> Filter:
     """No degenerate loops: the share of word n-grams that were there before."""
-    return _bound(
-        "repetition",
-        f"more than {share} repetition",
-        lambda ratio: ratio <= _number(share),
-    )
+    reason = f"more than {share} repetition"
+    return _bound("repetition", reason, lambda ratio: ratio <= _number(share))
 
 
 def max_tokens(most: str = "2048") -> Filter:
     """Samples whose expanded sequence is at most this long."""
     limit = _number(most)
-    return Filter(
-        f"more than {most} tokens",
-        lambda rows: (rows["text_tokens"] + rows["visual_tokens"]) <= limit,
-    )
+
+    def keep(rows: pl.DataFrame) -> pl.Series:
+        return rows["text_tokens"] + rows["visual_tokens"] <= limit
+
+    return Filter(f"more than {most} tokens", keep)
 
 
 def unique(text: str = "") -> Filter:
@@ -83,10 +80,9 @@ def unique(text: str = "") -> Filter:
         )
 
     def first(sketch: pl.Expr) -> pl.Expr:
-        bands = [
-            sketch.str.slice(at, BAND).is_first_distinct()
-            for at in range(0, SKETCH, BAND)
-        ]
+        bands = []
+        for start in range(0, SKETCH, BAND):
+            bands.append(sketch.str.slice(start, BAND).is_first_distinct())
         return sketch.is_null() | pl.all_horizontal(bands)
 
     return _bound("sketch", "near-duplicate answer", first)
@@ -97,39 +93,42 @@ def mix(shares: str) -> Filter:
 
     Datasets not named are dropped. Which samples stay depends on a hash of their keys alone.
     """
-    how = f"cannot read the mix '{shares}': write it as llava:0.5,sharegpt:0.5"
-    wanted = dict[str, float]()
-    for part in shares.split(","):
-        name, _, share = part.strip().rpartition(":")
-        if not name or name in wanted or not (value := _finite(share)) or value < 0:
-            raise StoreError(how)
-        wanted[name] = value
-    largest = max(wanted.values())
-    wanted = {name: share / largest for name, share in wanted.items()}
+    wanted = _shares(shares)
 
     def keep(rows: pl.DataFrame) -> pl.Series:
-        held = dict(rows["dataset"].value_counts().iter_rows())
-        missing = sorted(set(wanted) - set(held))
+        available = dict(rows["dataset"].value_counts().iter_rows())
+        missing = sorted(set(wanted) - set(available))
         if missing:
-            raise StoreError(
-                f"the mix names '{missing[0]}'. Datasets left: {', '.join(sorted(held)) or 'none'}"
-            )
-        whole = min(held[name] / share for name, share in wanted.items())
-        quota = {name: round(share * whole) for name, share in wanted.items()}
-        lots = pl.Series(
-            "lot",
-            [xxhash.xxh3_64_intdigest(key.encode()) for key in rows["key"]],
-            pl.UInt64,
-        )
-        turn = pl.col("lot").rank("ordinal").over("dataset")
+            names = ", ".join(sorted(available)) or "none"
+            raise StoreError(f"the mix names '{missing[0]}'. Datasets left: {names}")
+        # The scarcest dataset decides how large the mix can be.
+        size = min(available[name] / share for name, share in wanted.items())
+        quota = {name: round(share * size) for name, share in wanted.items()}
+        hashes = [xxhash.xxh3_64_intdigest(key.encode()) for key in rows["key"]]
+        lots = pl.Series("lot", hashes, pl.UInt64)
+        rank = pl.col("lot").rank("ordinal").over("dataset")
         allowed = pl.col("dataset").replace_strict(
             quota, default=0, return_dtype=pl.Int64
         )
-        return rows.select("dataset", lots).select((turn <= allowed).alias("keep"))[
-            "keep"
-        ]
+        drawn = rows.select("dataset", lots).select(keep=rank <= allowed)
+        return drawn["keep"]
 
     return Filter(f"over the mix {shares}", keep)
+
+
+def _shares(text: str) -> dict[str, float]:
+    """The shares of a mix, of which the largest is 1; StoreError when they cannot be read."""
+    shares = dict[str, float]()
+    for entry in text.split(","):
+        name, _, number = entry.strip().rpartition(":")
+        share = _finite(number)
+        if not name or name in shares or not share or share < 0:
+            raise StoreError(
+                f"cannot read the mix '{text}': write it as llava:0.5,sharegpt:0.5"
+            )
+        shares[name] = share
+    largest = max(shares.values())
+    return {name: share / largest for name, share in shares.items()}
 
 
 FILTERS: Sequence[Callable[..., Filter]] = (
@@ -147,7 +146,7 @@ def named(text: str) -> Filter:
     """A named filter, `name` or `name=value`; StoreError with the names there are."""
     name, equals, value = text.partition("=")
     if name not in NAMED or (name == "mix" and not equals):
-        near = did_you_mean(text.partition("=")[0], NAMED)
+        near = did_you_mean(name, NAMED)
         raise StoreError(
             f"'{text}' is no filter{near}: use one of {', '.join(NAMED)}, as in min_words=6"
         )
@@ -190,39 +189,55 @@ def filter_store(
         )
     rows = store.view(base).with_columns(pl.selectors.float().fill_nan(None))
     steps = [item if isinstance(item, Filter) else named(item) for item in filters]
-    lost = unread(store.backend, rows.columns) if expressions else {}
-    steps += [where(text, rows.columns, lost) for text in expressions]
-    reasons: list[str] = []
-    dropped: dict[str, int] = {}
-    reason = np.full(len(rows), -1, np.int64)  # of each row, -1 while it is kept
-    at, left = (
-        np.arange(len(rows)),
-        rows,
-    )  # the rows that are left: a column of numbers could meet a name
-    for step in steps:
-        kept = step.keep(left)
-        unknown, stay = kept.is_null().to_numpy(), kept.fill_null(False).to_numpy()
-        for why, gone in (
-            (step.reason, ~stay & ~unknown),
-            (f"unknown: {step.reason}", unknown),
-        ):
-            if why == step.reason or gone.any():
-                reason[at[gone]] = len(reasons)
-                reasons.append(why)
-                dropped[why] = dropped.get(why, 0) + int(gone.sum())
-        at, left = at[stay], left.filter(stay)
-    each = pl.Series([*reasons, None], dtype=pl.String).gather(
-        np.where(reason < 0, len(reasons), reason)
-    )
-    table = rows.select("key").with_columns(each.alias("reason").cast(pl.Categorical))
+    unreadable = unread(store.backend, rows.columns) if expressions else {}
+    steps += [where(text, rows.columns, unreadable) for text in expressions]
+    reasons = _apply(steps, rows)
+    reason = reasons.of_rows.alias("reason").cast(pl.Categorical)
+    table = rows.select("key").with_columns(reason)
     record = ViewRecord(
         schema=SCHEMA_VERSION,
         name=name,
         base=base,
         filters=tuple(step.reason for step in steps),
         rows=len(rows),
-        kept=len(left),
-        dropped=dropped,
+        kept=len(rows) - sum(reasons.counts.values()),
+        dropped=reasons.counts,
     )
     write_table(store.backend, record, table)
     return record
+
+
+@dataclass(frozen=True)
+class _Reasons:
+    """Why rows were dropped."""
+
+    of_rows: pl.Series  # of each row, null where it is kept
+    counts: dict[
+        str, int
+    ]  # the rows dropped for each reason, in the order of the filters
+
+
+def _apply(steps: Sequence[Filter], rows: pl.DataFrame) -> _Reasons:
+    """Apply filters in turn: a row is dropped for the first that it fails."""
+    texts: list[str] = []
+    counts: dict[str, int] = {}
+    text_of_row = np.full(len(rows), -1, np.int64)  # -1 while it is kept
+    remaining = rows
+    # Their numbers are apart: a column of numbers could meet a name.
+    numbers = np.arange(len(rows))
+    for step in steps:
+        verdict = step.keep(remaining)
+        unknown = verdict.is_null().to_numpy()
+        kept = verdict.fill_null(False).to_numpy()
+        dropped = {step.reason: ~kept & ~unknown}
+        if unknown.any():
+            dropped[f"unknown: {step.reason}"] = unknown
+        for text, mask in dropped.items():
+            text_of_row[numbers[mask]] = len(texts)
+            texts.append(text)
+            counts[text] = counts.get(text, 0) + int(mask.sum())
+        numbers = numbers[kept]
+        remaining = remaining.filter(kept)
+    text_or_null = pl.Series([*texts, None], dtype=pl.String)
+    number_of_text = np.where(text_of_row < 0, len(texts), text_of_row)
+    return _Reasons(text_or_null.gather(number_of_text), counts)

@@ -71,18 +71,21 @@ def code_ratio(text: str) -> float:
     for line in text.splitlines():
         line = MARKUP.sub(" ", line)
         parts = PIECE.findall(line.lower())
-        found = len(SIGN.findall(line))
-        if found > 1 or (found and parts and parts[0] in KEYWORDS):
-            found = sum(part in SYMBOLS or part in KEYWORDS for part in parts)
+        signs = len(SIGN.findall(line))
+        starts_with_keyword = bool(parts) and parts[0] in KEYWORDS
+        if signs > 1 or (signs and starts_with_keyword):
+            code += sum(part in SYMBOLS or part in KEYWORDS for part in parts)
+        else:
+            code += signs
         pieces += len(parts)
-        code += found
     return round(code / pieces, 4) if pieces else 0.0
 
 
 def repetition(text: str) -> float:
     """The share of word 4-grams that occurred before in the same answer: near 1 for a loop."""
     words = words_of(text.lower())
-    grams = [tuple(words[at : at + NGRAM]) for at in range(len(words) - NGRAM + 1)]
+    starts = range(len(words) - NGRAM + 1)
+    grams = [tuple(words[start : start + NGRAM]) for start in starts]
     return round(1 - len(set(grams)) / len(grams), 4) if grams else 0.0
 
 
@@ -95,18 +98,14 @@ def sketch(text: str) -> str:
     import xxhash
 
     words = PIECE.findall(text.lower())
-    triples = {" ".join(words[at : at + 3]) for at in range(max(1, len(words) - 2))}
-    hashes = np.array(
-        [xxhash.xxh3_64_intdigest(triple.encode()) for triple in sorted(triples)],
-        np.uint64,
-    )
+    starts = range(max(1, len(words) - 2))
+    triples = {" ".join(words[start : start + 3]) for start in starts}
+    hashes = [xxhash.xxh3_64_intdigest(triple.encode()) for triple in sorted(triples)]
+    hash_T = np.array(hashes, np.uint64)
+    # Each odd factor permutes the 64-bit numbers, as products wrap around: a hash function of its own.
     rng = np.random.default_rng(0)
-    count = BANDS * HASHES_PER_BAND
-    odd = rng.integers(1, 1 << 63, count, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    lowest = (hashes[None] * odd[:, None]).min(
-        axis=1
-    )  # [count]; products wrap around, as they should
-    return "".join(
-        xxhash.xxh3_64_hexdigest(band)
-        for band in lowest.reshape(BANDS, HASHES_PER_BAND)
-    )
+    random_F = rng.integers(1, 1 << 63, BANDS * HASHES_PER_BAND, dtype=np.uint64)
+    factor_F = random_F * np.uint64(2) + np.uint64(1)
+    lowest_F = (hash_T[None] * factor_F[:, None]).min(axis=1)
+    bands = lowest_F.reshape(BANDS, HASHES_PER_BAND)
+    return "".join(xxhash.xxh3_64_hexdigest(band) for band in bands)

@@ -271,6 +271,9 @@ def test_a_notebook_shows_what_a_thing_is(demo_folder: Path) -> None:
     assert repr(result.measurement) == "24 prompts at temperature 0"
     (broken,) = of_drafters([evaluation("wren", measured(missed=1))])
     assert "in doubt: 24 drafted tokens" in repr(broken)
+    assert re.match(r"Sample\('scene-0': \d+ text tokens, ", repr(store["scene-0"]))
+    batch = next(vlmdistill.iterate_batches(store, tokens=10_000))
+    assert re.match(r"Batch\(6 samples: \d+ text tokens; .*hidden\.text", repr(batch))
 
 
 def test_a_damaged_store_can_be_shown(demo_folder: Path, tmp_path: Path) -> None:
@@ -285,6 +288,7 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
     target = vlmdistill.load_target("demo")
     lookahead = vlmdistill.load_drafter("lookahead", target)
     workers = DataLoader(vlmdistill.StoreDataset(store), batch_size=None, num_workers=1)
+    new = vlmdistill.new_drafter("sparrow", store, recipe="demo")
     turn = [{"role": "user", "content": "Hello"}]
     untyped: Any = vlmdistill  # for values of a wrong type
     batches, generate = (
@@ -320,6 +324,12 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
         "rank=3": lambda: vlmdistill.StoreDataset(store, rank=3),
         "late": lambda: batches(view="late"),
         "set num_workers=0": lambda: next(iter(workers)),
+        " of the batch is bfloat16 on cpu, and the drafter float32": lambda: (
+            vlmdistill.unroll(new.drafter, next(batches()), new.config.schedule[0])
+        ),
+        "progress(stage, done, total, remark)": lambda: untyped.train(
+            "wren", progress=lambda done, total: None
+        ),
         "name a new folder": lambda: vlmdistill.create_store(
             demo_folder, target, ["hidden.text"]
         ),
@@ -343,6 +353,7 @@ def test_bad_input_is_refused_at_once_in_one_line(demo_folder: Path) -> None:
         with pytest.raises(vlmdistill.VlmdistillError) as caught:
             call()
         assert message in str(caught.value)
+        assert "Traceback" not in str(caught.value)
 
 
 def test_the_package_runs_as_a_module() -> None:

@@ -120,6 +120,24 @@ def test_memory_is_that_of_weights_and_batches_in_a_dtype(capsys: Output) -> Non
 
 
 @pytest.mark.usefixtures("prompts")
+def test_a_pass_over_half_of_the_tokens_takes_half_of_the_memory(
+    capsys: Output,
+) -> None:
+    responded(4, tokens=11)
+    passes = [
+        printed(capsys, *FEATURES, "--batch-tokens", tokens)["feature_memory"]["pass"]
+        for tokens in ("4096", "8192")
+    ]
+    assert 2 * passes[0] == passes[1] > 0
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_share_of_probability_above_all_of_it_is_refused(capsys: Output) -> None:
+    assert main(["responses", "--top-p", "1.5", "--anyway"]) == 1
+    assert "--top-p 1.5" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("prompts")
 def test_a_dry_run_of_the_flow_has_all_stages_and_does_nothing(capsys: Output) -> None:
     responded(4, tokens=11)
     before = sorted(Path("runs").rglob("*"))

@@ -200,6 +200,7 @@ WRONG = {
     "import nowhere --as eagel3": "did you mean 'eagle3'",
     "eval wren --bench textvq": "did you mean 'textvqa'",
     "run --recipe fairr": "did you mean 'fair'",
+    "run --tracker mlflow": "choose from tensorboard",
     "train wren --recipe fairr": "did you mean 'fair'",
     "features --encoding hidden.txt=int8": "did you mean 'hidden.text'",
     "serve --host 0.0.0.0": "set --key",

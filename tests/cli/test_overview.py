@@ -91,7 +91,7 @@ def test_status_names_what_is_there_and_the_command_that_comes_next(
     (damaged / "config.json").write_text("{")
     assert "not readable JSON" in state()[0]["drafters"][0]["remarks"][0]
     (damaged / "config.json").write_text(
-        '{"format": 2, "drafter": "wren", "config": {}, "target": {}, '
+        '{"format": 3, "drafter": "wren", "config": {}, "target": {}, '
         '"provenance": {}, "training": {"samples": 1}}'
     )
     assert state()[0]["drafters"][0]["method"] == "wren"

@@ -296,6 +296,11 @@ def provenance(features: Collection[str] = ALL) -> Provenance:
         template_hash="t",
         features=tuple(sorted(features)),
         dtype="float32",
+        revision="",
+        sampling="",
+        code_version="",
+        engine="transformers",
+        thinking="",
     )
 
 

@@ -7,29 +7,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.drafters import synthetic
+from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.layers import apply_rotary
-from vlmdistill.drafters.hass import Hass
+from vlmdistill.drafters.eagle2 import Eagle2
 from vlmdistill.drafters.training.unroll import supervised, unroll
 
 # Heads wide enough to carry one slot for every position, so that attention weights can be read off.
 INFO = msgspec.structs.replace(synthetic.INFO, head_dim=32)
 SAMPLE = "ttvvvttrrrrrrr"
-STAGE = Hass.Training().schedule[1]
+TRAINING = catalogue.config("hass").training
+STAGE = TRAINING.schedule[1]
 
 
-def build(kv_heads: str = "all") -> Hass:
+def build(kv_heads: str = "all") -> Eagle2:
     torch.manual_seed(0)
-    return Hass(Hass.Config(kv_heads=kv_heads), INFO, synthetic.head())  # type: ignore[arg-type]
+    return Eagle2(Eagle2.Config(kv_heads=kv_heads), INFO, synthetic.head())  # type: ignore[arg-type]
 
 
 def sample() -> Batch:
-    return synthetic.batch([SAMPLE], Hass.Config().needs(INFO))
+    return synthetic.batch([SAMPLE], Eagle2.Config().needs(INFO))
 
 
 def streams(
-    drafter: Hass, one: Batch, *, published: bool = False
+    drafter: Eagle2, one: Batch, *, published: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
     """Every hop's outputs [L - 1, D] and attention weights [H, query, stream, key], position by position.
 
@@ -168,7 +170,7 @@ def test_the_gradient_is_cut_between_hops_and_nowhere_else() -> None:
             + F.smooth_l1_loss(state_RD, target_RD, reduction="none").mean(-1).sum()
         )
         naive = naive - 0.1 * plogp_RV.sum() - plogp_RV.gather(1, best_RK).sum()
-    total = unroll(drafter, one, STAGE, detach=Hass.Training().detach).total
+    total = unroll(drafter, one, STAGE, detach=TRAINING.detach).total
     torch.testing.assert_close(total, naive)
     weights = list(drafter.parameters())
     cut = torch.autograd.grad(total, weights)

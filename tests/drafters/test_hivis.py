@@ -199,7 +199,7 @@ def test_the_documented_views_keep_what_the_paper_keeps() -> None:
     )
     kept = []
     for command in re.findall(
-        r"store filter STORE --name hivis.*", (ROOT / "docs" / "methods.md").read_text()
+        r"store filter STORE --name hivis.*", (ROOT / "docs" / "papers.md").read_text()
     ):
         kept.append(pl.Series([True] * len(rows)))
         for expression in re.findall(r'--where "(.*?)"', command):

@@ -55,7 +55,7 @@ def capture(folder: Path) -> None:
         workspace=workspace,
         prompts=prompts,
         responses=workspace.responses,
-        part=CaptureStore(workspace.features),
+        store=CaptureStore(workspace.features),
         settings=CaptureSettings(
             drafters=["sparrow"], dtype="float32", shard_bytes=SHARD_BYTES
         ),
@@ -129,7 +129,7 @@ def assert_whole(folder: Path) -> None:
     for row in kept:
         sample = store[row.key]
         assert np.array_equal(sample.ids_T[sample.response_T], row.ids), row.key
-    shards = store.index.group_by("unit").agg(pl.len(), pl.sum("text_tokens"))
+    shards = store.index.group_by("shard").agg(pl.len(), pl.sum("text_tokens"))
     row_bytes = 4 * store.info.hidden_size
     assert all(
         count == 1 or tokens * row_bytes <= SHARD_BYTES

@@ -20,7 +20,7 @@ from tests.stores.samples import head, info, provenance, sample
 from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.store import Store
 
-UNITS = {f"u{at}": range(at * 3, at * 3 + 3) for at in range(8)}
+NUMBERS = {f"u{at}": range(at * 3, at * 3 + 3) for at in range(8)}
 ACTORS = 3
 
 
@@ -28,11 +28,11 @@ def act(path: Path, seed: int) -> None:
     """One actor: write whatever is missing, in an order of its own."""
     rng = random.Random(seed)
     store = Store.create(path, provenance(), info(), head())
-    for unit in rng.sample(list(UNITS), len(UNITS)):
-        if store.keys().issuperset(f"k{number:04}" for number in UNITS[unit]):
+    for shard in rng.sample(list(NUMBERS), len(NUMBERS)):
+        if store.keys().issuperset(f"k{number:04}" for number in NUMBERS[shard]):
             continue
-        with store.writer(unit) as writer:
-            for number in UNITS[unit]:
+        with store.writer(shard) as writer:
+            for number in NUMBERS[shard]:
                 writer.add(sample(number))
 
 

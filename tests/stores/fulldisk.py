@@ -18,7 +18,7 @@ from vlmdistill.stores.store import Store
 
 REMOUNT = 32
 PAGE = 4  # KiB
-UNIT = range(3)
+NUMBERS = range(3)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -36,9 +36,9 @@ def filled(folder: Path, options: str) -> bool:
     """Whether a store did not fit; it is whole as far as it counts, and once there is room."""
     mount(folder, 0, options)
     path, full = folder / "store", False
-    keys = {f"k{number:04}" for number in UNIT}
+    keys = {f"k{number:04}" for number in NUMBERS}
     try:
-        write(make(path), "u", UNIT)
+        write(make(path), "u", NUMBERS)
     except StoreError as error:
         if "No space left" not in str(error):
             raise
@@ -48,10 +48,10 @@ def filled(folder: Path, options: str) -> bool:
         assert Store.open(path).keys() in (set(), keys), options
     mount(folder, REMOUNT, "size=64m,nr_inodes=9999")
     store = make(path)
-    write(store, "u", UNIT)
-    assert all(same(store.read(f"k{number:04}"), sample(number)) for number in UNIT), (
-        options
-    )
+    write(store, "u", NUMBERS)
+    assert all(
+        same(store.read(f"k{number:04}"), sample(number)) for number in NUMBERS
+    ), options
     del store  # its open files keep the disk busy
     check(libc.umount2(bytes(folder), 2))
     return full

@@ -31,6 +31,11 @@ def provenance(**changes: Any) -> Provenance:
         "template_hash": "t0",
         "features": FEATURES,
         "dtype": "bfloat16",
+        "revision": "",
+        "sampling": "",
+        "code_version": "",
+        "engine": "transformers",
+        "thinking": "",
     }
     return Provenance(**(values | changes))
 
@@ -105,18 +110,18 @@ def sample(
 
 
 def make(
-    path: Path | str, units: Iterable[Iterable[int]] = (), **options: Any
+    path: Path | str, shards: Iterable[Iterable[int]] = (), **options: Any
 ) -> Store:
-    """A store with one committed unit of numbered samples after the other."""
+    """A store with one committed shard of numbered samples after the other."""
     store = Store.create(path, provenance(), info(), head(), **options)
-    for at, numbers in enumerate(units):
+    for at, numbers in enumerate(shards):
         write(store, f"u{at}", numbers)
     return store
 
 
-def write(store: Store, unit: str, samples: Iterable[int | Sample]) -> None:
+def write(store: Store, shard: str, samples: Iterable[int | Sample]) -> None:
     """Commit samples, some by their numbers."""
-    with store.writer(unit) as writer:
+    with store.writer(shard) as writer:
         for one in samples:
             writer.add(sample(one) if isinstance(one, int) else one)
 
@@ -137,10 +142,10 @@ def whole(number: int) -> Sample:
     return replace(one, features={**one.features, **more(number).features})
 
 
-def add(store: Store, unit: str, numbers: Iterable[int], **options: Any) -> Store:
-    """Write a unit of the annex of a store."""
+def add(store: Store, shard: str, numbers: Iterable[int], **options: Any) -> Store:
+    """Write a shard of the annex of a store."""
     annex = store.annex(MORE, **options)
-    write(annex, unit, map(more, numbers))
+    write(annex, shard, map(more, numbers))
     return annex
 
 

@@ -34,7 +34,7 @@ CHANGES = {
     "aarch64": {64, 68, 46, 38, 276, 34, 35, 37, 88, 82, 83, 32},
 }
 OPENAT = {"x86_64": 257, "aarch64": 56}
-UNIT = range(2)
+NUMBERS = range(2)
 REFUSED = 77  # our exit status where a process may not trace its child
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -66,7 +66,7 @@ def ptrace(request: int, process: int, at: int = 0, data: object = None) -> None
 
 
 def act(path: Path) -> None:
-    """Write a store and an annex with one unit each, and collect what a dead writer left.
+    """Write a store and an annex with one shard each, and collect what a dead writer left.
 
     Small samples count as large.
     """
@@ -75,8 +75,8 @@ def act(path: Path) -> None:
     left = path / SHARDS / "left-0123456789abcdef"
     left.mkdir(parents=True, exist_ok=True)
     (left / "index.arrow").write_bytes(b"left")
-    write(store, "u", UNIT)
-    add(store, "a", UNIT[:1])
+    write(store, "u", NUMBERS)
+    add(store, "a", NUMBERS[:1])
     collect(store, grace=0)
 
 
@@ -124,7 +124,7 @@ def struck(path: Path, at: int) -> bool:
 
 def campaign(folder: Path, every: int) -> int:
     folder.mkdir()
-    keys = {f"k{number:04}" for number in UNIT}
+    keys = {f"k{number:04}" for number in NUMBERS}
     for at in itertools.count(1, every):
         path = folder / str(at)
         if not struck(path, at):

@@ -53,8 +53,8 @@ def completed(path: Path) -> Store:
 def at_once(path: Path) -> Store:
     """The same samples in a store that was made for all features."""
     store = Store.create(path, provenance(features=ALL), info(), head(), INT8)
-    for unit, numbers in enumerate((range(3), range(3, 6))):
-        write(store, f"u{unit}", map(whole, numbers))
+    for shard, numbers in enumerate((range(3), range(3, 6))):
+        write(store, f"u{shard}", map(whole, numbers))
     return store
 
 

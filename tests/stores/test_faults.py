@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.stores.campaign import UNITS
+from tests.stores.campaign import NUMBERS
 from tests.stores.faults import CALLS, WRITES, Calls, struck
 from tests.stores.samples import add, forget, make, same, sample, write
-from tests.stores.syscalls import CHANGES, REFUSED, UNIT
+from tests.stores.syscalls import CHANGES, REFUSED
+from tests.stores.syscalls import NUMBERS as WRITTEN
 from tests.thorough import count
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import StoreError
@@ -52,8 +53,8 @@ def test_killed_writers_leave_the_very_bytes_of_an_undisturbed_run(
     tmp_path: Path,
 ) -> None:
     calm = make(tmp_path / "calm")
-    for unit, numbers in UNITS.items():
-        write(calm, unit, numbers)
+    for shard, numbers in NUMBERS.items():
+        write(calm, shard, numbers)
     storm = tmp_path / "storm"
     command = [
         sys.executable,
@@ -85,8 +86,8 @@ def test_a_writer_killed_between_any_two_system_calls_loses_and_doubles_nothing(
     tmp_path: Path,
 ) -> None:
     calm = make(tmp_path / "calm")
-    write(calm, "u", UNIT)
-    add(calm, "a", UNIT[:1])
+    write(calm, "u", WRITTEN)
+    add(calm, "a", WRITTEN[:1])
     collect(calm, grace=0)
     storm = tmp_path / "storm"
     command = [sys.executable, "-m", "tests.stores.syscalls", str(storm), str(EVERY)]
@@ -348,7 +349,7 @@ def test_files_that_vanish_before_the_commit_are_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(f"memory://{tmp_path}", [range(3)])
-    shard = f"{SHARDS}/{store.commit('u0').shard}"
+    shard = f"{SHARDS}/{store.commit('u0').folder}"
     forget(store, "commits/u0.json")
     meet_before_commit(monkeypatch, store, lambda: store.backend.remove(shard))
     write(store, "u0", range(3))
@@ -414,10 +415,10 @@ def test_gc_removes_nothing_when_a_record_cannot_be_read(tmp_path: Path) -> None
 def test_a_shard_that_lies_there_damaged_is_written_anew_before_it_counts(
     tmp_path: Path, spoil: str, url: str
 ) -> None:
-    """The way to mend a unit, and what a writer meets whose forerunner died before its commit."""
+    """The way to mend a shard, and what a writer meets whose forerunner died before its commit."""
     store = make(url.format(tmp=tmp_path), [range(3), range(3, 6)])
     with pytest.raises(StoreError, match="damaged"):
-        spoilt_unit(store, "u0", spoil)
+        spoilt_shard(store, "u0", spoil)
     store.backend.remove("commits/u0.json")
     write(store, "u0", range(3))
     assert not verify(store.path).findings
@@ -429,7 +430,7 @@ def test_a_collector_leaves_alone_what_a_shard_is_mended_from(
 ) -> None:
     store = make(tmp_path, [range(3)])
     with pytest.raises(StoreError, match="damaged"):
-        spoilt_unit(store, "u0", "a flipped byte")
+        spoilt_shard(store, "u0", "a flipped byte")
     forget(store, "commits/u0.json")
     compare, removed = filecmp.cmp, list[Removed]()
 
@@ -444,8 +445,8 @@ def test_a_collector_leaves_alone_what_a_shard_is_mended_from(
     assert all(same(store.read(f"k{number:04}"), sample(number)) for number in range(3))
 
 
-def spoilt_unit(store: Store, unit: str, spoil: str) -> None:
-    name = f"{SHARDS}/{store.commit(unit).shard}/hidden.text/c/0/0"
+def spoilt_shard(store: Store, shard: str, spoil: str) -> None:
+    name = f"{SHARDS}/{store.commit(shard).folder}/hidden.text/c/0/0"
     data = store.backend.read(name)
     if spoil == "a missing file":
         store.backend.remove(name)

@@ -42,7 +42,7 @@ def test_stock_readers_read_every_field_of_every_sample(
 ) -> None:
     fill(tmp_path, encoding)
     commit = json.loads((tmp_path / "commits/u.json").read_text())
-    shard = tmp_path / "shards" / commit["shard"]
+    shard = tmp_path / "shards" / commit["folder"]
     for name, (size, checksum) in commit["files"].items():
         data = (shard / name).read_bytes()
         assert (len(data), blake3.blake3(data).hexdigest()) == (size, checksum)

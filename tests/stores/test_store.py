@@ -136,7 +136,7 @@ def test_opening_what_is_no_store_says_so(tmp_path: Path) -> None:
         Store.open("")
 
 
-def test_a_failing_unit_leaves_nothing_that_counts(store: Store) -> None:
+def test_a_failing_shard_leaves_nothing_that_counts(store: Store) -> None:
     def midway() -> None:
         with store.writer("u9") as writer:
             writer.add(sample(50))
@@ -149,7 +149,7 @@ def test_a_failing_unit_leaves_nothing_that_counts(store: Store) -> None:
     assert not any(Path(store.path, "staging").iterdir())
 
 
-def test_a_unit_with_a_sample_that_was_not_written_to_its_end_never_counts(
+def test_a_shard_with_a_sample_that_was_not_written_to_its_end_never_counts(
     store: Store,
 ) -> None:
     def full_for_a_moment() -> None:
@@ -201,8 +201,8 @@ def test_a_sample_that_eight_bits_cannot_keep_is_refused_and_leaves_no_trace(
 def test_a_meta_column_of_another_type_is_refused_before_it_counts(
     store: Store,
 ) -> None:
-    def tagged(store: Store, unit: str, number: int, tag: object) -> None:
-        write(store, unit, [sample(number, tag=tag)])
+    def tagged(store: Store, shard: str, number: int, tag: object) -> None:
+        write(store, shard, [sample(number, tag=tag)])
 
     tagged(store, "a", 20, 5)
     for again in (store, Store.open(store.path)):
@@ -233,7 +233,7 @@ def test_a_tilde_is_the_home_folder(
     assert open_backend(text).url == str(tmp_path / "a b")
 
 
-def test_a_second_writer_of_a_unit_changes_nothing(store: Store) -> None:
+def test_a_second_writer_of_a_shard_changes_nothing(store: Store) -> None:
     before = sorted(path for path in Path(store.path).rglob("*"))
     write(store, "u0", range(5))
     assert sorted(path for path in Path(store.path).rglob("*")) == before
@@ -256,19 +256,17 @@ def test_a_shard_that_is_held_back_and_removed_never_counts(store: Store) -> Non
         writer.add(sample(50))
     assert writer.held is not None
     collect(store, grace=0)
-    with pytest.raises(
-        StoreError, match="unit held were removed: write the unit again"
-    ):
+    with pytest.raises(StoreError, match="shard held were removed"):
         store.count(writer.held)
     assert "k0050" not in Store.open(store.path)
 
 
-def test_two_writers_of_a_unit_at_once_leave_one_shard(store: Store) -> None:
+def test_two_writers_of_a_shard_at_once_leave_one(store: Store) -> None:
     with store.writer("u9") as one, store.writer("u9") as two:
         for number in (20, 21):
             one.add(sample(number))
             two.add(sample(number))
-    assert store.index["unit"].to_list().count("u9") == 2
+    assert store.index["shard"].to_list().count("u9") == 2
     assert (
         len(
             [
@@ -281,16 +279,16 @@ def test_two_writers_of_a_unit_at_once_leave_one_shard(store: Store) -> None:
     )
 
 
-def test_a_unit_name_used_for_other_samples_is_refused(store: Store) -> None:
+def test_a_shard_name_used_for_other_samples_is_refused(store: Store) -> None:
     with pytest.raises(StoreError, match=r"u0.*k00"):
         write(store, "u0", range(20, 25))
 
 
-def test_a_key_in_two_units_is_one_sample(store: Store) -> None:
+def test_a_key_in_two_shards_is_one_sample(store: Store) -> None:
     write(store, "a-first", [3, 4, 30])
     assert store.index["key"].is_unique().all()
-    units = dict(store.index.select("key", "unit").iter_rows())
-    assert (units["k0003"], units["k0005"]) == ("a-first", "u1")
+    shards = dict(store.index.select("key", "shard").iter_rows())
+    assert (shards["k0003"], shards["k0005"]) == ("a-first", "u1")
 
 
 def test_the_index_has_a_line_per_sample_with_its_meta(store: Store) -> None:
@@ -434,7 +432,7 @@ def test_a_cached_index_only_saves_time(
     assert not verify(store.path).findings
 
 
-def test_a_cached_index_does_not_speak_for_a_unit_that_was_made_anew(
+def test_a_cached_index_does_not_speak_for_a_shard_that_was_made_anew(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merged, "WORTH", 2)
@@ -479,7 +477,7 @@ def test_what_is_committed_or_collected_while_verify_looks_is_no_damage(
 
 
 def test_asking_for_the_size_of_a_file_looks_at_no_other(store: Store) -> None:
-    """A writer asks whether its unit is there: that must not take longer the more units there are."""
+    """A writer asks whether its shard is there: that must not take longer the more shards there are."""
     with struck(Calls(frozenset({"scandir", "listdir"}), None)) as calls:
         sizes = [
             store.backend.size(name)
@@ -494,8 +492,8 @@ def test_a_record_of_a_newer_version_is_no_damage(store: Store, name: str) -> No
     filter_store(store, "v", expressions=["words > 1"])
     content = json.loads(store.backend.read(name))
     del content["blake3"]
-    store.backend.replace(name, seal({**content, "schema": 2}))
-    with pytest.raises(StoreError, match=rf"{name}.*\b2\b.*\b1\b"):
+    store.backend.replace(name, seal({**content, "schema": 3}))
+    with pytest.raises(StoreError, match=rf"{name}.*\b3\b.*\b2\b"):
         verify(store.path)
 
 

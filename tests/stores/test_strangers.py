@@ -37,7 +37,7 @@ from vlmdistill.stores.manifest import (
     digest,
     read_record,
     seal,
-    shard_name,
+    shard_folder,
 )
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.sharing.merge import merge, send
@@ -96,23 +96,23 @@ def content(path: Path, name: str) -> Content:
 
 
 def reseal(path: Path, name: str, change: Callable[[Content], Any]) -> None:
-    """Change a record and seal it again; a unit's shard gets the name that its files make."""
+    """Change a record and seal it again; a shard's folder gets the name that its files make."""
     held = content(path, name)
     change(held)
     if (
         name == "commits/u0.json"
         and isinstance(held.get("files"), dict)
-        and "shard" in held
+        and "folder" in held
     ):
-        old, held["shard"] = held["shard"], shard_name("u0", held["files"])
-        if old != held["shard"] and (path / "shards" / str(old)).is_dir():
-            (path / "shards" / old).rename(path / "shards" / held["shard"])
+        old, held["folder"] = held["folder"], shard_folder("u0", held["files"])
+        if old != held["folder"] and (path / "shards" / str(old)).is_dir():
+            (path / "shards" / old).rename(path / "shards" / held["folder"])
     (path / name).write_bytes(seal(held))
 
 
 def replace(path: Path, file: str, data: bytes) -> None:
     """Put another file into the shard, with its right size and checksum."""
-    shard = content(path, "commits/u0.json")["shard"]
+    shard = content(path, "commits/u0.json")["folder"]
     (path / "shards" / shard / file).write_bytes(data)
     reseal(
         path,
@@ -122,7 +122,7 @@ def replace(path: Path, file: str, data: bytes) -> None:
 
 
 def index(path: Path) -> pa.Table:
-    shard = content(path, "commits/u0.json")["shard"]
+    shard = content(path, "commits/u0.json")["folder"]
     return pa.ipc.open_file((path / "shards" / shard / INDEX).read_bytes()).read_all()
 
 
@@ -184,7 +184,7 @@ COMMITS: dict[str, Callable[[Content], Any]] = {
     "no array": lambda held: held["files"].pop("tokens/c/0/0"),
     "a size": lambda held: held["files"]["tokens/c/0/0"].__setitem__(0, 1 << 60),
     "a negative size": lambda held: held["files"]["tokens/c/0/0"].__setitem__(0, -1),
-    "another unit": lambda held: held.update(unit="../../../escaped"),
+    "another name": lambda held: held.update(shard="../../../escaped"),
     "a version that is a text": lambda held: held.update(schema="1"),
     "a version that is true": lambda held: held.update(schema=True),
     "version 0": lambda held: held.update(schema=0),
@@ -195,12 +195,12 @@ COMMITS: dict[str, Callable[[Content], Any]] = {
     "a column that is not there": lambda held: held.update(meta=["nothing"]),
     "files that are a list": lambda held: held.update(files=[]),
 }
-for member in ("files", "rows", "schema", "origin", "shard"):
+for member in ("files", "rows", "schema", "origin", "shard", "folder"):
     COMMITS[f"no {member}"] = methodcaller("pop", member)
 
 
 @pytest.mark.parametrize("what", COMMITS)
-def test_a_lying_record_of_a_unit_is_refused(
+def test_a_lying_record_of_a_shard_is_refused(
     evil: Path, tmp_path: Path, what: str
 ) -> None:
     (evil.parent / "pwned.sh").write_bytes(b"hi\n")
@@ -215,8 +215,8 @@ def test_a_lying_record_of_a_unit_is_refused(
 
 def test_a_shard_elsewhere_is_not_read(evil: Path, tmp_path: Path) -> None:
     held = content(evil, "commits/u0.json")
-    (evil / "shards" / held["shard"]).rename(evil.parent / "outside")
-    (evil / "commits/u0.json").write_bytes(seal({**held, "shard": "../../outside"}))
+    (evil / "shards" / held["folder"]).rename(evil.parent / "outside")
+    (evil / "commits/u0.json").write_bytes(seal({**held, "folder": "../../outside"}))
     refused(evil, tmp_path)
 
 
@@ -262,7 +262,7 @@ def test_deep_and_large_records_are_refused_before_they_are_parsed(
         "commits/u0.json": Commit,
         "views/v.json": ViewRecord,
     }
-    bare = b'{"more":' + b"[" * depth + b"]" * depth + b',"schema":1}'
+    bare = b'{"more":' + b"[" * depth + b"]" * depth + b',"schema":2}'
     (evil / name).write_bytes(b'{"blake3":"' + digest(bare).encode() + b'",' + bare[1:])
     assert name in {finding.name for finding in verify(evil).damage}
     if name in kinds:

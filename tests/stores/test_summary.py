@@ -43,7 +43,7 @@ def text(*arguments: str) -> str:
 def test_info_counts_samples_bytes_and_datasets(store: Store) -> None:
     facts = info(store)
     samples = [sample(number) for number in range(9)]
-    assert (facts["samples"], facts["units"]) == (9, 2)
+    assert (facts["samples"], facts["shards"]) == (9, 2)
     assert facts["datasets"]["a"]["samples"] == 5
     assert facts["datasets"]["b"]["text_tokens"] == sum(
         len(item.ids_T) for item in samples[1::2]
@@ -61,7 +61,7 @@ def test_what_info_says_of_sizes_adds_up_to_what_lies_there(store: Store) -> Non
         write(store, f"v{number}", [number])
     assert len(store.index) == 64
     facts = run("info", store.path)
-    assert (facts["samples"], facts["units"], facts["shadowed"]) == (64, 67, 12)
+    assert (facts["samples"], facts["shards"], facts["shadowed"]) == (64, 67, 12)
     parts = [facts["head_bytes"], facts["index_bytes"], facts["records_bytes"]]
     parts += [field["bytes"] for field in facts["fields"].values()]
     files = [path for path in Path(store.path).rglob("*") if path.is_file()]
@@ -92,7 +92,7 @@ def test_names_of_a_stranger_do_not_reach_the_terminal_as_they_are(
     assert "pwn" in shown[1]
 
 
-def test_samples_that_only_one_unit_has_need_no_word(store: Store) -> None:
+def test_samples_that_only_one_shard_has_need_no_word(store: Store) -> None:
     assert "samples   9 in 2 shards\n" in text("info", store.path)
 
 

@@ -38,7 +38,7 @@ def how(log: Path, **changes: Any) -> Adaptation:
         "workers": 1,
     }
     values["eval_share"] = 0.25
-    values["settings"] = (*SMALL, "stages.*.anchors=failed", "stages.*.mixed=1")
+    values["settings"] = SMALL
     return Adaptation(sources=(str(log),), **{**values, **changes})
 
 
@@ -60,7 +60,6 @@ def test_a_better_drafter_is_published_with_what_it_was_trained_on(
     assert describe(workspace.drafter("hawk.r1"))["training"]["init"]["from"].endswith(
         "hawk"
     )
-    assert "hawk.replay.rejected" in store.index.columns
     metrics = workspace.drafter("hawk.adapt") / "metrics.jsonl"
     assert json.loads(metrics.read_text())["published"] is True
     where = ["--model", "demo", "--runs", str(workspace.root.parent)]
@@ -118,7 +117,6 @@ def test_killed_after_any_stage_a_round_goes_on_and_ends_as_if_it_was_not(
         (traffic, "harvest"),
         (flow, "capture_features"),
         (traffic, "filter_store"),
-        (traffic, "replay"),
         (train, "run"),
         (evaluate, "evaluate"),
     ]

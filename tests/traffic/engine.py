@@ -123,7 +123,7 @@ def running(
         with vllm_server(*what, folder / "plain.log", whole_images=False) as url:
             plain = list(map(text, answers(url, bodies, 8)))
         with vllm_server(
-            *what, folder / "vllm.log", served, whole_images=False, more=MORE
+            *what, folder / "vllm.log", served, whole_images=False, arguments=MORE
         ) as url:
             yield Running(url, workspace, bodies, plain, recorded)
 

@@ -1,4 +1,4 @@
-"""The store that a run captures into, or an annex of it: what it is checked for, and what is captured."""
+"""The store that a run captures into, or an annex of it: which features, and what it must agree with."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -20,61 +20,59 @@ from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.schema import Feature, FrozenTables, Provenance, TargetInfo
 from vlmdistill.stores.store import Store
 
+HASHES = ("config", "weights", "processor")  # of a target, which samples depend on
+
 
 class CaptureStore:
-    """The store of a run, or an annex of it, which workers may have yet to make. Pickled, it is opened anew.
+    """The store of a run, or an annex of it; workers may have yet to create it. Pickled, it is opened anew.
 
     Attributes:
         path: The folder or URL of the store, as the user gave it.
         backend: The files of the store.
-        annex: The features of the annex that is captured into; none for the store itself.
+        annex: The features of the annex that is captured into; empty for the store itself.
     """
 
     def __init__(self, path: str | Path, annex: Collection[str] = ()) -> None:
         self.path = os.path.expanduser(path)
-        self.backend = open_backend(
-            self.path if "://" in self.path else Path(self.path).absolute()
-        )
+        is_url = "://" in self.path
+        self.backend = open_backend(self.path if is_url else Path(self.path).absolute())
         self.annex = tuple(sorted(annex))
-        self._store: Store | None = None
+        self._base: Store | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CaptureStore, (self.backend.url, self.annex)
 
     @property
-    def store(self) -> Store | None:
-        """The store; None while there is none."""
-        if self._store is None:
-            self._store = Store.find(self.backend)
-        return self._store
+    def base(self) -> Store | None:
+        """The store, also if an annex of it is captured into; None while it does not exist."""
+        if self._base is None:
+            self._base = Store.find(self.backend)
+        return self._base
 
     @property
-    def there(self) -> Store | None:
-        """The store, or the annex of it, to capture into; None while there is none."""
-        return (
-            Store.find(self.backend.within(annex_folder(self.annex)))
-            if self.annex
-            else self.store
-        )
+    def current(self) -> Store | None:
+        """The store or annex to capture into; None while it does not exist."""
+        if not self.annex:
+            return self.base
+        return Store.find(self.backend.within(annex_folder(self.annex)))
 
-    @property
-    def made(self) -> Store:
-        """The store or annex to capture into; StoreError when there is none."""
-        return self.there or Store.open(self.backend)
+    def open(self) -> Store:
+        """The store or annex to capture into; StoreError if it does not exist."""
+        return self.current or Store.open(self.backend)
 
     def keys(self) -> set[str]:
         """The keys of the samples that are captured already."""
-        there = self.there
-        return set() if there is None else there.keys()
+        current = self.current
+        return set() if current is None else current.keys()
 
     def annexes(self, drafters: Sequence[str] | None) -> "list[CaptureStore]":
-        """The annexes of the store, and one more for what the given drafters need that it lacks."""
-        if self.store is None:
+        """The annexes of the store, and one more for features that the drafters need and the store lacks."""
+        if self.base is None:
             return []
-        names = [annex.provenance.features for annex in self.store.annexes]
-        needed = self._needs(drafters or (), self.store.info)
-        if more := needed - {*self.store.features}:
-            names.append(tuple(feature.name for feature in more))
+        names = [annex.provenance.features for annex in self.base.annexes]
+        lacking = self._needs(drafters or (), self.base.info) - {*self.base.features}
+        if lacking:
+            names.append(tuple(feature.name for feature in lacking))
         return [CaptureStore(self.path, annex) for annex in names]
 
     def writing(self) -> AbstractContextManager[object]:
@@ -87,22 +85,22 @@ class CaptureStore:
 
     @staticmethod
     def _needs(drafters: Sequence[str], info: TargetInfo) -> frozenset[Feature]:
-        return frozenset().union(
-            *(catalogue.config(name).model.needs(info) for name in drafters)
-        )
+        """The features that any of the drafters needs."""
+        needs = [catalogue.config(name).model.needs(info) for name in drafters]
+        return frozenset().union(*needs)
 
     def select(
         self, drafters: Sequence[str] | None, info: TargetInfo
     ) -> frozenset[Feature]:
-        """The features to capture: all of a store or annex, for a new store what the drafters need.
+        """The features to capture: all of an existing store or annex; for a new store what drafters need.
 
         `drafters` None means all.
         """
         if self.annex:
             return frozenset(map(Feature.parse, self.annex))
-        if self.store is None:
+        if self.base is None:
             return self._needs(drafters or catalogue.NAMES, info)
-        return frozenset(map(Feature.parse, self.store.provenance.features))
+        return frozenset(map(Feature.parse, self.base.provenance.features))
 
     def create(
         self,
@@ -111,74 +109,74 @@ class CaptureStore:
         head: FrozenTables,
         encoding: Mapping[str, str],
     ) -> Store:
-        """The store or annex, made if it is not there yet; StoreError that names what differs.
+        """The store or annex, created if it does not exist; StoreError that names what differs.
 
-        `encoding` is of what is made. A store that is there keeps its own.
+        `encoding` applies to a new one. An existing one keeps its own.
         """
-        made = None if self.there else encoding
-        if self.annex:
-            store = Store.open(self.backend)
-            store.require(replace(provenance, features=store.provenance.features), info)
-            return store.annex(self.annex, made)
-        return Store.create(self.backend, provenance, info, head, made)
+        new_encoding = None if self.current else encoding
+        if not self.annex:
+            return Store.create(self.backend, provenance, info, head, new_encoding)
+        base = Store.open(self.backend)
+        base.require(replace(provenance, features=base.provenance.features), info)
+        return base.annex(self.annex, new_encoding)
 
     def check_encoding(
-        self, drafters: Sequence[str] | None, asked: Mapping[str, str]
+        self, drafters: Sequence[str] | None, wanted: Mapping[str, str]
     ) -> None:
         """StoreError if a feature is not captured, or if the store keeps it in another encoding."""
-        if self.store is None:
+        if self.base is None:
             return  # the features are known once the target is
-        held = {
-            feature: one
-            for one in (self.store, *self.store.annexes)
-            for feature in one.layout.features
-        }
-        captured = {
-            feature.name
-            for feature in {*held} | self._needs(drafters or (), self.store.info)
-        }
-        for name, encoding in asked.items():
+        holders = dict[Feature, Store]()
+        for store in (self.base, *self.base.annexes):
+            holders |= dict.fromkeys(store.layout.features, store)
+        needed = self._needs(drafters or (), self.base.info)
+        captured = {feature.name for feature in {*holders} | needed}
+        for name, encoding in wanted.items():
             check_captured(name, encoding, captured)
-            holder = held.get(Feature.parse(name))
-            if (
-                holder
-                and (other := holder.layout.encoding.get(name, "raw")) != encoding
-            ):
+            holder = holders.get(Feature.parse(name))
+            if holder is None:
+                continue
+            stored = holder.layout.encoding.get(name, "raw")
+            if stored != encoding:
                 raise StoreError(
-                    f"the store {self.path} keeps {name} as {other}, not {encoding}: omit --encoding {name}, "
-                    "or give another --store"
+                    f"the store {self.path} keeps {name} as {stored}, not {encoding}: omit "
+                    f"--encoding {name}, or give another --store"
                 )
 
     def check_target_dtype(self, dtype: str) -> None:
         """StoreError if the features in the store come from a target that ran in another dtype."""
-        if self.store and (theirs := self.store.record.head.dtype) != dtype:
+        if self.base is None:
+            return
+        stored = self.base.record.head.dtype
+        if stored != dtype:
             raise StoreError(
-                f"the store {self.path} holds features of a target that ran in {theirs}, and this one runs "
-                f"in {dtype}: give --target-dtype {theirs}, or another --store"
+                f"the store {self.path} holds features of a target that ran in {stored}, and this one runs "
+                f"in {dtype}: give --target-dtype {stored}, or another --store"
             )
 
     def check_engine(self, engine: EngineName) -> None:
         """StoreError if another engine computed the features in the store."""
-        if (
-            self.store
-            and (theirs := self.store.provenance.engine.partition(" ")[0]) != engine
-        ):
+        if self.base is None:
+            return
+        stored = self.base.provenance.engine.partition(" ")[0]
+        if stored != engine:
             raise StoreError(
-                f"the store {self.path} holds features that {theirs} computed: give --engine {theirs}, or "
+                f"the store {self.path} holds features that {stored} computed: give --engine {stored}, or "
                 "another --store"
             )
 
     def check_origin(self, fingerprint: Fingerprint) -> None:
         """StoreError that names the hash in which the store's target differs."""
-        for name in ("config", "weights", "processor") if self.store else ():
-            theirs, mine = (
-                getattr(self.made.provenance, f"{name}_hash"),
-                getattr(fingerprint, name),
-            )
-            if theirs != mine:
+        if self.base is None:
+            return
+        provenance = self.open().provenance
+        for name in HASHES:
+            stored = getattr(provenance, f"{name}_hash")
+            expected = getattr(fingerprint, name)
+            if stored != expected:
                 raise StoreError(
-                    f"the store {self.path} is of another target ({name}_hash: {theirs}, not {mine}): give "
-                    "another --store"
+                    f"the store {self.path} is of another target ({name}_hash: {stored}, not {expected}): "
+                    "give another --store"
                 )
 
 
@@ -202,7 +200,7 @@ def drafters(names: str) -> tuple[str, ...] | None:
             )
     if not listed:
         raise DataError(
-            f"--for '{names}' names no drafter: give names separated by commas, or all"
+            f"--for '{names}' is empty: give names separated by commas, or all"
         )
     return listed
 

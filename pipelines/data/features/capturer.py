@@ -6,9 +6,8 @@ need. The worker that computes a shard writes it and returns counts; a rerun cap
 
 import dataclasses
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from vlmdistill.pipelines.cluster.engine_environment import (
     check_environment,
 )
 from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
+from vlmdistill.pipelines.cluster.reporting import StageTally
 from vlmdistill.pipelines.cluster.session import MIB
 from vlmdistill.pipelines.cluster.shared import LOOKED_AT, Shared, some_media
 from vlmdistill.pipelines.data.features.capture_store import (
@@ -34,9 +34,11 @@ from vlmdistill.pipelines.data.features.shard_plan import (
     CaptureFacts,
     CaptureItem,
     CaptureTask,
+    has_key,
     missing_of,
     tasks,
 )
+from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import (
     Prompt,
     facts_of,
@@ -64,61 +66,89 @@ from vlmdistill.stores.writer import Writer
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSettings:
-    """What is captured, and in which shape."""
+    """Which features are captured, and how they are stored."""
 
-    drafters: Sequence[str] | None = (
-        None  # whose needs are captured; None: all drafters
-    )
-    dtype: Literal["bfloat16", "float16", "float32"] | None = (
-        None  # of a new store; None: bfloat16
-    )
-    encoding: Mapping[str, str] = field(
-        default_factory=dict
-    )  # feature -> raw (default) or int8
+    drafters: Sequence[str] | None = None
+    """The drafters whose needs are captured; None: all."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Of a new store; None: bfloat16."""
+    encoding: Mapping[str, str] = field(default_factory=dict)
+    """Feature -> raw (default) or int8."""
     batch_tokens: int = 8192  # of one forward pass, padding included
     shard_bytes: int = 512 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureJob:
-    """The responses to some prompts and their features: what is there, what is to be made, and how."""
+    """The responses to some prompts and their features: where they are, and how missing ones are made."""
 
     workspace: Workspace  # of the target
     prompts: Sequence[Prompt]
     responses: Path
-    part: CaptureStore
+    store: CaptureStore
     settings: CaptureSettings = field(default_factory=CaptureSettings)
     workers: WorkerOptions = field(default_factory=WorkerOptions)
-    sampling: SamplingSettings | None = (
-        None  # of missing responses; None: none is generated
-    )
+    sampling: SamplingSettings | None = None
+    """Of missing responses; None: none is generated."""
     batch: int | None = None  # prompts of one batch of responses
+
+    @classmethod
+    def of(
+        cls,
+        workspace: Workspace,
+        *,
+        prompts: Path | None = None,
+        split: Literal["train", "eval", "all"] = "train",
+        limit: int | None = None,
+        responses: Path | None = None,
+        store: str | Path | None = None,
+        settings: CaptureSettings | None = None,
+        workers: WorkerOptions | None = None,
+        sampling: SamplingSettings | None = None,
+        batch: int | None = None,
+    ) -> "CaptureJob":
+        """The job for the first `limit` prompts of a split.
+
+        The file of `prompts`, the folder of `responses` and the `store` are the workspace's by default.
+        DataError if there are no prompts.
+        """
+        file = prompts or workspace.prompts
+        return cls(
+            workspace=workspace,
+            prompts=prompt_table.load(file, workspace.model, split, limit),
+            responses=responses or workspace.responses,
+            store=CaptureStore(store or workspace.features),
+            settings=settings or CaptureSettings(),
+            workers=workers or WorkerOptions(),
+            sampling=sampling,
+            batch=batch,
+        )
 
     def missing(self) -> Sequence[Prompt]:
         """The prompts whose responses are to be generated."""
-        return (
-            dataset.without_response(self.prompts, self.responses)
-            if self.sampling
-            else ()
-        )
+        if self.sampling is None:
+            return ()
+        return dataset.without_response(self.prompts, self.responses)
 
     def generated(self) -> pl.DataFrame:
         """The facts of the responses that exist; see `dataset.facts`."""
-        keys = facts_of(self.prompts)["key"]
-        return dataset.facts(self.responses).filter(pl.col("key").is_in(keys.implode()))
+        facts = dataset.facts(self.responses)
+        return facts.filter(
+            pl.col("key").is_in(facts_of(self.prompts)["key"].implode())
+        )
 
     def waiting(
         self, generated: pl.DataFrame
     ) -> list[tuple[CaptureStore, pl.DataFrame]]:
-        """The store and its annexes, each with the kept ones of some responses that it lacks."""
+        """The store and its annexes, each with the kept responses among `generated` that it lacks."""
         kept = generated.filter("keep")
-        parts = (self.part, *self.part.annexes(self.settings.drafters))
-        return [(part, kept.filter(~_named(kept, part.keys()))) for part in parts]
+        stores = (self.store, *self.store.annexes(self.settings.drafters))
+        return [(store, kept.filter(~has_key(kept, store.keys()))) for store in stores]
 
 
 @dataclass
 class CaptureResult:
-    """What a worker returns for one task: counts, never tensors."""
+    """The result of a worker for one task: counts, never tensors."""
 
     samples: int = 0
     tokens: int = 0  # text and visual
@@ -127,7 +157,7 @@ class CaptureResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSummary:
-    """What a run did, and what the store holds after it."""
+    """The work of a run, and the contents of the store after it."""
 
     store: str
     features: tuple[str, ...]
@@ -140,15 +170,20 @@ class CaptureSummary:
     tokens_per_second: float
     seconds: float
 
-    def after(self, seconds: float, held: int, tokens: int) -> "CaptureSummary":
-        """With the samples captured in `seconds` before this run, which began with `held` in the store."""
-        total, captured = seconds + self.seconds, self.samples - held
+    def after(self, seconds: float, stored: int, tokens: int) -> "CaptureSummary":
+        """The summary of this run and of an earlier pass, which took `seconds` for `tokens`.
+
+        `stored` samples were in the store before that pass.
+        """
+        total_seconds = seconds + self.seconds
+        total_tokens = tokens + self.tokens_per_second * self.seconds
+        captured = self.samples - stored
         return dataclasses.replace(
             self,
             captured=captured,
-            samples_per_second=captured / total,
-            tokens_per_second=(tokens + self.tokens_per_second * self.seconds) / total,
-            seconds=total,
+            samples_per_second=captured / total_seconds,
+            tokens_per_second=total_tokens / total_seconds,
+            seconds=total_seconds,
         )
 
 
@@ -158,7 +193,7 @@ class Capturer:
     def __init__(
         self,
         model: str,
-        part: CaptureStore,
+        store: CaptureStore,
         sampling: str,
         settings: CaptureSettings,
         load_options: Options | None = None,
@@ -167,49 +202,58 @@ class Capturer:
         from vlmdistill.pipelines.vllm.capture.engine_target import EngineTarget, loaded
 
         self.target = loaded(model, load_options or Options(), engine)
-        there = part.store
-        part.check_target_dtype(self.target.dtype_name)
-        part.check_engine(engine)
-        self.features = part.select(settings.drafters, self.target.info)
-        self.target.encode(
-            [{"role": "user", "content": ""}]
-        )  # it sets up the tokenizer; threads must not
+        base = store.base
+        store.check_target_dtype(self.target.dtype_name)
+        store.check_engine(engine)
+        self.features = store.select(settings.drafters, self.target.info)
+        # This sets up the tokenizer, which threads must not.
+        self.target.encode([{"role": "user", "content": ""}])
         self.settings = settings
-        self.dtype = settings.dtype or (there.provenance.dtype if there else "bfloat16")
-        self.engine = None
+        stored_dtype = base.provenance.dtype if base else "bfloat16"
+        self.dtype = settings.dtype or stored_dtype
         provenance = self.target.provenance(self.features, self.dtype, sampling)
+        self.engine = None
         if engine == "vllm":
             self.engine = EngineTarget(
                 self.target, self.features, settings.batch_tokens
             )
             provenance = msgspec.structs.replace(provenance, engine=self.engine.name)
-        names = {feature.name for feature in self.features}
-        for name, how in settings.encoding.items() if there is None else ():
-            check_captured(name, how, names)
-        encoding = {
-            name: how
-            for name, how in settings.encoding.items()
-            if name in names and how != "raw"
-        }
-        self.store = part.create(
-            provenance, self.target.info, stored_head(self.target), encoding
+        self.store = store.create(
+            provenance,
+            self.target.info,
+            stored_head(self.target),
+            self._encoding(checked=base is None),
         )
-        self.completes = (
-            there if part.annex else None
-        )  # the store whose samples get further features
+        # The store whose samples get further features.
+        self.completes = base if store.annex else None
+
+    def _encoding(self, *, checked: bool) -> dict[str, str]:
+        """The encoding of captured features that are not stored raw.
+
+        If `checked`, StoreError if the settings name a feature that is not captured.
+        """
+        captured = {feature.name for feature in self.features}
+        encoding = dict[str, str]()
+        for name, how in self.settings.encoding.items():
+            if checked:
+                check_captured(name, how, captured)
+            if name in captured and how != "raw":
+                encoding[name] = how
+        return encoding
 
     def facts(self) -> CaptureFacts:
-        """What the driver plans shards with."""
+        """Facts by which the driver plans shards."""
+        float_bytes = 4 if self.dtype == "float32" else 2
         row_bytes = {"text": 0, "visual": 0, "span": 0}
         for feature in self.features:
-            eight = self.store.layout.encoding.get(feature.name) == "int8"
-            number = 1 if eight else 4 if self.dtype == "float32" else 2
-            row_bytes[feature.where] += number * self.target.info.hidden_size
+            is_int8 = self.store.layout.encoding.get(feature.name) == "int8"
+            number_bytes = 1 if is_int8 else float_bytes
+            row_bytes[feature.where] += number_bytes * self.target.info.hidden_size
         return CaptureFacts(
-            str(self.target.fingerprint),
-            tuple(sorted(feature.name for feature in self.features)),
-            row_bytes["text"],
-            row_bytes["visual"],
+            target=str(self.target.fingerprint),
+            features=tuple(sorted(feature.name for feature in self.features)),
+            text_bytes=row_bytes["text"],
+            visual_bytes=row_bytes["visual"],
         )
 
     def work(self, task: CaptureTask) -> CaptureResult:
@@ -218,20 +262,15 @@ class Capturer:
         while task.items:
             try:
                 return dataclasses.replace(self._capture(task), failed=failed)
-            except (
-                PromptError
-            ) as error:  # among the longest, which are run first: little is run again
+            except PromptError as error:
+                # It is one of the longest, which run first: little is run again.
                 key = task.keys[error.at]
                 failed[key] = f"sample {key}: {one_line(error)}"
             except DataError:
-                wrong = {
-                    item.prompt.key: why
-                    for item in task.items
-                    if (why := self._problem(item))
-                }
-                if not wrong:
+                problems = self._problems(task)
+                if not problems:
                     raise
-                failed |= wrong
+                failed |= problems
             task = task.only([key for key in task.keys if key not in failed])
         return CaptureResult(failed=failed)
 
@@ -248,9 +287,8 @@ class Capturer:
         batches = packed(
             task.items, lambda item: item.tokens, self.settings.batch_tokens
         )
-        encoded = one_ahead(
-            batches, self._encode, torch.get_num_threads()
-        )  # the worker's cores
+        cores = torch.get_num_threads()
+        encoded = one_ahead(batches, self._encode, cores)
         with (
             large_images(),
             self.store.writer(task.name) as writer,
@@ -262,20 +300,19 @@ class Capturer:
                 try:
                     captured = self._run(batch, prompts)
                 except PromptError as error:
-                    at = task.keys.index(batch[error.at].prompt.key)
-                    raise PromptError(str(error), at) from None
+                    failed_key = batch[error.at].prompt.key
+                    number = task.keys.index(failed_key)
+                    raise PromptError(str(error), number) from None
                 if written:
                     written.result()
-                samplings = [
-                    prompt.samplings for prompt in prompts
-                ]  # the pixels are not kept for it
+                # The samplings alone: with the prompts, their pixels would be kept.
+                samplings = [prompt.samplings for prompt in prompts]
                 written = thread.submit(self._write, writer, batch, samplings, captured)
             assert written is not None  # a task has samples
             samples = written.result()
-            if (
-                self.engine
-            ):  # before the shard is committed: one sample of its last batch
-                responses = [[int(i) for i in item.response.ids] for item in batch]
+            if self.engine:
+                # Before the shard is committed: one sample of the last batch.
+                responses = [item.response_ids for item in batch]
                 self.engine.check(prompts, responses, samples, self.dtype)
         return CaptureResult(len(task.items), sum(item.tokens for item in task.items))
 
@@ -283,15 +320,15 @@ class Capturer:
         self, batch: Sequence[CaptureItem], prompts: Sequence[Any]
     ) -> Callable[[], list[Sample]]:
         """Run a batch through the target; the call waits for its samples."""
-        responses = [[int(i) for i in item.response.ids] for item in batch]
-        keys, dtype = [item.prompt.key for item in batch], self.dtype
+        responses = [item.response_ids for item in batch]
+        keys = [item.prompt.key for item in batch]
         if self.engine:
-            captured = self.engine.capture(prompts, responses, dtype, keys)
+            captured = self.engine.capture(prompts, responses, self.dtype, keys)
             return lambda: captured
-        leaving = self.target.begin_capture(
-            prompts, responses, self.features, dtype, keys
+        pending = self.target.begin_capture(
+            prompts, responses, self.features, self.dtype, keys
         )
-        return lambda: [sample for one in leaving for sample in one.samples()]
+        return lambda: [sample for states in pending for sample in states.samples()]
 
     def _write(
         self,
@@ -300,9 +337,10 @@ class Capturer:
         samplings: Sequence[Sequence[Any]],
         captured: Callable[[], list[Sample]],
     ) -> list[Sample]:
+        """Wait for the samples of a batch and write them; the samples."""
         samples = captured()
-        for item, shown, sample in zip(batch, samplings, samples, strict=True):
-            meta = {**item.meta, **media_columns(item.prompt, shown)}
+        for item, sampled, sample in zip(batch, samplings, samples, strict=True):
+            meta = {**item.meta, **media_columns(item.prompt, sampled)}
             writer.add(dataclasses.replace(sample, meta=meta))
         return samples
 
@@ -316,60 +354,66 @@ class Capturer:
             )
         if self.completes is not None:
             stored = self.completes.read(item.prompt.key, ())
-            ids = [
-                *prompt.ids_L[~prompt.visual_L].tolist(),
-                *map(int, item.response.ids),
-            ]
-            if (stored.ids_T.tolist(), stored.spans) != (ids, prompt.spans):
+            text_ids = prompt.ids_L[~prompt.visual_L].tolist() + item.response_ids
+            if stored.ids_T.tolist() != text_ids or stored.spans != prompt.spans:
                 raise DataError(
                     f"the store {self.completes.path} has other tokens of it: give the prompts and responses "
                     "that the store was made of"
                 )
         return prompt
 
-    def _problem(self, item: CaptureItem) -> str:
-        """Why a prompt cannot be captured; empty if it can."""
-        try:
-            self._encode(item)
-        except DataError as error:
-            return one_line(error)
-        return ""
+    def _problems(self, task: CaptureTask) -> dict[str, str]:
+        """Why prompts of a task cannot be captured: key -> error."""
+        problems = dict[str, str]()
+        for item in task.items:
+            try:
+                self._encode(item)
+            except DataError as error:
+                problems[item.prompt.key] = one_line(error)
+        return problems
 
 
 def media_columns(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | int]:
     """Columns of the index: the number of images, videos and frames; and each of them, with frame times."""
-    videos, media = iter(samplings), list[dict[str, Any]]()
+    video_samplings = iter(samplings)
+    media = list[dict[str, Any]]()
+    images = 0
     for part in prompt.media:
-        fact: dict[str, Any] = {part["type"]: part["path"]}
+        images += part["type"] == "image"
+        medium: dict[str, Any] = {part["type"]: part["path"]}
         if part["type"] == "video":
-            sampling = next(videos)
-            fact |= {"of": sampling.total, "fps": sampling.fps}
-            fact["seconds"] = [round(second, 3) for second in sampling.seconds]
-        media.append(fact)
+            sampling = next(video_samplings)
+            medium |= {"of": sampling.total, "fps": sampling.fps}
+            medium["seconds"] = [round(second, 3) for second in sampling.seconds]
+        media.append(medium)
+    frames = sum(len(sampling.indices) for sampling in samplings)
     return {
-        "images": sum(part["type"] == "image" for part in prompt.media),
+        "images": images,
         "videos": len(samplings),
-        "frames": sum(len(sampling.indices) for sampling in samplings),
+        "frames": frames,
         "media": json.dumps(media),
     }
 
 
 def stored_head(target: Any) -> FrozenTables:
     """The target's embedding table and LM head, in the dtype in which the target runs."""
-    embed = as_numpy(target.head.embed_VD)
-    tied = target.head.lm_head_VD is target.head.embed_VD
+    head = target.head
+    embed = lm_head = as_numpy(head.embed_VD)
+    if head.lm_head_VD is not head.embed_VD:
+        lm_head = as_numpy(head.lm_head_VD)
     config = target.folder / "generation_config.json"
+    generation = json.loads(config.read_text()) if config.is_file() else {}
     return FrozenTables(
         embed_VD=embed,
-        lm_head_VD=embed if tied else as_numpy(target.head.lm_head_VD),
+        lm_head_VD=lm_head,
         dtype=target.dtype_name,
-        generation=json.loads(config.read_text()) if config.is_file() else {},
+        generation=generation,
     )
 
 
 @dataclass
 class _Pass:
-    """What one part of a store, itself or an annex of it, got."""
+    """The samples that were captured into the store, or into one annex of it."""
 
     missing: set[str]  # the keys of samples that were to be captured
     failed: dict[str, str]
@@ -380,7 +424,7 @@ class _Pass:
 def capture(
     prompts: Sequence[Prompt],
     responses: Path,
-    part: CaptureStore,
+    store: CaptureStore,
     model: str,
     settings: CaptureSettings | None = None,
     options: WorkerOptions | None = None,
@@ -388,168 +432,183 @@ def capture(
 ) -> CaptureSummary:
     """Capture the features of all kept responses to `prompts` that the store lacks.
 
-    What drafters of the settings need beyond the features of a store that is there goes into an annex, for
-    the samples that the store has. Stopped at any time, it keeps what is done. DataError if there are no
+    If the store exists but lacks features that the drafters need, they are captured into an annex, for the
+    samples already stored. Stopped at any time, it keeps what is done. DataError if there are no
     responses, or if another target generated them. StoreError if the store is of another target, keeps a
     feature in another encoding, or is not the same on all machines.
     """
-    settings, options = settings or CaptureSettings(), options or WorkerOptions()
+    settings = settings or CaptureSettings()
+    options = options or WorkerOptions()
     check_environment(options.engine)  # before Ray starts
     fingerprint = checkpoint(model)
     dataset.check_settings(responses, {"checkpoint": str(fingerprint)})
-    part.check_origin(fingerprint)
+    store.check_origin(fingerprint)
     generated = dataset.Responses(responses)
     items = missing_of(prompts, generated, set())
-    reasons = (
-        facts_of(prompts)
-        .select("key")
-        .join(dataset.facts(responses), on="key", how="inner")["reason"]
-    )
+    reasons = _reasons(prompts, responses)
     if not len(items):
-        why = ", ".join(
-            f"{reason} {count}" for reason, count in dataset.counted(reasons).items()
-        )
-        less = "".join(
-            f" {option}" for reason, option in LENIENT.items() if reason in {*reasons}
-        )
-        other = (
-            f"{less} --out DIR` and give --responses DIR; dropped were: {why}"
-            if why
-            else "`"
-        )
-        raise DataError(
-            f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
-            f"`vlmdistill responses -m {model}{other}"
-        )
-    with part.writing():
+        raise _no_response(prompts, responses, model, dataset.counted(reasons))
+    with store.writing():
         require_listed(prompts)
-        keys_in(part, settings, options.engine)
+        keys_in(store, settings, options.engine)
         sampling = dataset.read_settings(responses)[0]
-        options = dataclasses.replace(
-            options, load={**options.load, "thinking": sampling.thinking}
+        load = options.load | Options(thinking=sampling.thinking)
+        run = _Run(
+            prompts=prompts,
+            generated=generated,
+            sampling=str(sampling),
+            model=model,
+            settings=settings,
+            options=dataclasses.replace(options, load=load),
+            report=report,
         )
-        one = partial(
-            _capture,
-            prompts,
-            generated,
-            str(sampling),
-            model,
-            settings,
-            options,
-            report,
-        )
-        passes = [one(part, items)]
-        if annexes := part.annexes(settings.drafters):
-            held = _named(items, part.keys())
-            passes += [one(annex, items.filter(held)) for annex in annexes]
-        failed = {
-            key: why for one in reversed(passes) for key, why in one.failed.items()
-        }
+        passes = [run.into(store, items)]
+        annexes = store.annexes(settings.drafters)
+        if annexes:
+            stored_items = items.filter(has_key(items, store.keys()))
+            passes += [run.into(annex, stored_items) for annex in annexes]
+        failed = dict[str, str]()
+        for finished in reversed(passes):
+            failed |= finished.failed
         if failed and len(failed) == len(items):
-            key, why = next(iter(failed.items()))
-            raise TargetError(f"all {len(failed)} samples failed; {key}: {why}")
-        captured = len(
-            set().union(*(one.missing - one.failed.keys() for one in passes))
-        )
-        seconds = sum(one.seconds for one in passes)
-        return CaptureSummary(
-            store=part.path,
-            features=tuple(
-                feature.name for feature in Store.open(part.backend).features
-            ),
-            samples=len(part.keys()),
-            captured=captured,
-            no_response=len(prompts) - len(reasons),
-            dropped=dataset.counted(reasons),
-            failed=failed,
-            samples_per_second=captured / seconds if captured else 0.0,
-            tokens_per_second=sum(one.tokens for one in passes) / seconds
-            if captured
-            else 0.0,
-            seconds=seconds,
-        )
+            key, error = next(iter(failed.items()))
+            raise TargetError(f"all {len(failed)} samples failed; {key}: {error}")
+        no_response = len(prompts) - len(reasons)
+        dropped = dataset.counted(reasons)
+        return _summary(store, passes, failed, no_response, dropped)
 
 
-def _named(items: pl.DataFrame, keys: Collection[str]) -> pl.Series:
-    return items["key"].is_in(pl.Series(list(keys), dtype=pl.String).implode())
+def _reasons(prompts: Sequence[Prompt], responses: Path) -> pl.Series:
+    """Of each response to the prompts, why it was dropped; empty if it was kept."""
+    asked = facts_of(prompts).select("key")
+    return asked.join(dataset.facts(responses), on="key", how="inner")["reason"]
 
 
-def _capture(
-    prompts: Sequence[Prompt],
-    generated: dataset.Responses,
-    sampling: str,
-    model: str,
-    settings: CaptureSettings,
-    options: WorkerOptions,
-    report: Progress,
-    part: CaptureStore,
-    items: pl.DataFrame,
-) -> _Pass:
-    """Capture what a store, or an annex of it, lacks of `items`."""
-    missing = items.filter(~_named(items, part.keys()))
-    start, done, tokens, failed = (
-        time.monotonic(),
-        len(items) - len(missing),
-        0,
-        dict[str, str](),
+def _no_response(
+    prompts: Sequence[Prompt], responses: Path, model: str, dropped: Counter[str]
+) -> DataError:
+    """There is no kept response to any of the prompts, and how to generate some."""
+    advice = f"`vlmdistill responses -m {model}"
+    if dropped:
+        counts = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+        lenient = [option for reason, option in LENIENT.items() if reason in dropped]
+        advice = " ".join([advice, *lenient, "--out DIR`"])
+        advice += f" and give --responses DIR; dropped were: {counts}"
+    else:
+        advice += "`"
+    return DataError(
+        f"{responses} holds no kept response to any of the {len(prompts)} prompts: generate some with "
+        f"{advice}"
     )
-    if len(missing):
-        report(done, len(items), "starting")
+
+
+def _summary(
+    store: CaptureStore,
+    passes: Sequence[_Pass],
+    failed: dict[str, str],
+    no_response: int,
+    dropped: Counter[str],
+) -> CaptureSummary:
+    """The summary of a run that captured in these passes."""
+    captured_keys = set[str]()
+    for finished in passes:
+        captured_keys |= finished.missing - finished.failed.keys()
+    captured = len(captured_keys)
+    seconds = sum(finished.seconds for finished in passes)
+    tokens = sum(finished.tokens for finished in passes)
+    features = [feature.name for feature in Store.open(store.backend).features]
+    samples_per_second = tokens_per_second = 0.0
+    if captured:
+        samples_per_second = captured / seconds
+        tokens_per_second = tokens / seconds
+    return CaptureSummary(
+        store=store.path,
+        features=tuple(features),
+        samples=len(store.keys()),
+        captured=captured,
+        no_response=no_response,
+        dropped=dropped,
+        failed=failed,
+        samples_per_second=samples_per_second,
+        tokens_per_second=tokens_per_second,
+        seconds=seconds,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The arguments that the passes of one run share."""
+
+    prompts: Sequence[Prompt]
+    generated: dataset.Responses
+    sampling: str
+    model: str
+    settings: CaptureSettings
+    options: WorkerOptions
+    report: Progress
+
+    def into(self, store: CaptureStore, items: pl.DataFrame) -> _Pass:
+        """Capture those of `items` that the store, or an annex of it, lacks."""
+        missing = items.filter(~has_key(items, store.keys()))
+        tally = StageTally(self.report, len(items) - len(missing), len(items))
+        if len(missing):
+            tally.starting()
+            self._capture(store, missing, tally)
+        seconds = tally.seconds
+        missing_keys = set(missing["key"])
+        # The store decides what was captured, not what workers return.
+        unseen = f"it is not in {store.path} after capture: check that all machines see this store"
+        failed = {
+            key: tally.failed.get(key, unseen)
+            for key in missing_keys - store.open().keys()
+        }
+        return _Pass(missing_keys, failed, tally.tokens, seconds)
+
+    def _capture(
+        self, store: CaptureStore, missing: pl.DataFrame, tally: StageTally
+    ) -> None:
+        """Let workers capture samples, and count their results."""
+        model = absolute_model(self.model)
+        options = self.options
         worker = partial(
             Capturer,
-            absolute_model(model),
-            part,
-            sampling,
-            settings,
+            model,
+            store,
+            self.sampling,
+            self.settings,
             options.load,
             options.engine,
         )
-        media = some_media(
-            [prompts[at] for at in missing["prompt"][:: len(missing) // LOOKED_AT or 1]]
-        )
-        weights = weight_bytes(model, options.load)
-        with options.session(), part.marked() as mark:
-            shared = Shared(
-                absolute_model(model), checkpoint(model), media, part.backend, mark
-            )
+        step = len(missing) // LOOKED_AT or 1
+        media = some_media([self.prompts[row] for row in missing["prompt"][::step]])
+        weights = weight_bytes(self.model, options.load)
+        with options.session(), store.marked() as mark:
+            shared = Shared(model, checkpoint(self.model), media, store.backend, mark)
             with opened(worker, shared, options, weights=weights) as workers:
-                work = tasks(
-                    prompts, generated, missing, workers.facts(), settings.shard_bytes
+                planned = tasks(
+                    self.prompts,
+                    self.generated,
+                    missing,
+                    workers.facts(),
+                    self.settings.shard_bytes,
                 )
-                start = time.monotonic()
-                for ended in workers.run(work):
-                    done += (ended.result.samples if ended.result else 0) + len(
-                        ended.failed
-                    )
-                    tokens += ended.result.tokens if ended.result else 0
-                    failed |= ended.failed
-                    report(
-                        done,
-                        len(items),
-                        f"{tokens / (time.monotonic() - start):.0f} tokens/s",
-                    )
-    seconds = time.monotonic() - start
-    stored = part.made.keys()  # this counts, not what workers return
-    unseen = f"it is not in {part.path} after capture: check that all machines see this store"
-    wanted = set(missing["key"])
-    return _Pass(
-        wanted,
-        {key: failed.get(key, unseen) for key in wanted - stored},
-        tokens,
-        seconds,
-    )
+                tally.started()
+                for done in workers.run(planned):
+                    result = done.result or CaptureResult()
+                    tally.add(result.samples, result.tokens, done.failed)
 
 
 def keys_in(
-    part: CaptureStore, settings: CaptureSettings, engine: EngineName
+    store: CaptureStore, settings: CaptureSettings, engine: EngineName
 ) -> set[str]:
     """The keys of the samples in a store, if any; StoreError if the run cannot add to it."""
-    if (there := part.store) is None:
+    if store.base is None:
         return set()
-    part.check_engine(engine)
-    if settings.dtype and settings.dtype != (theirs := there.provenance.dtype):
+    store.check_engine(engine)
+    stored_dtype = store.base.provenance.dtype
+    if settings.dtype and settings.dtype != stored_dtype:
         raise StoreError(
-            f"{part.path} keeps features in {theirs}, not {settings.dtype}: give another --store"
+            f"{store.path} keeps features in {stored_dtype}, not {settings.dtype}: give another --store"
         )
-    part.check_encoding(settings.drafters, settings.encoding)
-    return there.keys()
+    store.check_encoding(settings.drafters, settings.encoding)
+    return store.base.keys()

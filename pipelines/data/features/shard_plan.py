@@ -28,16 +28,23 @@ class CaptureItem:
         return self.response.prompt_tokens + len(self.response.ids)
 
     @property
+    def response_ids(self) -> list[int]:
+        """The tokens of the response, as Python's integers."""
+        return [int(token) for token in self.response.ids]
+
+    @property
     def meta(self) -> dict[str, str | int | float]:
         """Columns of the store's index, to filter by."""
-        return {
+        columns: dict[str, str | int | float] = {
             "dataset": self.prompt.dataset,
             "split": self.prompt.split,
             "augmentation": self.prompt.augmentation,
             "finish": self.response.finish,
-            **({} if self.prompt.time is None else {TIME: self.prompt.time}),
-            **text_stats(self.response.text),  # the named filters of views read these
         }
+        if self.prompt.time is not None:
+            columns[TIME] = self.prompt.time
+        # The named filters of views read these.
+        return columns | text_stats(self.response.text)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class CaptureTask:
 
 @dataclass(frozen=True)
 class CaptureFacts:
-    """What the driver plans shards with; equal for all workers."""
+    """Facts by which the driver plans shards; equal for all workers."""
 
     target: str  # fingerprint
     features: tuple[str, ...]
@@ -77,17 +84,23 @@ class CaptureFacts:
         return (tokens - visual) * self.text_bytes + visual * self.visual_bytes
 
 
+def has_key(rows: pl.DataFrame, keys: Collection[str]) -> pl.Series:
+    """For each of the rows, whether its `key` is one of `keys`."""
+    return rows["key"].is_in(pl.Series(list(keys), dtype=pl.String).implode())
+
+
 def missing_of(
-    prompts: Sequence[Prompt], generated: dataset.Responses, there: Collection[str]
+    prompts: Sequence[Prompt], generated: dataset.Responses, stored: Collection[str]
 ) -> pl.DataFrame:
-    """The facts of the responses to `prompts` whose keys are not `there`, and the number of the `prompt`."""
-    asked = facts_of(prompts).select("key").with_row_index("prompt")
-    found = asked.join(generated.facts, on="key", how="inner")
-    if not there:
-        return found
-    return found.filter(
-        ~pl.col("key").is_in(pl.Series(list(there), dtype=pl.String).implode())
-    )
+    """The facts of the responses to `prompts` whose keys are not `stored`.
+
+    A column `prompt` has the number of each one's prompt.
+    """
+    numbered = facts_of(prompts).select("key").with_row_index("prompt")
+    answered = numbered.join(generated.facts, on="key", how="inner")
+    if not stored:
+        return answered
+    return answered.filter(~has_key(answered, stored))
 
 
 def tasks(
@@ -99,36 +112,45 @@ def tasks(
 ) -> Iterator[CaptureTask]:
     """The tasks of a plan, each made when it is asked for: all together take much memory."""
     for shard in plan(items, facts, shard_bytes):
-        made = [
-            CaptureItem(prompts[prompt], generated.row(row)) for prompt, row in shard
-        ]
-        assert all(item.prompt.key == item.response.key for item in made)
-        yield CaptureTask.of(made)
+        samples = list[CaptureItem]()
+        for prompt_number, row_number in shard:
+            prompt = prompts[prompt_number]
+            response = generated.row(row_number)
+            assert prompt.key == response.key
+            samples.append(CaptureItem(prompt, response))
+        yield CaptureTask.of(samples)
 
 
 def plan(
     items: pl.DataFrame, facts: CaptureFacts, shard_bytes: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Shards of about `shard_bytes` with samples of similar length.
+    """Shards of about `shard_bytes` with samples of similar length, each a list of (`prompt`, `row`).
 
-    `items` are facts of responses and the number of the `prompt` of each; of a shard, (`prompt`, `row`). The
-    longest come first, which need most memory, and then `scattered` ones: where a run is
-    stopped, what is captured so far is of all lengths.
+    `items` are facts of responses with the number of the `prompt` of each. The first shard has the longest
+    samples, which need most memory. The others come in `scattered` order, so that an interrupted capture has
+    samples of every length.
     """
     visual = pl.col("visual_tokens").cast(pl.Int64)
     tokens = (pl.col("prompt_tokens") + pl.col("tokens")).alias("all")
     weight = (tokens - visual) * facts.text_bytes + visual * facts.visual_bytes
     ordered = items.select("key", "prompt", "row", tokens, weight.alias("weight"))
     ordered = ordered.sort("all", "key", descending=[True, False])
-    starts, size = [0], 0
-    for at, weight in enumerate(ordered["weight"]):
-        if at > starts[-1] and (
-            size + weight > shard_bytes or at - starts[-1] >= SHARD_SAMPLES
-        ):
-            starts.append(at)
-            size = 0
-        size += weight
+    starts = _shard_starts(ordered["weight"], shard_bytes)
     ends = [*starts[1:], len(ordered)]
     for shard in scattered(len(starts)):
-        start = starts[shard]
-        yield ordered[start : ends[shard]].select("prompt", "row").rows()
+        rows = ordered[starts[shard] : ends[shard]]
+        yield rows.select("prompt", "row").rows()
+
+
+def _shard_starts(weights: Iterable[int], shard_bytes: int) -> list[int]:
+    """The first sample of each shard; `weights` are the bytes of the samples in order."""
+    starts = [0]
+    size = 0
+    for sample, weight in enumerate(weights):
+        samples = sample - starts[-1]
+        full = size + weight > shard_bytes or samples >= SHARD_SAMPLES
+        if samples and full:
+            starts.append(sample)
+            size = 0
+        size += weight
+    return starts

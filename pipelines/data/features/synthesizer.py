@@ -1,12 +1,12 @@
 """Stages 2 and 3 in one pass: an engine keeps the hidden states of responses while it generates them.
 
-A worker publishes the shards of a task and returns the responses. The driver writes those, and then lets the
-shards count: every sample of the store has its response. A run that is stopped in between leaves responses
-whose features `capture` adds.
+A worker writes the shards of a task, which do not count yet, and returns the responses. The driver writes
+those, and then lets the shards count: every sample of the store has its response. A run that is stopped in
+between leaves responses whose features `capture` adds.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from vlmdistill.pipelines.data.responses.responder import (
     Responder,
     ResponseResult,
     ResponseTask,
+    ResponseWork,
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.stores.manifest import Commit
@@ -42,56 +43,36 @@ class Synthesizer(Responder):
 
     def __init__(
         self,
-        part: CaptureStore,
+        store: CaptureStore,
         settings: CaptureSettings,
         model: str,
         sampling: SamplingSettings,
-        *more: Any,
+        *responder_arguments: Any,
     ) -> None:
-        self._part, self._settings, self._sampling = part, settings, str(sampling)
-        super().__init__(model, sampling, *more)
+        self._store = store
+        self._settings = settings
+        self._sampling = str(sampling)
+        super().__init__(model, sampling, *responder_arguments)
 
     def _load(
         self, model: str, how: Options, engine: EngineName
     ) -> "tuple[TargetModel, EngineTarget | None]":
         self._capturer = Capturer(
-            model, self._part, self._sampling, self._settings, how, engine
+            model, self._store, self._sampling, self._settings, how, engine
         )
-        self._planned = self._capturer.facts()
+        self._facts = self._capturer.facts()
         return self._capturer.target, self._capturer.engine
 
     def work(self, task: ResponseTask) -> ResponseResult:
         """The responses to the prompts of a task, and the kept ones' shards, which do not count yet."""
-        self._unit, self._opened, self._held = task.name, 0, list[Commit]()
-        self._writer: Writer | None = None
-        self._size = self._samples = 0  # of the open shard
-        with ExitStack() as self._open:
-            result = super().work(task)
-            self._publish()
-        result.shards = self._held
-        return result
-
-    def _add(self, sample: "Sample", size: int) -> None:
-        """Write a sample into the open shard, or into a new one where that is full."""
-        full = (
-            self._size + size > self._settings.shard_bytes
-            or self._samples >= SHARD_SAMPLES
-        )
-        if self._writer is None or full:
-            self._publish()
-            writer = self._capturer.store.writer(
-                f"{self._unit}-{self._opened}", hold=True
+        with ExitStack() as open_writer:
+            self._shards = _TaskShards(
+                self._capturer, task.name, self._settings.shard_bytes, open_writer
             )
-            self._writer = self._open.enter_context(writer)
-            self._opened, self._size, self._samples = self._opened + 1, 0, 0
-        self._writer.add(sample)
-        self._size, self._samples = self._size + size, self._samples + 1
-
-    def _publish(self) -> None:
-        """End the open shard, if there is one."""
-        self._open.close()
-        if self._writer and self._writer.held:
-            self._held.append(self._writer.held)
+            result = super().work(task)
+            self._shards.close_shard()
+        result.shards = self._shards.written
+        return result
 
     def _generate(
         self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
@@ -102,15 +83,12 @@ class Synthesizer(Responder):
             prompt, encoded = by_key[key]
             row = self._response(prompt, encoded, response, seed)
             result.rows.append(row)
-            if row.keep:
-                meta = {
-                    **CaptureItem(prompt, row).meta,
-                    **media_columns(prompt, encoded.samplings),
-                }
-                size = self._planned.sample_bytes(
-                    row.prompt_tokens + len(row.ids), row.visual_tokens
-                )
-                self._add(dataclasses.replace(sample, meta=meta), size)
+            if not row.keep:
+                return
+            item = CaptureItem(prompt, row)
+            meta = {**item.meta, **media_columns(prompt, encoded.samplings)}
+            size = self._facts.sample_bytes(item.tokens, row.visual_tokens)
+            self._shards.add(dataclasses.replace(sample, meta=meta), size)
 
         assert self.engine is not None
         self.engine.respond(
@@ -125,16 +103,56 @@ class Synthesizer(Responder):
         )
 
 
-def one_pass(
-    part: CaptureStore, settings: CaptureSettings
-) -> tuple[Callable[..., Synthesizer], Callable[[ResponseResult], None]]:
-    """The `worker` of `respond` that captures what it generates, and what to do `on_result`.
+class _TaskShards:
+    """The shards of one task, of which one at a time is open."""
+
+    def __init__(
+        self, capturer: Capturer, task: str, shard_bytes: int, open_writer: ExitStack
+    ) -> None:
+        self.written = list[Commit]()
+        self._capturer = capturer
+        self._task = task
+        self._shard_bytes = shard_bytes
+        self._open_writer = open_writer
+        self._writer: Writer | None = None
+        self._opened = 0  # shards of the task, to name them
+        self._size = 0  # bytes of the open shard
+        self._samples = 0  # in the open shard
+
+    def add(self, sample: "Sample", size: int) -> None:
+        """Write a sample of `size` bytes into the open shard, or into a new one where that is full."""
+        too_large = self._size + size > self._shard_bytes
+        full = too_large or self._samples >= SHARD_SAMPLES
+        if self._writer is None or full:
+            self.close_shard()
+            self._writer = self._new_shard()
+        self._writer.add(sample)
+        self._size += size
+        self._samples += 1
+
+    def _new_shard(self) -> Writer:
+        name = f"{self._task}-{self._opened}"
+        writer = self._capturer.store.writer(name, hold=True)
+        self._opened += 1
+        self._size = 0
+        self._samples = 0
+        return self._open_writer.enter_context(writer)
+
+    def close_shard(self) -> None:
+        """End the open shard, if there is one."""
+        self._open_writer.close()
+        if self._writer and self._writer.held:
+            self.written.append(self._writer.held)
+
+
+def one_pass(store: CaptureStore, settings: CaptureSettings) -> ResponseWork:
+    """How `respond` captures what it generates.
 
     The store must be of this target, without samples of these prompts.
     """
 
     def count(result: ResponseResult) -> None:
         for shard in result.shards:
-            part.made.count(shard)
+            store.open().count(shard)
 
-    return partial(Synthesizer, part, settings), count
+    return ResponseWork(partial(Synthesizer, store, settings), on_result=count)

@@ -36,7 +36,8 @@ def rows_of(file: IO[bytes], path: Path) -> Iterator[Numbered]:
         return
     whole = _object(file) if first == b"{" else None
     if whole is not None:
-        yield 1, (whole, 1, None)
+        value, problem = whole
+        yield 1, (value, 1, problem)
         return
     file.seek(0)
     yield from _lines(file, path, is_json=first == b"{")
@@ -65,6 +66,18 @@ class KeyCheckingDecoder(json.JSONDecoder):
         return value
 
 
+def loads(text: str) -> Any:
+    """The value of JSON text.
+
+    ValueError or RecursionError if it is none; BadRowError if an object in it has a key with two values.
+    """
+    decoder = KeyCheckingDecoder()
+    value = decoder.decode(text)
+    if problem := decoder.problem():
+        raise problem
+    return value
+
+
 def parse(text: str) -> tuple[Any, BadRowError | None]:
     """The value of JSON text, or what is wrong with it."""
     decoder = KeyCheckingDecoder()
@@ -89,8 +102,8 @@ def _first_character(file: IO[bytes]) -> bytes:
     return head[:1]
 
 
-def _object(file: IO[bytes]) -> Mapping[str, Any] | None:
-    """The object that a whole file is, if its first line is none by itself."""
+def _object(file: IO[bytes]) -> tuple[Mapping[str, Any], BadRowError | None] | None:
+    """The object that a whole file is, and its problem; None if its first line is one by itself."""
     line_1 = file.readline(MOST_ROW + 1)
     try:
         if len(line_1) > MOST_ROW or parse(line_1.decode("utf-8-sig"))[1] is None:
@@ -98,10 +111,10 @@ def _object(file: IO[bytes]) -> Mapping[str, Any] | None:
         content = line_1 + file.read(MOST_ROW - len(line_1) + 1)
         if len(content) > MOST_ROW:
             return None
-        whole, _ = parse(content.decode("utf-8-sig"))
+        whole, problem = parse(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return None
-    return whole if isinstance(whole, Mapping) else None
+    return (whole, problem) if isinstance(whole, Mapping) else None
 
 
 def _lines(file: IO[bytes], path: Path, is_json: bool) -> Iterator[Numbered]:

@@ -6,8 +6,8 @@
     failed.jsonl         prompts that failed in the last run
 
 Responses that a filter dropped stay here with the reason, so that they are not generated again. A prompt has
-one response: of several, which machines without a common lock have made or which a pack and its parts both
-hold, the first file by name counts.
+one response. If several files have one, because machines without a common lock generated it twice, or because
+a run was killed while it packed, the first file by name counts.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +27,7 @@ from vlmdistill.pipelines.data.spool import Spool
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking, check_thinking
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.records import regular
+from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.schema import Array, content_hash
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ FAILED = "failed.jsonl"
 PART = "part-{}.parquet"
 PACK = "pack-{}.parquet"
 PACKED = 256  # parts that are packed
-AT_ONCE = 1 << 12  # rows in memory
+BATCH_ROWS = 1 << 12  # in memory
 COUNTS = ("prompt_tokens", "visual_tokens")
+DEFAULTS = {"engine": "transformers", "thinking": ""}
+"""Settings that a folder may lack, and what that means."""
 T = TypeVar("T")
 
 
@@ -102,21 +105,18 @@ def check_settings(out: Path, settings: Mapping[str, Any]) -> None:
     path = out / SETTINGS
     if not path.is_file():
         return
-    there = {
-        "engine": "transformers",
-        "thinking": "",
-        **_flat(json.loads(path.read_text())),
-    }
+    stored = DEFAULTS | _flat(json.loads(path.read_text()))
     for name, value in _flat(settings).items():
-        if name in there and there[name] != value:
+        if name in stored and stored[name] != value:
+            expected = _shown(stored[name])
             raise DataError(
-                f"{out} was made with {name} {_shown(there[name])}, not {_shown(value)}: use "
-                f"{_shown(there[name])}, or another folder (--out; in `vlmdistill run`: --runs)"
+                f"{out} was made with {name} {expected}, not {_shown(value)}: use "
+                f"{expected}, or another folder (--out; in `vlmdistill run`: --runs)"
             )
 
 
 def write_settings(out: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a new folder; see `check_settings` for one that has settings."""
+    """Write the settings of a new folder; of an existing one, `check_settings`."""
     check_settings(out, settings)
     if not (out / SETTINGS).is_file():
         with atomic_write(out / SETTINGS) as file:
@@ -136,12 +136,12 @@ def sampling(
     out: Path, max_new_tokens: int | None = None, seed: int = 0
 ) -> SamplingSettings:
     """How more responses in `out` are sampled: as those that exist, else with `seed`."""
-    known = read_settings(out)[0]
+    settings = read_settings(out)[0]
     if not (out / SETTINGS).is_file():
-        known = dataclasses.replace(known, seed=seed)
-    return dataclasses.replace(
-        known, max_new_tokens=max_new_tokens or known.max_new_tokens
-    )
+        settings = dataclasses.replace(settings, seed=seed)
+    if max_new_tokens:
+        settings = dataclasses.replace(settings, max_new_tokens=max_new_tokens)
+    return settings
 
 
 def _shown(value: Any) -> str:
@@ -159,33 +159,33 @@ def schema() -> Any:
     """The Arrow schema of the Parquet files."""
     import pyarrow as pa
 
-    types: dict[Any, Any] = {
+    by_type: dict[Any, Any] = {
         str: pa.string(),
         int: pa.int32(),
         float: pa.float64(),
         bool: pa.bool_(),
     }
-    special = {
+    by_name = {
         "ids": pa.list_(pa.int32()),
         "repetition": pa.float32(),
         "seed": pa.int64(),
     }
-    columns = dataclasses.fields(ResponseRow)
-    return pa.schema(
-        [(one.name, special.get(one.name) or types[one.type]) for one in columns]
-    )
+    columns = list[tuple[str, Any]]()
+    for column in dataclasses.fields(ResponseRow):
+        arrow_type = by_name.get(column.name) or by_type[column.type]
+        columns.append((column.name, arrow_type))
+    return pa.schema(columns)
 
 
 def write_part(out: Path, name: str, rows: Sequence[ResponseRow]) -> bool:
     """Write the rows of one task atomically; false, and nothing written, if there are none."""
     import pyarrow as pa
 
-    if rows:
-        _write(
-            out / PART.format(name),
-            pa.Table.from_pylist([vars(row) for row in rows], schema()),
-        )
-    return bool(rows)
+    if not rows:
+        return False
+    table = pa.Table.from_pylist([vars(row) for row in rows], schema())
+    _write(out / PART.format(name), table)
+    return True
 
 
 def _write(path: Path, rows: Any) -> None:
@@ -196,20 +196,21 @@ def _write(path: Path, rows: Any) -> None:
 
 
 def pack(out: Path) -> None:
-    """Make one file of the parts, if they are many. Killed in between, it leaves rows in both."""
+    """Merge the parts into one file, if they are many. If it is killed, rows may be in both."""
     import pyarrow as pa
 
     parts = sorted(out.glob(PART.format("*")))
     if len(parts) < PACKED:
         return
     rows = pa.concat_tables([_read(path, schema().names) for path in parts])
-    _write(out / PACK.format(content_hash([path.name for path in parts])), rows)
+    name = content_hash([path.name for path in parts])
+    _write(out / PACK.format(name), rows)
     for path in parts:
         path.unlink()
 
 
 def remove(out: Path, keys: Collection[str], *, dry_run: bool = False) -> int:
-    """Remove the responses to some prompts, and that others failed; how many responses there were.
+    """Remove the responses to the prompts with these keys, and their failures; the number of responses.
 
     Only one run writes to a folder at a time; see `only_writer`.
     """
@@ -218,17 +219,20 @@ def remove(out: Path, keys: Collection[str], *, dry_run: bool = False) -> int:
     count = 0
     for path in _paths(out):
         rows = _read(path, schema().names)
-        mine = [key in keys for key in rows["key"].to_pylist()]
-        count += sum(mine)
-        if dry_run or not any(mine):
+        remains = [key not in keys for key in rows["key"].to_pylist()]
+        removed = remains.count(False)
+        count += removed
+        if dry_run or not removed:
             continue
-        if all(mine):
+        if removed == len(rows):
             path.unlink()
         else:
-            _write(path, rows.filter(pa.array([not one for one in mine])))
+            _write(path, rows.filter(pa.array(remains)))
     failed = _failed(out)
     if not dry_run and not failed.keys().isdisjoint(keys):
-        write_failed(out, {key: why for key, why in failed.items() if key not in keys})
+        for key in failed.keys() & {*keys}:
+            del failed[key]
+        write_failed(out, failed)
     return count
 
 
@@ -237,23 +241,24 @@ def _damaged(path: Path, error: Exception) -> DataError:
         return GoneError(
             f"{path} is not there any more: another run has packed it, or it was removed"
         )
-    return DataError(
-        f"{path} is damaged ({str(error).splitlines()[0]}): remove it, and run again"
-    )
+    cause = str(error).splitlines()[0]
+    return DataError(f"{path} is damaged ({cause}): remove it, and run again")
 
 
 def _paths(out: Path) -> list[Path]:
-    """The files by name. Packs are listed last: they hold the parts that vanish meanwhile."""
+    """The files by name."""
+    # The packs are listed after the parts: a part that vanishes in between is in one of them.
     parts = sorted(out.glob(PART.format("*")))
-    return sorted(out.glob(PACK.format("*"))) + parts
+    packs = sorted(out.glob(PACK.format("*")))
+    return packs + parts
 
 
-def _whole(out: Path, make: Callable[[list[Path]], T]) -> T:
-    """What `make` makes of the files; once more if some were packed meanwhile."""
+def _consistent(out: Path, read_all: Callable[[list[Path]], T]) -> T:
+    """The result of reading all files; they are read again if some were packed meanwhile."""
     try:
-        return make(_paths(out))
+        return read_all(_paths(out))
     except GoneError:
-        return make(_paths(out))
+        return read_all(_paths(out))
 
 
 def _read(path: Path, columns: Sequence[str]) -> Any:
@@ -274,7 +279,7 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
 
     try:
         with pq.ParquetFile(regular(path)) as file:
-            for batch in file.iter_batches(AT_ONCE, columns=list(columns)):
+            for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
                 yield batch.select(list(columns)).replace_schema_metadata()
     except (OSError, pa.ArrowInvalid) as error:
         raise _damaged(path, error) from None
@@ -284,66 +289,63 @@ def _first(rows: Any, seen: set[str]) -> Any:
     """The rows whose keys were not seen before, which are added to those."""
     import pyarrow as pa
 
-    new = []
+    is_new = []
     for key in rows["key"].to_pylist():
-        new.append(key not in seen)
+        is_new.append(key not in seen)
         seen.add(key)
-    return rows if all(new) else rows.filter(pa.array(new))
+    return rows if all(is_new) else rows.filter(pa.array(is_new))
 
 
 def table(out: Path, columns: Sequence[str] | None = None) -> Any:
     """All responses as one Arrow table; DataError names a file that cannot be read."""
     import pyarrow as pa
 
-    wanted = list(columns or schema().names)
-    empty = pa.schema([schema().field(name) for name in wanted]).empty_table()
-    return _whole(
-        out,
-        lambda paths: pa.concat_tables(
-            [empty, *(_read(path, wanted) for path in paths)]
-        ),
-    )
+    names = list(columns or schema().names)
+    empty = pa.schema([schema().field(name) for name in names]).empty_table()
+
+    def read_all(paths: list[Path]) -> Any:
+        return pa.concat_tables([empty, *(_read(path, names) for path in paths)])
+
+    return _consistent(out, read_all)
 
 
 def facts(out: Path) -> "pl.DataFrame":
     """Of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
     names = ("key", "keep", "reason", *COUNTS)
-    found = _whole(
-        out,
-        lambda paths: _frame(
-            (one for path in paths for one in _batches(path, (*names, "ids"))), names
-        ),
-    )
-    return found.unique("key", keep="first", maintain_order=True)
+
+    def read_all(paths: list[Path]) -> "pl.DataFrame":
+        files = (_batches(path, (*names, "ids")) for path in paths)
+        return _frame(chain.from_iterable(files), names)
+
+    responses = _consistent(out, read_all)
+    return responses.unique("key", keep="first", maintain_order=True)
 
 
 def _frame(batches: Iterable[Any], names: Sequence[str]) -> "pl.DataFrame":
     """These columns of the batches, and the number of `tokens`."""
     import polars as pl
 
-    def one(rows: Any) -> pl.DataFrame:
-        columns = {name: pl.Series(rows[name], dtype=kinds[name]) for name in names}
-        return pl.DataFrame(
-            {
-                **columns,
-                "tokens": pl.Series(rows["ids"].value_lengths(), dtype=pl.Int32),
-            }
-        )
-
-    kinds = {
+    types: dict[str, Any] = {
         "key": pl.String,
         "keep": pl.Boolean,
         "reason": pl.String,
         **dict.fromkeys(COUNTS, pl.Int32),
     }
-    empty = pl.DataFrame(
-        schema={**{name: kinds[name] for name in names}, "tokens": pl.Int32}
-    )
-    return pl.concat([empty, *map(one, batches)])
+    column_types = {name: types[name] for name in names} | {"tokens": pl.Int32}
+    frames = [pl.DataFrame(schema=column_types)]
+    for batch in batches:
+        values = {name: batch[name] for name in names}
+        values["tokens"] = batch["ids"].value_lengths()
+        columns = [
+            pl.Series(name, values[name], dtype=dtype)
+            for name, dtype in column_types.items()
+        ]
+        frames.append(pl.DataFrame(columns))
+    return pl.concat(frames)
 
 
 def counted(reasons: "pl.Series") -> Counter[str]:
-    """How often each reason to drop a response is there."""
+    """The number of responses for each reason to drop one."""
     counts = reasons.value_counts()
     return Counter({reason: count for reason, count in counts.iter_rows() if reason})
 
@@ -359,8 +361,8 @@ def without_response(prompts: Sequence[Prompt], out: Path) -> Sequence[Prompt]:
 
     if isinstance(prompts, Prompts):
         return prompts.without(pl.Series(table(out, ["key"])["key"], dtype=pl.String))
-    there = keys(out)
-    return [prompt for prompt in prompts if prompt.key not in there]
+    answered = keys(out)
+    return [prompt for prompt in prompts if prompt.key not in answered]
 
 
 def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
@@ -371,12 +373,12 @@ def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
             batch = _first(rows, seen)
             batch = batch.filter(batch["keep"]) if kept else batch
             ids = batch.column("ids")
-            flat, lengths = ids.flatten().to_numpy(), ids.value_lengths().to_numpy()
+            flat_ids = ids.flatten().to_numpy()
+            lengths = ids.value_lengths().to_numpy()
+            rest = batch.drop_columns(["ids"]).to_pylist()
             start = 0
-            for row, length in zip(
-                batch.drop_columns(["ids"]).to_pylist(), lengths, strict=True
-            ):
-                yield ResponseRow(ids=flat[start : start + length], **row)
+            for columns, length in zip(rest, lengths, strict=True):
+                yield ResponseRow(ids=flat_ids[start : start + length], **columns)
                 start += length
 
 
@@ -384,49 +386,52 @@ class Responses:
     """The kept responses in a folder. In memory are their `facts` alone: `row`, `key`, numbers of tokens."""
 
     def __init__(self, out: Path) -> None:
-        self.facts, self._spool = _whole(out, partial(self._reading, out))
+        self.facts, self._spool = _consistent(out, partial(self._read_all, out))
 
     @staticmethod
-    def _reading(out: Path, paths: Sequence[Path]) -> tuple["pl.DataFrame", Spool]:
-        """Facts and rows of one reading: `row` numbers these rows."""
+    def _read_all(out: Path, paths: Sequence[Path]) -> tuple["pl.DataFrame", Spool]:
+        """The facts, in which `row` is the number of a response in the spool, and the spool."""
         import polars as pl
 
         names = ("key", *COUNTS)
-        found = [_frame([], names)]  # and of each batch, on its way to the spool
+        facts = [_frame([], names)]
 
         def kept() -> Iterator[Any]:
+            """The kept responses on their way to the spool; their facts are noted."""
             seen = set[str]()
             for path in paths:
                 for batch in _batches(path, schema().names):
                     rows = _first(batch, seen)
                     rows = rows.filter(rows["keep"])
-                    found.append(_frame([rows], names))
+                    facts.append(_frame([rows], names))
                     yield rows
 
         spool = Spool(out.parent, schema(), kept())
-        return pl.concat(found).with_row_index("row"), spool
+        return pl.concat(facts).with_row_index("row"), spool
 
-    def row(self, at: int) -> ResponseRow:
-        """One of them."""
-        return ResponseRow(**self._spool.row(at))
+    def row(self, number: int) -> ResponseRow:
+        """One of the responses."""
+        return ResponseRow(**self._spool.row(number))
 
 
 def _failed(out: Path) -> dict[str, str]:
-    """The failed prompts that are listed, with the reason."""
-    lines = (out / FAILED).read_text().splitlines() if (out / FAILED).is_file() else []
-    return {one["key"]: one["reason"] for one in map(json.loads, lines)}
+    """The failed prompts that are listed: key -> error."""
+    path = out / FAILED
+    if not path.is_file():
+        return {}
+    entries = map(json.loads, path.read_text().splitlines())
+    return {entry["key"]: entry["reason"] for entry in entries}
 
 
 def write_failed(out: Path, failed: Mapping[str, str]) -> None:
-    """List the failed prompts with the reason; remove the list if there are none."""
+    """List the failed prompts with their errors; remove the list if there are none."""
     path = out / FAILED
     if not failed:
         path.unlink(missing_ok=True)
         return
+    lines = [
+        json.dumps({"key": key, "reason": error}) + "\n"
+        for key, error in failed.items()
+    ]
     with atomic_write(path) as file:
-        file.write_text(
-            "".join(
-                json.dumps({"key": k, "reason": why}) + "\n"
-                for k, why in failed.items()
-            )
-        )
+        file.write_text("".join(lines))

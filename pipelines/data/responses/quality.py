@@ -5,13 +5,10 @@ from dataclasses import dataclass
 
 from vlmdistill.stores.errors import DataError
 
-LENIENT = {
-    "short": "--min-words 0",
-    "repetition": "--max-repetition 1",
-}  # by the reason that they undo
-NGRAM = (
-    8  # tokens: ordinary text repeats phrases, but hardly ever eight tokens in a row
-)
+LENIENT = {"short": "--min-words 0", "repetition": "--max-repetition 1"}
+"""By reason, the option that keeps such responses."""
+NGRAM = 8
+"""Tokens: ordinary text repeats phrases, but hardly ever eight tokens in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +17,8 @@ class Filters:
 
     min_words: int = 6  # HiViS drops multimodal responses of five words or fewer
     max_repetition: float = 0.5  # share of token n-grams that occurred before
-    max_length: int | None = (
-        None  # tokens of prompt and response; None: the target's limit
-    )
+    max_length: int | None = None
+    """Tokens of prompt and response; None: the target's limit."""
 
     def check(self) -> None:
         """DataError if a threshold is out of range."""

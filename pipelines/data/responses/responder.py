@@ -5,7 +5,6 @@ missing ones, and every prompt has one response.
 """
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from vlmdistill.pipelines.cluster.engine_environment import (
 )
 from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
 from vlmdistill.pipelines.cluster.queue import scattered
+from vlmdistill.pipelines.cluster.reporting import StageTally
 from vlmdistill.pipelines.cluster.shared import Shared, some_media
 from vlmdistill.pipelines.data.prompts.prompt_table import (
     Prompt,
@@ -29,8 +29,9 @@ from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow, SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters, repetition
 from vlmdistill.pipelines.media.images import MediaError
-from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint, checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.workspace.parts import Publishing
 from vlmdistill.pipelines.workspace.workspace import absolute_model, only_writer
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.errors import DataError, PromptError, TargetError, one_line
@@ -47,9 +48,8 @@ if TYPE_CHECKING:
 GPU_TASK, CPU_TASK = 1024, 64
 """Prompts of one task: a minute or two of work with a 7B target on a GPU."""
 ENGINE_TOKENS = 8192  # in one forward pass of an engine
-HELD_BYTES = (
-    1 << 30
-)  # of encoded prompts in memory at once: a task of long videos would not fit
+HELD_BYTES = 1 << 30
+"""Of encoded prompts in memory at once: a task of long videos would not fit."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class ResponseTask:
     def of(cls, prompts: Sequence[Prompt], seed: int) -> "ResponseTask":
         """The task of these prompts."""
         name = content_hash(sorted(prompt.key for prompt in prompts))
-        return cls(tuple(prompts), name, int(content_hash([seed, name]), 16) % 2**31)
+        own_seed = int(content_hash([seed, name]), 16) % 2**31
+        return cls(tuple(prompts), name, own_seed)
 
     @property
     def keys(self) -> list[str]:
@@ -73,14 +74,13 @@ class ResponseTask:
 
     def only(self, keys: Collection[str]) -> "ResponseTask":
         """The task of these prompts only."""
-        return ResponseTask.of(
-            [prompt for prompt in self.prompts if prompt.key in keys], self.seed
-        )
+        chosen = [prompt for prompt in self.prompts if prompt.key in keys]
+        return ResponseTask.of(chosen, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseSummary:
-    """What a run did, and what the folder holds after it."""
+    """The work of a run, and the contents of the folder after it."""
 
     out: Path
     prompts: int
@@ -99,13 +99,12 @@ class ResponseSummary:
 
 @dataclass
 class ResponseResult:
-    """What a worker returns for one task."""
+    """The result of a worker for one task."""
 
     rows: list[ResponseRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
-    shards: list[Commit] = field(
-        default_factory=list
-    )  # of the kept ones, where they were captured as well
+    shards: list[Commit] = field(default_factory=list)
+    """Of the kept responses, where they were captured as well."""
 
 
 class Responder:
@@ -135,9 +134,9 @@ class Responder:
         from vlmdistill.pipelines.vllm.capture.engine_target import EngineTarget, loaded
 
         target = loaded(model, how, engine)
-        return target, EngineTarget(
-            target, (), ENGINE_TOKENS
-        ) if engine == "vllm" else None
+        if engine != "vllm":
+            return target, None
+        return target, EngineTarget(target, (), ENGINE_TOKENS)
 
     def facts(self) -> dict[str, Any]:
         """The fingerprint of the target, the dtype in which it runs, and what runs it."""
@@ -149,30 +148,40 @@ class Responder:
 
     def work(self, task: ResponseTask) -> ResponseResult:
         """Generate a response to every prompt of a task, in batches of similar length."""
-        result, seed = ResponseResult(), task.seed
-        encoded: list[tuple[Prompt, Any]] = []
+        result = ResponseResult()
+        seed = task.seed
+        waiting = list[tuple[Prompt, Any]]()  # encoded prompts
+        waiting_bytes = 0
         for prompt in task.prompts:
-            try:
-                one = self.target.encode(prompt.messages)
-                if one.length >= self.limit:
-                    result.rows.append(
-                        self._row(prompt, reason="over length", **_tokens(one))
-                    )
-                else:
-                    encoded.append((prompt, one))
-            except (
-                MediaError
-            ) as error:  # the file may be readable later, or on another machine
-                result.failed[prompt.key] = one_line(error)
-            except DataError as error:
-                result.rows.append(
-                    self._row(prompt, reason="refused", detail=one_line(error))
-                )
-            if sum(one.nbytes for _, one in encoded) > HELD_BYTES:
-                seed = self._generate_all(encoded, seed, result)
-                encoded = []
-        self._generate_all(encoded, seed, result)
+            encoded = self._encode(prompt, result)
+            if encoded is None:
+                continue
+            waiting.append((prompt, encoded))
+            waiting_bytes += encoded.nbytes
+            if waiting_bytes > HELD_BYTES:
+                seed = self._generate_all(waiting, seed, result)
+                waiting = []
+                waiting_bytes = 0
+        self._generate_all(waiting, seed, result)
         return result
+
+    def _encode(self, prompt: Prompt, result: ResponseResult) -> "EncodedPrompt | None":
+        """The encoded prompt; None if it gets no response, and then the result says why."""
+        try:
+            encoded = self.target.encode(prompt.messages)
+        except MediaError as error:
+            # The file may be readable later, or on another machine.
+            result.failed[prompt.key] = one_line(error)
+            return None
+        except DataError as error:
+            row = self._row(prompt, reason="refused", detail=one_line(error))
+            result.rows.append(row)
+            return None
+        if encoded.length >= self.limit:
+            row = self._row(prompt, reason="over length", **_tokens(encoded))
+            result.rows.append(row)
+            return None
+        return encoded
 
     def _generate_all(
         self, encoded: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
@@ -183,28 +192,29 @@ class Responder:
         for batch in alike(
             encoded, lambda item: item[1].length + self.sampling.max_new_tokens
         ):
-            left = list(batch)
-            while left:
+            pending = list(batch)
+            while pending:
                 try:
-                    self._generate(left, seed, result)
+                    self._generate(pending, seed, result)
                     break
-                except PromptError as error:  # without it, the others are generated
-                    key = left.pop(error.at)[0].key
-                    result.failed[key] = f"prompt {key}: {one_line(error)}"
+                except PromptError as error:  # the others are generated without it
+                    prompt, _ = pending.pop(error.at)
+                    result.failed[prompt.key] = (
+                        f"prompt {prompt.key}: {one_line(error)}"
+                    )
             seed += len(batch)
         return seed
 
     def _generate(
         self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
     ) -> None:
-        prompts = [encoded for _, encoded in batch]
-        generate: Callable[..., list[EncodedResponse]] = (
-            self.engine.generate  # it makes its own batches
-            if self.engine
-            else partial(self.target.generate, batch_size=self.batch)
-        )
+        generate: Callable[..., list[EncodedResponse]]
+        if self.engine:
+            generate = self.engine.generate  # it makes its own batches
+        else:
+            generate = partial(self.target.generate, batch_size=self.batch)
         responses = generate(
-            prompts,
+            [encoded for _, encoded in batch],
             max_new_tokens=self.sampling.max_new_tokens,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
@@ -220,12 +230,11 @@ class Responder:
         response: "EncodedResponse",
         seed: int,
     ) -> ResponseRow:
-        ids = [int(i) for i in response.ids]
-        words, repeated, length = (
-            len(words_of(response.text)),
-            repetition(ids),
-            encoded.length + len(ids),
-        )
+        """The row of a generated response, kept or dropped."""
+        ids = [int(token) for token in response.ids]
+        words = len(words_of(response.text))
+        repeated = repetition(ids)
+        length = encoded.length + len(ids)
         return self._row(
             prompt,
             ids=ids,
@@ -239,20 +248,30 @@ class Responder:
         )
 
     def _row(self, prompt: Prompt, *, reason: str, **values: Any) -> ResponseRow:
-        settings = {
+        columns = {
             **dataclasses.asdict(self.sampling),
             "target": str(self.target.fingerprint),
             "seed": 0,
         }
-        del settings["thinking"]  # of all rows of a folder
-        return ResponseRow(
-            key=prompt.key, keep=not reason, reason=reason, **{**settings, **values}
-        )
+        del columns["thinking"]  # it is the same for all rows of a folder
+        columns |= values
+        return ResponseRow(key=prompt.key, keep=not reason, reason=reason, **columns)
 
 
 def _tokens(encoded: "EncodedPrompt") -> dict[str, int]:
     visual = sum(span.length for span in encoded.spans)
     return {"prompt_tokens": encoded.length, "visual_tokens": visual}
+
+
+@dataclass(frozen=True)
+class ResponseWork:
+    """The worker of `respond`, and a second use of its results."""
+
+    worker: Callable[..., Responder] = Responder
+    shared: Callable[..., Shared] = Shared
+    """Makes the check of a machine from the model, its fingerprint, and some media."""
+    on_result: Callable[[ResponseResult], None] = lambda _: None
+    """Is called with each result when its responses are on the disk."""
 
 
 def respond(
@@ -266,89 +285,117 @@ def respond(
     batch: int | None = None,
     task_size: int | None = None,
     report: Progress = silent,
-    worker: Callable[..., Responder] = Responder,
-    shared: Callable[..., Shared] = Shared,
-    on_result: Callable[[ResponseResult], None] = lambda _: None,
+    work: ResponseWork | None = None,
 ) -> ResponseSummary:
     """Generate the responses to `prompts` that `out` lacks. Stopped at any time, it keeps what is done.
 
     A worker generates `batch` responses at a time, by default as many as its GPU's memory holds, without one
-    32. A task has `task_size` prompts, by default a few batches. `on_result` is called with each
-    result when its responses are on the disk. DataError if `out` was made
+    32. A task has `task_size` prompts, by default a few batches. DataError if `out` was made
     by another target or with other settings. TargetError if the target cannot be loaded, or if a machine of
     the cluster has another one.
     """
-    sampling, filters = sampling or SamplingSettings(), filters or Filters()
-    options = options or WorkerOptions()
-    sampling.check()
-    filters.check()
-    check_environment(options.engine)  # before Ray starts
-    if batch is not None and batch < 1:
-        raise DataError(f"--batch-size {batch}: give a number above 0")
-    with only_writer(out) as part:
+    run = _ResponseRun(
+        out=out,
+        model=model,
+        sampling=sampling or SamplingSettings(),
+        filters=filters or Filters(),
+        options=options or WorkerOptions(),
+        batch=batch,
+        task_size=task_size,
+        work=work or ResponseWork(),
+    )
+    run.check()
+    with only_writer(out) as publishing:
         require_listed(prompts)
-        for left in left_over(out):
-            left.unlink()
+        for file in left_over(out):
+            file.unlink()
         fingerprint = checkpoint(model)  # before Ray starts
-        settings = {
-            "checkpoint": str(fingerprint),
-            "sampling": dataclasses.asdict(sampling),
-            "filters": dataclasses.asdict(filters),
-        }
-        dataset.check_settings(out, settings)
+        dataset.check_settings(out, run.settings(fingerprint))
         dataset.pack(out)
         missing = dataset.without_response(prompts, out)
-        start, done, tokens, failed = (
-            time.monotonic(),
-            len(prompts) - len(missing),
-            0,
-            dict[str, str](),
-        )
-        written = 0
+        tally = StageTally(report, len(prompts) - len(missing), len(prompts))
         if missing:
-            report(done, len(prompts), "starting")
-            make = partial(
-                worker,
-                absolute_model(model),
-                sampling,
-                filters,
-                batch,
-                options.load,
-                options.engine,
-            )
-            check = shared(absolute_model(model), fingerprint, some_media(missing))
-            weights = weight_bytes(model, options.load)
-            with (
-                options.session(),
-                opened(make, check, options, weights=weights) as workers,
-            ):
-                dataset.write_settings(out, {**workers.facts(), **settings})
-                start = time.monotonic()
-                size = task_size or _task_size(batch, workers.on_gpus)
-                for ended in workers.run(plan(missing, size, sampling.seed)):
-                    rows = ended.result.rows if ended.result else []
-                    written += dataset.write_part(out, ended.task.name, rows)
-                    if written % dataset.PACKED == 0:
-                        dataset.pack(out)
-                    part.save()
-                    if ended.result:
-                        on_result(ended.result)
-                    done += len(rows) + len(ended.failed)
-                    tokens += sum(len(row.ids) for row in rows)
-                    failed |= ended.failed
-                    report(
-                        done,
-                        len(prompts),
-                        f"{tokens / (time.monotonic() - start):.0f} tokens/s",
-                    )
-        seconds = time.monotonic() - start
+            tally.starting()
+            run.generate(missing, fingerprint, publishing, tally)
+        seconds = tally.seconds
+        failed = tally.failed
         dataset.write_failed(out, failed)
         if failed and len(failed) == len(prompts):
-            key, why = next(iter(failed.items()))
-            raise TargetError(f"all {len(failed)} prompts failed; {key}: {why}")
-        return _summary(
-            out, prompts, len(missing) - len(failed), failed, tokens, seconds
+            key, error = next(iter(failed.items()))
+            raise TargetError(f"all {len(failed)} prompts failed; {key}: {error}")
+        generated = len(missing) - len(failed)
+        return _summary(out, prompts, generated, tally, seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ResponseRun:
+    """The arguments of `respond`, with defaults."""
+
+    out: Path
+    model: str
+    sampling: SamplingSettings
+    filters: Filters
+    options: WorkerOptions
+    batch: int | None
+    task_size: int | None
+    work: ResponseWork
+
+    def check(self) -> None:
+        """DataError or TargetError about what can be known before Ray starts."""
+        self.sampling.check()
+        self.filters.check()
+        check_environment(self.options.engine)
+        if self.batch is not None and self.batch < 1:
+            raise DataError(f"--batch-size {self.batch}: give a number above 0")
+
+    def settings(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        """The settings that all responses of a folder share."""
+        return {
+            "checkpoint": str(fingerprint),
+            "sampling": dataclasses.asdict(self.sampling),
+            "filters": dataclasses.asdict(self.filters),
+        }
+
+    def generate(
+        self,
+        missing: Sequence[Prompt],
+        fingerprint: Fingerprint,
+        publishing: Publishing,
+        tally: StageTally,
+    ) -> None:
+        """Let workers generate responses; write and count their results."""
+        model = absolute_model(self.model)
+        options = self.options
+        worker = partial(
+            self.work.worker,
+            model,
+            self.sampling,
+            self.filters,
+            self.batch,
+            options.load,
+            options.engine,
         )
+        check = self.work.shared(model, fingerprint, some_media(missing))
+        weights = weight_bytes(self.model, options.load)
+        files = 0
+        with (
+            options.session(),
+            opened(worker, check, options, weights=weights) as workers,
+        ):
+            facts = workers.facts()
+            dataset.write_settings(self.out, facts | self.settings(fingerprint))
+            tally.started()
+            size = self.task_size or _task_size(self.batch, workers.on_gpus)
+            for done in workers.run(plan(missing, size, self.sampling.seed)):
+                rows = done.result.rows if done.result else []
+                files += dataset.write_part(self.out, done.task.name, rows)
+                if files % dataset.PACKED == 0:
+                    dataset.pack(self.out)
+                publishing.save()
+                if done.result:
+                    self.work.on_result(done.result)
+                tokens = sum(len(row.ids) for row in rows)
+                tally.add(len(rows), tokens, done.failed)
 
 
 def _task_size(batch: int | None, on_gpus: bool) -> int:
@@ -359,33 +406,39 @@ def _task_size(batch: int | None, on_gpus: bool) -> int:
 
 
 def plan(prompts: Sequence[Prompt], size: int, seed: int) -> Iterator[ResponseTask]:
-    """Tasks of `size` prompts of similar length, `scattered`: a run that is stopped has all lengths."""
+    """Tasks of `size` prompts of similar length.
+
+    They come in `scattered` order, so that an interrupted run has prompts of every length.
+    """
     facts = facts_of(prompts).select("key", "chars").with_row_index("at")
     order = facts.sort("chars", "key", descending=[True, False])["at"].to_numpy()
-    for start in (size * number for number in scattered(-(-len(order) // size))):
-        yield ResponseTask.of(
-            [prompts[int(at)] for at in order[start : start + size]], seed
-        )
+    count = -(-len(order) // size)
+    for number in scattered(count):
+        start = size * number
+        chosen = [prompts[int(row)] for row in order[start : start + size]]
+        yield ResponseTask.of(chosen, seed)
 
 
 def _summary(
     out: Path,
     prompts: Sequence[Prompt],
-    new: int,
-    failed: dict[str, str],
-    tokens: int,
+    generated: int,
+    tally: StageTally,
     seconds: float,
 ) -> ResponseSummary:
     facts = dataset.facts(out)
     kept = facts.filter("keep")
+    kept_tokens = float(kept["tokens"].to_numpy().sum())
+    mean_tokens = kept_tokens / max(1, len(kept))
+    rate = tally.tokens / seconds if tally.tokens else 0.0
     return ResponseSummary(
         out=out,
         prompts=len(prompts),
-        generated=new,
+        generated=generated,
         kept=len(kept),
         dropped=dataset.counted(facts["reason"]),
-        failed=failed,
-        mean_tokens=float(kept["tokens"].to_numpy().sum()) / max(1, len(kept)),
-        tokens_per_second=tokens / seconds if tokens else 0.0,
+        failed=tally.failed,
+        mean_tokens=mean_tokens,
+        tokens_per_second=rate,
         seconds=seconds,
     )

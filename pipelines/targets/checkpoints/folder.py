@@ -18,7 +18,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import (
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.families import FAMILIES, FamilyEntry, entry
 from vlmdistill.stores.errors import DataError, TargetError
-from vlmdistill.stores.records import read_bytes
+from vlmdistill.stores.input_files import read_bytes
 
 HUB_TIMEOUT = 5.0  # seconds until the hub counts as unreachable
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -90,25 +90,39 @@ def locate(name: str) -> CheckpointLocation:
     return CheckpointLocation(origin, config, folder, "")
 
 
-def known() -> dict[str, dict[str, Any]]:
-    """The targets that have a name; `found`: whether the weights are here, None if not even a folder is."""
-    targets: dict[str, dict[str, Any]] = {}
-    for name in (*EMBEDDED, *REGISTRY):
-        location = locate(name)
-        published = REGISTRY.get(name)
-        targets[name] = {
-            "origin": location.origin,
-            "family": FAMILIES[published.model_type].name
-            if published
-            else family_of(location.config).name,
-            "parameters": published.parameters
-            if published
-            else parameters_in(location.config.parent),
-            "folder": str(location.folder) if location.folder else None,
-            "found": None if location.folder is None else not location.lacking,
-            "lacking": location.lacking,
-        }
-    return targets
+@dataclass(frozen=True)
+class NamedTarget:
+    """A target that has a name here: what it is, and whether its weights are here."""
+
+    origin: str
+    family: str
+    parameters: int
+    folder: str | None
+    found: bool | None  # whether the weights are complete; None without a folder
+    lacking: str
+
+
+def named_targets() -> dict[str, NamedTarget]:
+    """The embedded and the published targets, by name."""
+    return {name: _named_target(name) for name in (*EMBEDDED, *REGISTRY)}
+
+
+def _named_target(name: str) -> NamedTarget:
+    location = locate(name)
+    if published := REGISTRY.get(name):
+        family = FAMILIES[published.model_type].name
+        parameters = published.parameters
+    else:
+        family = family_of(location.config).name
+        parameters = parameters_in(location.config.parent)
+    return NamedTarget(
+        origin=location.origin,
+        family=family,
+        parameters=parameters,
+        folder=str(location.folder) if location.folder else None,
+        found=None if location.folder is None else not location.lacking,
+        lacking=location.lacking,
+    )
 
 
 def cached(repository: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Runs in the engine: a KV connector that sends the rows that were asked for, sequence by sequence.
+"""Runs in the engine: a KV connector that sends the requested rows of hidden states, sequence by sequence.
 
 vLLM's method `extract_hidden_states` keeps the captured layers of all tokens in a KV cache group of their
 own, [blocks, layers, block size, D], at each step: chunks of a prompt, and tokens that are generated. When a
@@ -42,7 +42,7 @@ class Done:
 
 @dataclass
 class DoneList(KVConnectorMetadata):
-    """What the scheduler hands to the workers in one step."""
+    """The finished sequences that the scheduler hands to the workers in one step."""
 
     done: list[Done] = field(default_factory=list)
 
@@ -54,18 +54,16 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(
             vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config
         )
-        groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        groups = kv_cache_config.kv_cache_groups
         (self._group,) = (
-            i for i, names in enumerate(groups) if any(LAYER in name for name in names)
+            number for number, group in enumerate(groups) if _keeps_states(group)
         )
         spec = vllm_config.speculative_config.draft_model_config.hf_config
         self._layers = list(spec.eagle_aux_hidden_state_layer_ids)
         self._path = self._kv_transfer_config.get_from_extra_config("states", "")
         self._done: list[Done] = []  # of the scheduler
         self._cache: torch.Tensor | None = None  # of the worker
-        self._queue: queue.Queue[tuple[str, dict[str, torch.Tensor]]] = queue.Queue(
-            HELD
-        )
+        self._queue = queue.Queue[tuple[str, dict[str, torch.Tensor]]](HELD)
 
     # In the scheduler
 
@@ -87,27 +85,26 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
 
         The last token was drawn and never run: it has no state.
         """
-        asked = request.kv_transfer_params
+        wanted = request.kv_transfer_params
         prompt = list(request.prompt_token_ids)
-        ids = prompt + through_stop(
-            list(request.output_token_ids)[:-1], asked["stop_ids"]
+        response = list(request.output_token_ids)[:-1]
+        ids = prompt + through_stop(response, wanted["stop_ids"])
+        done = Done(
+            request=request.request_id,
+            key=wanted["key"],
+            ids=ids,
+            rows=wanted["rows"],
+            grown=range(len(prompt), len(ids)),
+            grows=wanted["grown"],
+            blocks=list(block_ids[self._group]),
         )
-        self._done.append(
-            Done(
-                request=request.request_id,
-                key=asked["key"],
-                ids=ids,
-                rows=asked["rows"],
-                grown=range(len(prompt), len(ids)),
-                grows=asked["grown"],
-                blocks=list(block_ids[self._group]),
-            )
-        )
+        self._done.append(done)
         return True, None
 
     def build_connector_meta(self, scheduler_output: Any) -> DoneList:
         """Hand over what was finished since the last step."""
-        done, self._done = self._done, []
+        done = self._done
+        self._done = []
         return DoneList(done)
 
     # In a worker
@@ -120,9 +117,8 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache = kv_caches[name]
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
-        threading.Thread(
-            target=self._send, args=(Channel(connection),), daemon=True
-        ).start()
+        channel = Channel(connection)
+        threading.Thread(target=self._send, args=(channel,), daemon=True).start()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded."""
@@ -155,24 +151,22 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
         return 1
 
     def _rows(self, done: Done) -> dict[str, torch.Tensor]:
-        """The asked rows [rows, D] of each asked layer, on the CPU."""
+        """The requested rows [rows, D] of each requested layer, on the CPU."""
         assert self._cache is not None
         size = self._cache.shape[2]
         blocks = torch.tensor(done.blocks)
+        grown_N = torch.tensor(done.grown, dtype=torch.long)
         rows = {"ids": torch.tensor(done.ids, dtype=torch.int32)}
         for layer, positions in done.rows.items():
-            at_N = torch.from_numpy(
+            position_N = torch.from_numpy(
                 np.frombuffer(positions, dtype=np.int32).astype(np.int64)
             )
             if layer in done.grows:
-                at_N = torch.cat([at_N, torch.tensor(done.grown, dtype=torch.long)])
-            block_N, offset_N = (
-                blocks[at_N // size].to(self._cache.device),
-                (at_N % size).to(self._cache.device),
-            )
-            rows[str(layer)] = self._cache[
-                block_N, self._layers.index(layer), offset_N
-            ].cpu()
+                position_N = torch.cat([position_N, grown_N])
+            block_N = blocks[position_N // size].to(self._cache.device)
+            offset_N = (position_N % size).to(self._cache.device)
+            number = self._layers.index(layer)
+            rows[str(layer)] = self._cache[block_N, number, offset_N].cpu()
         return rows
 
     def _send(self, channel: Channel) -> None:
@@ -188,3 +182,8 @@ class RowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Any: rows are found by block, layer and offset."""
         return None
+
+
+def _keeps_states(group: Any) -> bool:
+    """Whether a group of the KV cache has the layer that keeps states."""
+    return any(LAYER in name for name in group.layer_names)

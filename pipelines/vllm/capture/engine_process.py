@@ -40,11 +40,11 @@ Kind = TypeVar("Kind", bound=Message)
 
 @dataclass(frozen=True)
 class Captured:
-    """What the engine gives for one sequence."""
+    """The result of the engine for one sequence."""
 
     key: str
     ids_L: Tensor  # int32, as they were run
-    states: dict[int, Tensor]  # by layer, [rows, D]: the rows that were asked for
+    states: dict[int, Tensor]  # by layer, [rows, D]: the requested rows
 
 
 class EngineProcess:
@@ -61,15 +61,15 @@ class EngineProcess:
         python = engine_python()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         self._states: Channel | None = None
-        ours, theirs = socket.socketpair()
-        self._control = Channel(ours)
-        with theirs:
+        own_end, engine_end = socket.socketpair()
+        self._control = Channel(own_end)
+        with engine_end:
             self._process = launch.start(
                 python,
-                ["-m", SERVER, str(theirs.fileno())],
+                ["-m", SERVER, str(engine_end.fileno())],
                 self._log,
                 settings=SETTINGS,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[engine_end.fileno()],
             )
         try:
             # Nothing is left of the folder once the engine is connected.
@@ -120,14 +120,11 @@ class EngineProcess:
                 message, tensors = self._states.receive()
                 assert isinstance(message, States)
                 ids_L = tensors.pop("ids")
-                yield Captured(
-                    message.key,
-                    ids_L,
-                    {int(layer): rows for layer, rows in tensors.items()},
-                )
+                states = {int(layer): rows for layer, rows in tensors.items()}
+                yield Captured(message.key, ids_L, states)
 
     def chosen(self) -> dict[str, Chosen]:
-        """What follows each sequence of this run, by key."""
+        """The tokens after each sequence of this run, by key."""
         with self._failing():
             return self._answer(Finished).chosen
 
@@ -160,5 +157,6 @@ class EngineProcess:
         """Why the process ended."""
         status = self._process.wait()
         self._log.seek(0)
-        why = launch.reason(self._log.read().decode(errors="replace"), status)
-        return f"{why}; run the same command to go on" if status < 0 else why
+        log = self._log.read().decode(errors="replace")
+        reason = launch.reason(log, status)
+        return f"{reason}; run the same command to go on" if status < 0 else reason

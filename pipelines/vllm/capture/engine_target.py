@@ -1,9 +1,9 @@
-"""Capture with vLLM what the target's own `capture` gives: the same samples, checked against it.
+"""Capture with vLLM the samples that the target's own `capture` gives, and check them against it.
 
-Shapes: B samples, L positions, D hidden width, V vocabulary.
+Shapes: N rows of a feature, L positions, R tokens of a response, D hidden width, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -23,16 +23,10 @@ from vlmdistill.stores.errors import PromptError, TargetError
 from vlmdistill.stores.loader.tensors import as_numpy, as_torch
 from vlmdistill.stores.schema import Array, Feature, Sample, Span
 
-ALLOWED = {
-    "float32": 1e-3,
-    "bfloat16": 5e-2,
-    "float16": 5e-2,
-}  # relative difference of states or logits
-LOGPROBS = {
-    "float32": 1e-3,
-    "bfloat16": 0.1,
-    "float16": 0.1,
-}  # mean difference over a response
+ALLOWED = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
+"""Relative difference of states or logits, by dtype."""
+LOGPROBS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+"""Mean difference of log-probabilities over a response, by dtype."""
 HIDDEN_TEXT = Feature("hidden", "text")
 ADVICE = "capture this target with --engine transformers"
 
@@ -48,17 +42,19 @@ class EngineTarget:
     ) -> None:
         self._target = target
         self._features = sorted(features)
-        last = (
-            target.info.num_layers
-        )  # the number that vLLM gives to the output of the last layer
-        taps = tapped({feature.source for feature in self._features}, last)
-        self._layer_of = {
-            source: layer for layer, sources in taps.items() for source in sources
-        }
-        self._layer_of["hidden"] = last  # the last row is checked, whatever is stored
-        self._grown = {
-            self._layer_of[f.source] for f in self._features if f.where == "text"
-        } | {last}
+        # vLLM gives this number to the output of the last layer.
+        last = target.info.num_layers
+        sources = {feature.source for feature in self._features}
+        self._layer_of = dict[str, int]()
+        for layer, tapped_sources in tapped(sources, last).items():
+            self._layer_of |= dict.fromkeys(tapped_sources, layer)
+        # The last state is checked, whatever is stored.
+        self._layer_of["hidden"] = last
+        # Layers that keep the positions of a response as it is generated.
+        self._grown = {last}
+        for feature in self._features:
+            if feature.where == "text":
+                self._grown.add(self._layer_of[feature.source])
         layers = tuple(sorted(set(self._layer_of.values()))) if features else ()
         devices = max(1, torch.cuda.device_count())
         self._engine = EngineProcess(
@@ -82,19 +78,18 @@ class EngineTarget:
         TargetError when the engine ran other tokens, when its states do not give its own greedy token, and
         when a sequence does not fit into its KV cache.
         """
-        transcripts = {
-            key: Transcript.of(prompt, response)
-            for key, prompt, response in zip(keys, prompts, responses, strict=True)
-        }
+        transcripts = dict[str, Transcript]()
+        for key, prompt, response in zip(keys, prompts, responses, strict=True):
+            transcripts[key] = Transcript.of(prompt, response)
         self._check_lengths(transcripts.values())
-        for (key, transcript), prompt in zip(transcripts.items(), prompts, strict=True):
-            self._submit(key, transcript, prompt, Draw(max_tokens=0))
+        for key, prompt in zip(keys, prompts, strict=True):
+            self._submit(key, transcripts[key], prompt, Draw(max_tokens=0))
         samples = dict[str, Sample]()
 
         def receive(captured: Captured) -> Tensor:
-            samples[captured.key], last_1D = self._sample(
-                captured, transcripts[captured.key], dtype
-            )
+            transcript = transcripts[captured.key]
+            sample, last_1D = self._sample(captured, transcript, dtype)
+            samples[captured.key] = sample
             return last_1D
 
         self._run(len(keys), receive)
@@ -117,49 +112,52 @@ class EngineTarget:
         `keep` is called with each as it is done, in any order. TargetError as from both, and when one sample
         is not what `target` captures: what was kept in this call is then not to be used.
         """
-        by_key, checked = dict(zip(keys, prompts, strict=True)), keys[_telling(prompts)]
-        self._check_lengths(map(Transcript.of, prompts), 2)
-        for at, (key, prompt) in enumerate(by_key.items()):
+        by_key = dict(zip(keys, prompts, strict=True))
+        checked_key = keys[_to_check(prompts)]
+        self._check_lengths(map(Transcript.of, prompts), drawn=2)
+        for number, (key, prompt) in enumerate(by_key.items()):
             draw = Draw(
                 max_tokens=max_new_tokens,
                 temperature=temperature,
                 top_p=top_p,
-                seed=seed + at,
+                seed=seed + number,
                 stop_ids=self._target.info.eos_ids,
             )
             self._submit(key, Transcript.of(prompt), prompt, draw, grown=True)
-        telling = list[Sample]()
+        checked_samples = list[Sample]()
 
         def receive(captured: Captured) -> Tensor:
             prompt = by_key[captured.key]
-            response = self._target.response(captured.ids_L[prompt.length :].tolist())
-            sample, last_1D = self._sample(
-                captured, Transcript.of(prompt, response.ids), dtype
-            )
-            if captured.key == checked:
-                telling.append(sample)
+            response_ids = captured.ids_L[prompt.length :].tolist()
+            response = self._target.response(response_ids)
+            transcript = Transcript.of(prompt, response.ids)
+            sample, last_1D = self._sample(captured, transcript, dtype)
+            if captured.key == checked_key:
+                checked_samples.append(sample)
             keep(captured.key, response, sample)
             return last_1D
 
-        chosen = self._run(len(keys), receive)[checked]
-        self._check_logprobs(by_key[checked], chosen)
-        self.check([by_key[checked]], [chosen.ids], telling, dtype)
+        chosen = self._run(len(keys), receive)[checked_key]
+        checked_prompt = by_key[checked_key]
+        self._check_logprobs(checked_prompt, chosen)
+        self.check([checked_prompt], [chosen.ids], checked_samples, dtype)
 
     def _run(
         self, sequences: int, receive: Callable[[Captured], Tensor]
     ) -> dict[str, Chosen]:
         """Run what was submitted. `receive` gets each sequence and returns its last state, to be checked."""
-        last, failed = dict[str, Tensor](), list[Exception]()
+        last_states = dict[str, Tensor]()
+        errors = list[Exception]()
         self._engine.run()
         for captured in self._engine.states(sequences):
             try:
-                last[captured.key] = receive(captured)
+                last_states[captured.key] = receive(captured)
             except Exception as error:  # noqa: BLE001 - the others have to be received all the same
-                failed.append(error)
+                errors.append(error)
         chosen = self._engine.chosen()
-        if failed:
-            raise failed[0]
-        for key, last_1D in last.items():
+        if errors:
+            raise errors[0]
+        for key, last_1D in last_states.items():
             self._check_greedy(key, last_1D, chosen[key].greedy)
         return chosen
 
@@ -176,28 +174,27 @@ class EngineTarget:
 
         TargetError when the log-probabilities of one response are not those that `target` gives.
         """
-        checked = _telling(prompts)
+        checked = _to_check(prompts)
         transcripts = [Transcript.of(prompt) for prompt in prompts]
         self._check_lengths(transcripts)
-        for at, (prompt, transcript) in enumerate(
+        for number, (prompt, transcript) in enumerate(
             zip(prompts, transcripts, strict=True)
         ):
             draw = Draw(
                 max_tokens=max_new_tokens,
                 temperature=temperature,
                 top_p=top_p,
-                seed=seed + at,
+                seed=seed + number,
                 stop_ids=self._target.info.eos_ids,
-                logprobs=at == checked,
+                logprobs=number == checked,
             )
-            self._submit(str(at), transcript, prompt, draw)
+            self._submit(str(number), transcript, prompt, draw)
         self._engine.run()
-        chosen = self._engine.chosen()
-        self._check_logprobs(prompts[checked], chosen[str(checked)])
+        by_key = self._engine.chosen()
+        chosen = [by_key[str(number)] for number in range(len(prompts))]
+        self._check_logprobs(prompts[checked], chosen[checked])
         self._check_repeated(prompts, transcripts, chosen)
-        return [
-            self._target.response(chosen[str(at)].ids) for at in range(len(prompts))
-        ]
+        return [self._target.response(tokens.ids) for tokens in chosen]
 
     def check(
         self,
@@ -207,25 +204,24 @@ class EngineTarget:
         dtype: str,
     ) -> None:
         """Compare one sample with the target's own capture; TargetError when they differ beyond rounding."""
-        at = _telling(prompts)
-        sample = samples[at]
-        (own,) = self._target.capture(
-            [prompts[at]], [responses[at]], self._features, dtype, [sample.key]
+        number = _to_check(prompts)
+        sample = samples[number]
+        (expected,) = self._target.capture(
+            [prompts[number]], [responses[number]], self._features, dtype, [sample.key]
         )
+        allowed = max(ALLOWED[dtype], ALLOWED[self._target.dtype_name])
         for feature in self._features:
-            mine_ND, theirs_ND = (
-                as_torch(s.features[feature], dtype).float() for s in (sample, own)
-            )
-            if not len(theirs_ND):
+            state_ND = as_torch(sample.features[feature], dtype).float()
+            expected_ND = as_torch(expected.features[feature], dtype).float()
+            if not len(expected_ND):
                 continue
-            difference_N = (mine_ND - theirs_ND).norm(dim=1) / theirs_ND.norm(
-                dim=1
-            ).clamp_min(1e-30)
-            worst, allowed = float(difference_N.mean()), self._allowed(dtype)
-            if not worst <= allowed:
+            length_N = expected_ND.norm(dim=1).clamp_min(1e-30)
+            difference_N = (state_ND - expected_ND).norm(dim=1) / length_N
+            mean = float(difference_N.mean())
+            if not mean <= allowed:
                 raise TargetError(
                     f"sample {sample.key}: {feature.name} differs from the capture with transformers by "
-                    f"{worst:.2g} of a row's length (allowed {allowed:g}): {ADVICE}"
+                    f"{mean:.2g} of a row's length (allowed {allowed:g}): {ADVICE}"
                 )
 
     def close(self) -> None:
@@ -233,13 +229,14 @@ class EngineTarget:
         self._engine.close()
 
     def _check_lengths(self, transcripts: Iterable[Transcript], drawn: int = 1) -> None:
-        """PromptError if a sequence does not fit with the tokens that are drawn at least."""
+        """PromptError if a sequence does not fit with at least `drawn` tokens after it."""
         most = self._engine.max_length - drawn
-        for at, transcript in enumerate(transcripts):
-            if (length := len(transcript.ids_L)) > most:
+        for number, transcript in enumerate(transcripts):
+            length = len(transcript.ids_L)
+            if length > most:
                 raise PromptError(
                     f"a sequence has {length} tokens, and vLLM takes {most} at most: use a larger GPU",
-                    at,
+                    number,
                 )
 
     def _submit(
@@ -250,38 +247,36 @@ class EngineTarget:
         draw: Draw,
         grown: bool = False,
     ) -> None:
-        """Hand over a sequence. `grown`: what is drawn after it is kept as well."""
-        rows = self._positions(transcript) if self._features else {}
-        visual = {
-            name: value.to(self._target.dtype)
-            if name.startswith("pixel_values")
-            else value
-            for name, value in prompt.inputs.items()
-        }
+        """Hand over a sequence. `grown`: the states of tokens drawn after it are kept as well."""
+        rows = dict[int, bytes]()
+        if self._features:
+            for layer, position_N in self._positions(transcript).items():
+                rows[layer] = position_N.numpy().astype(np.int32).tobytes()
+        tensors = {ROPE: transcript.rope_AL}
+        for name, value in prompt.inputs.items():
+            is_pixels = name.startswith("pixel_values")
+            tensors[name] = value.to(self._target.dtype) if is_pixels else value
         sequence = Submit(
             key=key,
             ids=transcript.ids_L.tolist(),
             media=media_of(prompt),
-            rows={
-                layer: at_N.numpy().astype(np.int32).tobytes()
-                for layer, at_N in rows.items()
-            },
+            rows=rows,
             grown=tuple(self._grown) if grown else (),
             draw=draw,
         )
-        self._engine.submit(sequence, {ROPE: transcript.rope_AL, **visual})
+        self._engine.submit(sequence, tensors)
 
     def _positions(self, transcript: Transcript) -> dict[int, Tensor]:
-        """The positions to keep of each layer, sorted: the union of what its features need."""
-        parts = {
-            self._layer_of["hidden"]: [transcript.positions("text")]
-        }  # the last of them is checked
+        """The positions to keep of each layer, sorted: the union of those that its features need."""
+        last = self._layer_of["hidden"]
+        by_layer = {last: [transcript.positions("text")]}  # the last one is checked
         for feature in self._features:
-            parts.setdefault(self._layer_of[feature.source], []).append(
-                transcript.positions(feature.where)
-            )
+            layer = self._layer_of[feature.source]
+            positions = transcript.positions(feature.where)
+            by_layer.setdefault(layer, []).append(positions)
         return {
-            layer: torch.unique(torch.cat(places)) for layer, places in parts.items()
+            layer: torch.unique(torch.cat(positions))
+            for layer, positions in by_layer.items()
         }
 
     def _sample(
@@ -292,31 +287,32 @@ class EngineTarget:
             raise TargetError(
                 f"sample {captured.key}: vLLM ran other tokens than were sent"
             )
-        kept = self._positions(transcript)
+        positions = self._positions(transcript)
+        for layer, position_N in positions.items():
+            if len(captured.states[layer]) != len(position_N):
+                raise TargetError(
+                    f"sample {captured.key}: vLLM sent other rows than were asked for"
+                )
         states = {
             source: captured.states[layer] for source, layer in self._layer_of.items()
         }
-        if any(
-            len(captured.states[layer]) != len(places) for layer, places in kept.items()
-        ):
-            raise TargetError(
-                f"sample {captured.key}: vLLM sent other rows than were asked for"
-            )
         states["hidden"] = self._target.norm(states["hidden"])
         rows = dict[Feature, Array]()
         for feature in self._features:
-            at = torch.searchsorted(
-                kept[self._layer_of[feature.source]],
+            row_N = torch.searchsorted(
+                positions[self._layer_of[feature.source]],
                 transcript.positions(feature.where),
             )
-            rows[feature] = as_numpy(states[feature.source][at].to(DTYPES[dtype]))
+            state_ND = states[feature.source][row_N].to(DTYPES[dtype])
+            rows[feature] = as_numpy(state_ND)
         return transcript.sample(captured.key, rows), states["hidden"][-1:].clone()
 
     def _check_greedy(self, key: str, last_1D: Tensor, token: int) -> None:
         """The LM head turns the last state into the token that the engine chose, or one as likely."""
         logits_V = self._target.logits(last_1D)[0]
-        short = float(logits_V.max() - logits_V[token])
-        if not short <= ALLOWED[self._target.dtype_name] * float(logits_V.abs().max()):
+        difference = float(logits_V.max() - logits_V[token])
+        relative = ALLOWED[self._target.dtype_name]
+        if not difference <= relative * float(logits_V.abs().max()):
             raise TargetError(
                 f"sample {key}: vLLM continues with token {token}, and its captured state says "
                 f"{int(logits_V.argmax())}: {ADVICE}"
@@ -326,44 +322,44 @@ class EngineTarget:
         self,
         prompts: Sequence[EncodedPrompt],
         transcripts: Sequence[Transcript],
-        chosen: Mapping[str, Chosen],
+        chosen: Sequence[Chosen],
     ) -> None:
         """The argmax of logits that are not finite is token 0, for ever: such responses are checked.
 
         PromptError for the first prompt whose states are not finite, TargetError as from `generate`.
         """
-        repeated = [at for at in range(len(prompts)) if not any(chosen[str(at)].ids)]
-        for at in repeated:
+        repeated = [
+            number for number, tokens in enumerate(chosen) if not any(tokens.ids)
+        ]
+        if not repeated:
+            return
+        for number in repeated:
             draw = Draw(max_tokens=1, stop_ids=self._target.info.eos_ids, logprobs=True)
-            self._submit(str(at), transcripts[at], prompts[at], draw)
-        if repeated:
-            self._engine.run()
-            first = self._engine.chosen()
-            for at in repeated:
-                self._check_logprobs(prompts[at], first[str(at)])
+            self._submit(str(number), transcripts[number], prompts[number], draw)
+        self._engine.run()
+        drawn_again = self._engine.chosen()
+        for number in repeated:
+            self._check_logprobs(prompts[number], drawn_again[str(number)])
 
     def _check_logprobs(self, prompt: EncodedPrompt, chosen: Chosen) -> None:
         """The target gives the chosen tokens the log-probabilities that the engine gives them."""
         (sample,) = self._target.capture(
             [prompt], [chosen.ids], [HIDDEN_TEXT], "float32"
         )
-        hidden_ND = as_torch(sample.features[HIDDEN_TEXT], "float32").to(
-            self._target.dtype
-        )
+        hidden_ND = as_torch(sample.features[HIDDEN_TEXT], "float32")
+        hidden_ND = hidden_ND.to(self._target.dtype)
         self._target.check_finite(hidden_ND[-1:])
-        logits_RV = self._target.logits(hidden_ND[-len(chosen.ids) - 1 : -1])
-        own_R = logits_RV.log_softmax(-1).gather(1, torch.tensor(chosen.ids)[:, None])[
-            :, 0
-        ]
-        worst = float((own_R - torch.tensor(chosen.logprobs)).abs().mean())
-        if not worst <= (allowed := LOGPROBS[self._target.dtype_name]):
+        predicting_RD = hidden_ND[-len(chosen.ids) - 1 : -1]
+        logprob_RV = self._target.logits(predicting_RD).log_softmax(-1)
+        ids_R = torch.tensor(chosen.ids)
+        expected_R = logprob_RV.gather(1, ids_R[:, None])[:, 0]
+        mean = float((expected_R - torch.tensor(chosen.logprobs)).abs().mean())
+        allowed = LOGPROBS[self._target.dtype_name]
+        if not mean <= allowed:
             raise TargetError(
-                f"vLLM gives its tokens log-probabilities that differ by {worst:.2g} from those of "
+                f"vLLM gives its tokens log-probabilities that differ by {mean:.2g} from those of "
                 f"transformers (allowed {allowed:g}): use --engine transformers for this target"
             )
-
-    def _allowed(self, dtype: str) -> float:
-        return max(ALLOWED[dtype], ALLOWED[self._target.dtype_name])
 
 
 def loaded(model: str, how: Options, engine: EngineName) -> TargetModel:
@@ -378,11 +374,13 @@ def loaded(model: str, how: Options, engine: EngineName) -> TargetModel:
     )
 
 
-def _telling(prompts: Sequence[EncodedPrompt]) -> int:
-    """Which prompt to check: the shortest that shows something, else the shortest."""
-    return min(
-        range(len(prompts)), key=lambda at: (not prompts[at].spans, prompts[at].length)
-    )
+def _to_check(prompts: Sequence[EncodedPrompt]) -> int:
+    """The number of the prompt to check: the shortest with an image or video, else the shortest."""
+
+    def rank(number: int) -> tuple[bool, int]:
+        return not prompts[number].spans, prompts[number].length
+
+    return min(range(len(prompts)), key=rank)
 
 
 def media_of(prompt: EncodedPrompt) -> tuple[Medium, ...]:
@@ -393,16 +391,18 @@ def media_of(prompt: EncodedPrompt) -> tuple[Medium, ...]:
         if _kind(prompt, span) == IMAGE
     ]
     runs = [span for span in prompt.spans if _kind(prompt, span) == VIDEO]
+    # Where a video's frames are apart, it has as many runs; else one.
     frames = [int(grid[0]) for grid in prompt.inputs.get("video_grid_thw", ())]
     counts = frames if sum(frames) == len(runs) else [1] * len(runs)
     for count in counts:
-        first, last, runs = runs[0], runs[count - 1], runs[count:]
+        first = runs[0]
+        last = runs[count - 1]
+        runs = runs[count:]
         end = last.start + last.length
-        mask = (
-            (prompt.kind_L[first.start : end] == VIDEO).numpy().tobytes()
-            if count > 1
-            else b""
-        )
+        mask = b""
+        if count > 1:
+            is_visual_L = prompt.kind_L[first.start : end] == VIDEO
+            mask = is_visual_L.numpy().tobytes()
         media.append(Medium("video", first.start, end - first.start, mask))
     return tuple(sorted(media, key=lambda medium: medium.start))
 

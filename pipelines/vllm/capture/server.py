@@ -69,9 +69,8 @@ class VllmEngine:
         self._engine = LLMEngine.from_engine_args(arguments)
         self._engine.apply_model(take_positions)
         self._captures = bool(start.layers)
-        self._positions = dict[
-            str, torch.Tensor
-        ]()  # of the sequences that were submitted
+        # Of the sequences that were submitted.
+        self._positions = dict[str, torch.Tensor]()
         self._drawn = dict[str, Drawn]()
         self._processor = MULTIMODAL_REGISTRY.create_processor(
             self._engine.model_config
@@ -83,11 +82,25 @@ class VllmEngine:
         return int(self._engine.model_config.max_model_len)
 
     def submit(self, sequence: Submit, visual: dict[str, torch.Tensor]) -> None:
-        """Queue a sequence, as our processor made it: vLLM's own is not asked."""
+        """Queue a sequence as our processor prepared it; vLLM's own processor is not used."""
         self._positions[sequence.key] = visual.pop(ROPE)
+        self._drawn[sequence.key] = Drawn(frozenset(sequence.draw.stop_ids))
+        prompt = self._input(sequence, visual)
+        self._engine.add_request(sequence.key, prompt, self._sampling(sequence))
+
+    def _sampling(self, sequence: Submit) -> SamplingParams:
+        """The parameters of vLLM for a sequence, and what our connector is to keep of it."""
         draw = sequence.draw
-        self._drawn[sequence.key] = Drawn(frozenset(draw.stop_ids))
-        parameters = SamplingParams(
+        logprobs = 0 if draw.logprobs else None
+        if self._captures:
+            logprobs = 1
+        for_connector = {
+            "key": sequence.key,
+            "rows": sequence.rows,
+            "grown": sequence.grown,
+            "stop_ids": draw.stop_ids,
+        }
+        return SamplingParams(
             temperature=draw.temperature,
             top_p=draw.top_p,
             # vLLM 0.32 rewinds a sequence's generator after a chunk, which those of a CPU cannot.
@@ -95,20 +108,10 @@ class VllmEngine:
             max_tokens=draw.max_tokens + self._captures,
             ignore_eos=True,
             stop_token_ids=[] if self._captures else list(draw.stop_ids),
-            logprobs=1 if self._captures else 0 if draw.logprobs else None,
+            logprobs=logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={
-                "kv_transfer_params": {
-                    "key": sequence.key,
-                    "rows": sequence.rows,
-                    "grown": sequence.grown,
-                    "stop_ids": draw.stop_ids,
-                }
-            },
-        )
-        self._engine.add_request(
-            sequence.key, self._input(sequence, visual), parameters
+            extra_args={"kv_transfer_params": for_connector},
         )
 
     def run(self) -> dict[str, Chosen]:
@@ -119,22 +122,23 @@ class VllmEngine:
         # The connector gets its last sequences in a step after they finished.
         while self._engine.has_unfinished_requests() or core.scheduler.has_requests():
             for output in self._engine.step():
-                one = self._drawn[output.request_id]
-                one.add(output.outputs[0])
-                if self._captures and one.stopped and not output.finished:
+                drawn = self._drawn[output.request_id]
+                drawn.add(output.outputs[0])
+                if self._captures and drawn.stopped and not output.finished:
                     self._engine.abort_request([output.request_id])
-        drawn, self._drawn = self._drawn, {}
-        return {key: one.chosen(self._captures) for key, one in drawn.items()}
+        chosen = {
+            key: drawn.chosen(self._captures) for key, drawn in self._drawn.items()
+        }
+        self._drawn = {}
+        return chosen
 
     def _input(self, sequence: Submit, visual: dict[str, Any]) -> Any:
         if not sequence.media:
             return tokens_input(sequence.ids)
-        if (
-            frames := visual.pop("video_frames", None)
-        ) is not None:  # LLaVA-OneVision: of each video
-            visual["pixel_values_videos"] = visual["pixel_values_videos"].split(
-                frames.tolist()
-            )
+        frames = visual.pop("video_frames", None)
+        if frames is not None:  # LLaVA-OneVision: of each video
+            pixels = visual["pixel_values_videos"]
+            visual["pixel_values_videos"] = pixels.split(frames.tolist())
         inputs = BatchFeature(visual)
         fields = self._processor._get_mm_fields_config(inputs, {})
         ranges: dict[str, list[PlaceholderRange]] = {}
@@ -152,21 +156,22 @@ class VllmEngine:
 
 def capturing(start: Start) -> dict[str, Any]:
     """Arguments that make vLLM capture the inputs of layers and hand them to our connector."""
+    layers = {"eagle_aux_hidden_state_layer_ids": list(start.layers)}
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": layers},
+    }
+    transfer = {
+        "kv_connector": "RowConnector",
+        "kv_connector_module_path": "vlmdistill.pipelines.vllm.capture.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"states": start.states},
+    }
     return {
         "scheduler_cls": UndraftedScheduler,
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {
-                "hf_config": {"eagle_aux_hidden_state_layer_ids": list(start.layers)}
-            },
-        },
-        "kv_transfer_config": {
-            "kv_connector": "RowConnector",
-            "kv_connector_module_path": "vlmdistill.pipelines.vllm.capture.connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"states": start.states},
-        },
+        "speculative_config": speculative,
+        "kv_transfer_config": transfer,
     }
 
 
@@ -176,40 +181,40 @@ class Drawn:
     def __init__(self, stop_ids: frozenset[int]) -> None:
         self._stop_ids = stop_ids
         self._ids: list[int] = []
-        self._logprobs: list[
-            dict[int, Any]
-        ] = []  # of each token, and of the most likely one
-        self.stopped = (
-            False  # the token that ends the response was run: its state is kept
-        )
+        # Of each token, and of the most likely one.
+        self._logprobs: list[dict[int, Any]] = []
+        self.stopped = False
+        """The token that ends the response was run: its state is kept."""
 
     def add(self, output: Any) -> None:
-        """The tokens of one step."""
-        run = max(0, len(self._ids) - 1)  # tokens that were inputs of earlier steps
+        """Add the tokens of one step."""
+        inputs = max(0, len(self._ids) - 1)  # tokens that earlier steps have run
         self._ids += output.token_ids
         self._logprobs += output.logprobs or ()
-        self.stopped |= not self._stop_ids.isdisjoint(self._ids[run:-1])
+        self.stopped |= not self._stop_ids.isdisjoint(self._ids[inputs:-1])
 
     def chosen(self, captured: bool) -> Chosen:
-        """The response, and what is most likely after it if it was captured."""
+        """The response, and if it was captured, the most likely token after it."""
+        # An engine that captures has drawn one token more, see `Draw`.
         ids = through_stop(self._ids[:-1] if captured else self._ids, self._stop_ids)
         logprobs = [
-            of[token].logprob for of, token in zip(self._logprobs, ids, strict=False)
+            candidates[token].logprob
+            for candidates, token in zip(self._logprobs, ids, strict=False)
         ]
-        after = self._logprobs[len(ids)] if captured else {}
-        return Chosen(
-            ids,
-            logprobs,
-            max(after, key=lambda token: after[token].logprob, default=-1),
-        )
+        greedy = -1
+        if captured:
+            greedy = _most_likely(self._logprobs[len(ids)])
+        return Chosen(ids, logprobs, greedy)
+
+
+def _most_likely(candidates: dict[int, Any]) -> int:
+    return max(candidates, key=lambda token: candidates[token].logprob, default=-1)
 
 
 def _range(medium: Medium) -> PlaceholderRange:
-    mask = (
-        torch.frombuffer(bytearray(medium.mask), dtype=torch.bool)
-        if medium.mask
-        else None
-    )
+    mask = None
+    if medium.mask:
+        mask = torch.frombuffer(bytearray(medium.mask), dtype=torch.bool)
     return PlaceholderRange(medium.start, medium.length, mask)
 
 

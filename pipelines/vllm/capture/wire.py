@@ -22,9 +22,8 @@ class Start(Struct, frozen=True, tag=True, kw_only=True):
 
     folder: str
     dtype: str
-    layers: tuple[
-        int, ...
-    ]  # whose inputs are captured; the number of layers stands for the last output
+    layers: tuple[int, ...]
+    """Whose inputs are captured; the number of layers stands for the last output."""
     batch_tokens: int  # in one forward pass
     tensor_parallel: int
     states: str  # path of the socket that states are sent to
@@ -74,9 +73,8 @@ class Submit(Struct, frozen=True, tag=True, kw_only=True):
     ids: list[int]
     media: tuple[Medium, ...]
     rows: dict[int, bytes]  # layer -> positions to keep, int32
-    grown: tuple[
-        int, ...
-    ] = ()  # layers that keep the positions of the response as well
+    grown: tuple[int, ...] = ()
+    """Layers that keep the positions of the response as well."""
     draw: Draw
 
 
@@ -114,7 +112,7 @@ Message: TypeAlias = Start | Ready | Failed | Submit | RunAll | States | Finishe
 
 
 class Header(Struct, frozen=True, array_like=True):
-    """What precedes the bytes of the tensors: their names, dtypes and shapes."""
+    """Precedes the bytes of the tensors: the message, and their names, dtypes and shapes."""
 
     message: Message
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -130,8 +128,8 @@ class Channel:
         """Send a message with its tensors, which are on the CPU; OSError when the other side is gone."""
         named = {name: tensor.contiguous() for name, tensor in (tensors or {}).items()}
         shapes = tuple(
-            (name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
-            for name, t in named.items()
+            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in named.items()
         )
         header = msgspec.msgpack.encode(Header(message, shapes))
         self._socket.sendall(LENGTH.pack(len(header)) + header)

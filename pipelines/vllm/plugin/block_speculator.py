@@ -1,6 +1,6 @@
 """Speculators of block drafters whose context is text alone, on vLLM's V2 runner.
 
-Shapes: N rows of a step, K rows that are kept, D hidden.
+Shapes: N rows of a step, K rows that are kept, D hidden, S the states of several layers side by side.
 """
 
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -19,24 +18,24 @@ from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
 from vlmdistill.pipelines.vllm.plugin.feeder import Feeder
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
 from vlmdistill.pipelines.vllm.plugin.served_model import BesideAnyTarget
-from vlmdistill.pipelines.vllm.plugin.speculator import reading, without_dropped
+from vlmdistill.pipelines.vllm.plugin.speculator import (
+    WithoutGraphs,
+    feed_batch,
+    without_dropped,
+)
 
 
-class _TextContext(DFlashSpeculator):
+class _TextContext(WithoutGraphs, DFlashSpeculator):
     """Leaves the states of visual tokens out before vLLM writes the context, so that positions have no gaps.
 
-    All that vLLM drafts from are arguments of `propose`. The drafter runs without CUDA graphs, some of which
-    read the target's states themselves.
+    The arguments of `propose` are all that vLLM drafts from. The drafter runs without CUDA graphs, some of
+    which read the target's states themselves.
     """
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter."""
         super().load_model(target_model)
         self._feeder = Feeder(TextStates(), self.device)
-
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """No graphs."""
-        super().init_cudagraph_manager(CUDAGraphMode.NONE)
 
     def propose(
         self,
@@ -51,26 +50,16 @@ class _TextContext(DFlashSpeculator):
     ) -> Tensor:
         """Draft a block from the states of text."""
         if aux_hidden_states and self.model_state.supports_mm_inputs and not dummy_run:
-            batch, shown = input_batch, self.model_state.encoder_cache.mm_features
-            fused_ND = self.model.combine_hidden_states(
-                torch.cat(aux_hidden_states, dim=-1)
-            )
-            context_ND = fused_ND[: batch.num_tokens].clone()
-            feed = self._feeder.feed(
-                reading(batch, shown),
-                batch.query_start_loc_np[: batch.num_reqs + 1].tolist(),
-                batch.positions[: batch.num_tokens],
-                context_ND,
-                None,
-                {},
-                shown,
+            states_NS = torch.cat(aux_hidden_states, dim=-1)
+            fused_ND = self.model.combine_hidden_states(states_NS)
+            last_hidden_states = fused_ND[: input_batch.num_tokens].clone()
+            aux_hidden_states = None
+            feed = feed_batch(
+                self._feeder, input_batch, self.model_state, last_hidden_states, None
             )
             if feed is not None:
-                input_batch, context_ND = (
-                    without_dropped(batch, feed),
-                    context_ND[feed.kept_K],
-                )
-            last_hidden_states, aux_hidden_states = context_ND, None
+                input_batch = without_dropped(input_batch, feed)
+                last_hidden_states = last_hidden_states[feed.kept_K]
         drafted: Tensor = super().propose(
             input_batch,
             attn_metadata,
@@ -97,7 +86,7 @@ class TextDFlashSpeculator(_TextContext, ChosenDFlashSpeculator):
 
 
 class ChosenDSparkSpeculator(BesideAnyTarget, DSparkSpeculator):
-    """The same for DSpark."""
+    """vLLM's speculator for its own DSpark drafters, and `TextDSparkSpeculator` for those of text alone."""
 
     def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenDSparkSpeculator":
         """Choose by the drafter's folder."""
@@ -114,6 +103,6 @@ def _reads_text(vllm_config: VllmConfig) -> bool:
 
 
 def put_block_speculators() -> None:
-    """Put these in the place of vLLM's, which `init_speculator` looks up when it needs one."""
+    """Replace vLLM's classes by these: `init_speculator` looks them up when it needs one."""
     dflash.DFlashSpeculator = ChosenDFlashSpeculator
     dspark.DSparkSpeculator = ChosenDSparkSpeculator

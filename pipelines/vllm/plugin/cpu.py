@@ -1,4 +1,4 @@
-"""Runs in vLLM: repairs of what it does otherwise on a CPU, in 0.31 and 0.32.
+"""Runs in vLLM: repairs of three faults that 0.31 and 0.32 have on a CPU.
 
 Two faults of `apply_sampling_constraints` (v1/sample/rejection_sampler.py). `_expand_kernel_impl`
 (utils/cpu_triton_utils.py) writes the temperature, top-k and top-p of drafted tokens into a copy of its
@@ -22,7 +22,7 @@ Filter = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 def constraints(top_k_top_p: Filter) -> Callable[[Tensor, Tensor, Any], Tensor]:
-    """What takes the place of `apply_sampling_constraints`, around vLLM's own filter of top-k and top-p."""
+    """The replacement of `apply_sampling_constraints`, around vLLM's own filter of top-k and top-p."""
 
     def apply(logits_NV: Tensor, end_B: Tensor, sampling: Any) -> Tensor:
         """The logits of drafted tokens, [N, V], as their requests sample; those of each end at `end_B`."""
@@ -36,17 +36,17 @@ def constraints(top_k_top_p: Filter) -> Callable[[Tensor, Tensor, Any], Tensor]:
                 return None
             return value_B.repeat_interleave(count_B, output_size=len(logits_NV))
 
-        heat_N = each(torch.where(sampling.temperature == 0, 1.0, sampling.temperature))
+        heat_B = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)
+        heat_N = each(heat_B)
         assert heat_N is not None
-        return top_k_top_p(
-            logits_NV.div_(heat_N[:, None]), each(sampling.top_k), each(sampling.top_p)
-        )
+        logits_NV.div_(heat_N[:, None])
+        return top_k_top_p(logits_NV, each(sampling.top_k), each(sampling.top_p))
 
     return apply
 
 
 def normed_keys(model: Any, key_LTKd: Tensor) -> Tensor:
-    """What takes the place of `_normalize_context_k`: the keys of each layer by its own weight."""
+    """The replacement of `_normalize_context_k`: normalises the keys of each layer by its own weight."""
     weight_Ld: Tensor = model._k_norm_weights
     normed_LTKd = torch.nn.functional.rms_norm(
         key_LTKd, key_LTKd.shape[-1:], eps=model._rms_norm_eps

@@ -1,7 +1,7 @@
-"""Which entries of a prompt a drafter has when visual tokens are dropped, and what each is made of.
+"""Which entries of a prompt a drafter has when visual tokens are dropped, and the state of each.
 
 In vLLM, entry t pairs the embedding of token t + 1 with the target's state of token t.
-Shapes: P prompt tokens, N rows of one step of a request.
+Shapes: P prompt tokens, C compressed entries of an image, N rows of one step of a request.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from vlmdistill.drafters.core.config import ModelConfig
 
 
 class Fed(Protocol):
-    """What decides on the entries of a prompt: an `EagleDrafter`, or `TextStates`."""
+    """Decides on the entries of a prompt: an `EagleDrafter`, or `TextStates`."""
 
     config: ModelConfig
 
@@ -93,42 +93,44 @@ class EntryMap:
         drafter: Fed,
         images: Sequence[Shown] = (),
     ) -> "EntryMap":
-        """Drop the entries of visual tokens, but those that carry what `drafter` leaves of `images`.
+        """Drop the entries of visual tokens, except rows that carry the compressed entries of `images`.
 
-        If it reads no visual states, the first token after an image is paired with the state of the last
-        text token before it, and dropped where no text comes before.
+        If the drafter reads no visual states, the first token after an image is paired with the state of the
+        last text token before it, and dropped where no text comes before.
         """
+        # The state of each entry: its own, or that of the last text token.
         own_P = np.arange(len(visual_P))
-        text_P = (
-            own_P if drafter.after_image == "visual" else np.where(visual_P, -1, own_P)
-        )
+        text_P = own_P
+        if drafter.after_image == "text":
+            text_P = np.where(visual_P, -1, own_P)
         source_P = np.maximum.accumulate(text_P)
+
+        # An entry is kept if its embedding, of the next token, is text, and if it has a state.
         next_is_visual_P = np.append(visual_P, False)[1:]
         kept_P = ~next_is_visual_P & (source_P >= 0)
-        query_P, turned_P = np.full_like(own_P, -1), np.zeros_like(own_P)
+
+        # Rows of images that carry compressed entries are kept as well.
+        query_P = np.full_like(own_P, -1)
+        turned_P = np.zeros_like(own_P)
         if drafter.compresses is not None:
-            for start, length in images:
-                # The last rows of an image carry its entries: by then all its states are known.
-                (place_C,) = drafter.places(
-                    torch.tensor([start]), torch.tensor([length])
-                ).numpy()
-                place_C = place_C[place_C >= 0][:length]
-                query_C = np.arange(len(place_C))
-                row_C = start - 1 + length - len(place_C) + query_C
+            for image in images:
+                row_C, carrying_query_C, turned_C = _carrying_rows(image, drafter)
                 inside_C = (row_C >= 0) & (row_C < len(own_P))
                 row_X = row_C[inside_C]
-                kept_P[row_X], query_P[row_X] = True, query_C[inside_C]
-                turned_P[row_X] = (np.maximum(place_C - 1, 0) - row_C)[inside_C]
+                kept_P[row_X] = True
+                query_P[row_X] = carrying_query_C[inside_C]
+                turned_P[row_X] = turned_C[inside_C]
+
         starts = [image.start for image in images]
         image_P = np.searchsorted(starts, own_P + 1, side="right") - 1
         return cls(
-            kept_P,
-            source_P,
-            np.cumsum(kept_P) - kept_P,
-            query_P,
-            image_P,
-            turned_P,
-            images,
+            kept_P=kept_P,
+            source_P=source_P,
+            before_P=np.cumsum(kept_P) - kept_P,
+            query_P=query_P,
+            image_P=image_P,
+            turned_P=turned_P,
+            images=images,
         )
 
     @property
@@ -142,22 +144,43 @@ class EntryMap:
         A step that has only visual tokens keeps its last entry, because attention needs a query. The next
         step overwrites its slot, and vLLM discards its draft because the prompt is unfinished.
         """
-        inside = max(min(len(self.kept_P) - first, count), 0)
-        after_N = np.arange(first + inside, first + count)
-        rest = slice(first, first + inside)
-        kept_N = np.append(self.kept_P[rest], np.ones(len(after_N), dtype=bool))
-        source_N = np.append(self.source_P[rest], after_N)
-        slot_N = np.append(self.before_P[rest], after_N - self.dropped)
+        # The step has rows of the prompt, then rows after it, which are entries of their own.
+        of_prompt = max(min(len(self.kept_P) - first, count), 0)
+        prompt = slice(first, first + of_prompt)
+        after_N = np.arange(first + of_prompt, first + count)
+        last_image = len(self.images) - 1
+
+        kept_N = np.append(self.kept_P[prompt], np.ones(len(after_N), dtype=bool))
         if not kept_N.any():
             kept_N[-1] = True
+        source_N = np.append(self.source_P[prompt], after_N)
+        slot_N = np.append(self.before_P[prompt], after_N - self.dropped)
         return StepRows(
-            kept_N,
-            source_N - first,
-            np.arange(first, first + count) - slot_N,
-            np.append(self.query_P[rest], np.full_like(after_N, -1)),
-            np.append(self.image_P[rest], np.full_like(after_N, len(self.images) - 1)),
-            np.append(self.turned_P[rest], np.zeros_like(after_N)),
+            kept_N=kept_N,
+            source_N=source_N - first,
+            dropped_N=np.arange(first, first + count) - slot_N,
+            query_N=np.append(self.query_P[prompt], np.full_like(after_N, -1)),
+            image_N=np.append(self.image_P[prompt], np.full_like(after_N, last_image)),
+            turned_N=np.append(self.turned_P[prompt], np.zeros_like(after_N)),
         )
+
+
+def _carrying_rows(
+    image: Shown, drafter: Fed
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The rows that carry the compressed entries of an image: which, of which entry, and `turned_P` of each.
+
+    They are the last rows of the image: by then all its states are known.
+    """
+    (place_Q,) = drafter.places(
+        torch.tensor([image.start]), torch.tensor([image.length])
+    ).numpy()
+    place_C = place_Q[place_Q >= 0][: image.length]
+    query_C = np.arange(len(place_C))
+    end = image.start + image.length
+    row_C = end - 1 - len(place_C) + query_C
+    turned_C = np.maximum(place_C - 1, 0) - row_C
+    return row_C, query_C, turned_C
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a step feeds an exported drafter, which rows and states; the same for both runners of vLLM.
+"""The rows and states that a step feeds an exported drafter; the same for both runners of vLLM.
 
 Shapes: B requests of a batch, N rows of a step, K rows that are kept, L visual tokens, D hidden.
 """
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 
 @dataclass
 class _Request:
-    """A request of the batch, and what is known of its prompt."""
+    """A request of the batch, and the entries of its prompt."""
 
     features: Sequence[Any]
     entries: EntryMap | None
@@ -36,7 +36,7 @@ class _Request:
     sources: list[tuple[str, int]] = field(default_factory=list)
     """Of each image: the key of its embeddings, and the first of them."""
     joined: dict[int, Tensor] = field(default_factory=dict)
-    """What each image joins to later states, once it is known."""
+    """By image, the vector that it joins to later states, once that is known."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Feed:
     index_K: Tensor
     """Of each entry, in the drafter's KV cache."""
     turned_K: Tensor
-    """Its rotary position less its index."""
+    """Rotary position less the index."""
     request_K: Tensor
     lengths_B: np.ndarray[Any, Any]
     dropped_B: Tensor
@@ -59,17 +59,17 @@ class Feed:
     @property
     def starts(self) -> Tensor:
         """The first row of each request, and the number of all, on the CPU."""
-        return torch.from_numpy(
-            np.append(0, np.cumsum(self.lengths_B)).astype(np.int32)
-        )
+        starts = np.append(0, np.cumsum(self.lengths_B))
+        return torch.from_numpy(starts.astype(np.int32))
 
 
 class Feeder:
     """Drops the entries of visual tokens, compresses images, and pairs entries with states."""
 
     def __init__(self, drafter: Fed, device: torch.device) -> None:
-        self.drafter, self.device = drafter, device
-        self._known: dict[str, _Request] = {}
+        self.drafter = drafter
+        self.device = device
+        self._requests: dict[str, _Request] = {}
         self._text_states: dict[str, Tensor] = {}
 
     def feed(
@@ -84,33 +84,32 @@ class Feeder:
     ) -> Feed | None:
         """The rows of a step, whose states are paired in place; None: all of them, as they are.
 
-        `block` is the drafter's model, which is given what images are compressed to; `embeds` holds the
-        visual embeddings by key. `alive` are the requests that are not ended.
+        `block` is the drafter's model, which gets the compressed images; `embeds` holds the visual embeddings
+        by key. `alive` are the requests that have not ended.
         """
         steps = self._steps(read, starts, alive)
         if self.drafter.compresses is not None:
             self._compress(read, steps, starts, hidden_ND, block, embeds)
-        if (
-            self.drafter.after_image == "text"
-        ):  # a step of text alone has the state for an image after it
+        if self.drafter.after_image == "text":
+            # Also in a step of text alone, which has the state for an image after it.
             self._pair_with_text(read, steps, starts, hidden_ND, alive)
         if not any(step.changed for step in steps):
             return None
         kept_N = np.concatenate([step.kept_N for step in steps])
-        lengths_B = np.array([int(step.kept_N.sum()) for step in steps])
         kept_K = self.tensor(np.flatnonzero(kept_N))
-        dropped_K = self.tensor(np.concatenate([step.dropped_N for step in steps]))[
-            kept_K
-        ]
-        turned_K = self.tensor(np.concatenate([step.turned_N for step in steps]))[
-            kept_K
-        ]
-        compact = self.drafter.config.positions == "compact"
+        dropped_N = np.concatenate([step.dropped_N for step in steps])
+        dropped_K = self.tensor(dropped_N)[kept_K]
+        if self.drafter.config.positions == "compact":
+            turned_K = torch.zeros_like(dropped_K)
+        else:
+            turned_N = np.concatenate([step.turned_N for step in steps])
+            turned_K = dropped_K + self.tensor(turned_N)[kept_K]
+        lengths_B = np.array([int(step.kept_N.sum()) for step in steps])
         return Feed(
             steps=steps,
             kept_K=kept_K,
             index_K=position_N[kept_K] - dropped_K,
-            turned_K=torch.zeros_like(dropped_K) if compact else dropped_K + turned_K,
+            turned_K=turned_K,
             request_K=self.tensor(np.repeat(np.arange(len(steps)), lengths_B)),
             lengths_B=lengths_B,
             dropped_B=self.tensor(np.array([step.dropped for step in steps])),
@@ -118,48 +117,46 @@ class Feeder:
         )
 
     def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
-        """The same on the device."""
+        """An array as a tensor on the device."""
         return torch.from_numpy(values).to(self.device)
 
     def _steps(
         self, read: Mapping[str, Reading], starts: list[int], alive: Collection[str]
     ) -> list[StepRows]:
-        """The rows of each request of the batch, [B]; what is known of one that is not in it is kept."""
-        self._known = {name: one for name, one in self._known.items() if name in alive}
+        """The rows of each request of the batch, [B]; a request that waits meanwhile is kept."""
+        self._requests = {
+            name: request for name, request in self._requests.items() if name in alive
+        }
         for name, reading in read.items():
-            if (
-                name not in self._known
-                or self._known[name].features is not reading.features
-            ):
-                self._known[name] = self._request(reading)
-        everything = EntryMap.of(np.zeros(0, dtype=bool), self.drafter)
-        return [
-            (self._known[name].entries or everything).step(one.first, end - start)
-            for (start, end), (name, one) in zip(
-                pairwise(starts), read.items(), strict=True
-            )
-        ]
+            known = self._requests.get(name)
+            # A name may come again, with another prompt.
+            if known is None or known.features is not reading.features:
+                self._requests[name] = self._request(reading)
+        keeps_all = EntryMap.of(np.zeros(0, dtype=bool), self.drafter)
+        steps = list[StepRows]()
+        for (start, end), (name, reading) in zip(
+            pairwise(starts), read.items(), strict=True
+        ):
+            entries = self._requests[name].entries or keeps_all
+            steps.append(entries.step(reading.first, end - start))
+        return steps
 
     def _request(self, read: Reading) -> _Request:
         """The entries of one request's prompt."""
         if not read.features:
             return _Request(read.features, None)
         visual_P = np.zeros(read.prompt, dtype=bool)
-        images, sources = list[Shown](), list[tuple[str, int]]()
+        images = list[Shown]()
+        sources = list[tuple[str, int]]()
         for feature in read.features:
-            shown = feature.mm_position
-            own_L = (
-                np.ones(shown.length, bool)
-                if shown.is_embed is None
-                else shown.is_embed.cpu().numpy()
-            )
-            visual_P[shown.offset : shown.offset + shown.length] |= own_L
-            edges = np.flatnonzero(
-                np.diff(np.concatenate([[False], own_L, [False]]))
-            ).tolist()
-            for start, end in zip(edges[::2], edges[1::2], strict=True):
-                images.append(Shown(shown.offset + start, end - start))
-                sources.append((feature.identifier, int(own_L[:start].sum())))
+            place = feature.mm_position
+            visual_L = np.ones(place.length, bool)
+            if place.is_embed is not None:
+                visual_L = place.is_embed.cpu().numpy()
+            visual_P[place.offset : place.offset + place.length] |= visual_L
+            for start, end in _runs(visual_L):
+                images.append(Shown(place.offset + start, end - start))
+                sources.append((feature.identifier, int(visual_L[:start].sum())))
         entries = EntryMap.of(visual_P, self.drafter, images)
         return _Request(read.features, entries, sources)
 
@@ -173,46 +170,53 @@ class Feeder:
         embeds: Mapping[str, Tensor],
     ) -> None:
         """Compress the images that rows of this step carry, or that their states are joined with."""
-        first = 0
-        rows, carried = list[int](), list[Tensor]()
+        first = 0  # kept row of the request
+        rows = list[int]()
+        carried = list[Tensor]()
         for (start, end), step, (name, reading) in zip(
             pairwise(starts), steps, read.items(), strict=True
         ):
-            one, rows_ND = self._known[name], hidden_ND[start:end]
+            request = self._requests[name]
             kept_K = np.flatnonzero(step.kept_N)
-            image_K, query_K = step.image_N[kept_K], step.query_N[kept_K]
-            here = slice(first, first + len(kept_K))
+            image_K = step.image_N[kept_K]
+            query_K = step.query_N[kept_K]
+            joined_KD = None
             if self.drafter.joins:
-                block.joined_ND[here] = 0
+                joined_KD = block.joined_ND[first : first + len(kept_K)]
+                joined_KD[:] = 0
             for image in np.unique(image_K[image_K >= 0]).tolist():
-                of_K = image_K == image
-                carries_K = np.flatnonzero(of_K & (query_K >= 0))
-                if len(carries_K) or (self.drafter.joins and image not in one.joined):
-                    visual_LD = self._visual(one, image, reading.first, rows_ND, embeds)
+                of_image_K = image_K == image
+                carries_K = np.flatnonzero(of_image_K & (query_K >= 0))
+                to_join = joined_KD is not None and image not in request.joined
+                if len(carries_K) or to_join:
+                    visual_LD = self._visual(
+                        request, image, reading.first, hidden_ND[start:end], embeds
+                    )
                     if visual_LD is None:
                         # The row before an image carries an entry if the image has no more tokens than it
                         # has entries. Where a step ends at that row, it stays as it is.
                         continue
-                    span_L = torch.zeros(
-                        len(visual_LD), dtype=torch.long, device=self.device
-                    )
-                    (out_QD,) = self.drafter.compress(visual_LD, span_L, 1)
+                    entry_QD = self._compressed(visual_LD)
                     rows += (first + carries_K).tolist()
-                    carried.append(out_QD[query_K[carries_K].tolist()])
-                    if self.drafter.joins:
-                        one.joined[image] = out_QD[-1]
-                if self.drafter.joins:
-                    block.joined_ND[here][self.tensor(of_K)] = one.joined[image]
+                    carried.append(entry_QD[query_K[carries_K].tolist()])
+                    if joined_KD is not None:
+                        request.joined[image] = entry_QD[-1]
+                if joined_KD is not None:
+                    joined_KD[self.tensor(of_image_K)] = request.joined[image]
             first += len(kept_K)
         if rows:
-            block.compressed = (
-                torch.tensor(rows, device=self.device),
-                torch.cat(carried),
-            )
+            row_X = torch.tensor(rows, device=self.device)
+            block.compressed = (row_X, torch.cat(carried))
+
+    def _compressed(self, visual_LD: Tensor) -> Tensor:
+        """The entries of one image, [Q, D]."""
+        span_L = torch.zeros(len(visual_LD), dtype=torch.long, device=self.device)
+        entry_1QD = self.drafter.compress(visual_LD, span_L, 1)
+        return entry_1QD[0]
 
     def _visual(
         self,
-        one: _Request,
+        request: _Request,
         image: int,
         first: int,
         hidden_ND: Tensor,
@@ -222,19 +226,22 @@ class Feeder:
 
         `hidden_ND` are the states of the request's tokens from `first` on.
         """
-        assert one.entries is not None
-        shown, read_ND = one.entries.images[image], hidden_ND
+        assert request.entries is not None
+        shown = request.entries.images[image]
         if self.drafter.compresses == "hidden":
-            at = shown.start - first
-            if at < 0 or at + shown.length > len(hidden_ND):
+            source_ND = hidden_ND
+            start = shown.start - first
+            if start < 0 or start + shown.length > len(hidden_ND):
                 return None
         else:
-            key, at = one.sources[image]
+            key, start = request.sources[image]
             if key not in embeds:
                 return None
-            read_ND = embeds[key]
+            source_ND = embeds[key]
         # The first D columns, since Qwen3-VL has deep features after its embeddings.
-        return read_ND[at : at + shown.length, : hidden_ND.shape[1]].to(hidden_ND.dtype)
+        width = hidden_ND.shape[1]
+        visual_LD = source_ND[start : start + shown.length, :width]
+        return visual_LD.to(hidden_ND.dtype)
 
     def _pair_with_text(
         self,
@@ -251,32 +258,40 @@ class Feeder:
         """
         # A request that was aborted leaves its state behind.
         self._text_states = {
-            name: held for name, held in self._text_states.items() if name in alive
+            name: state for name, state in self._text_states.items() if name in alive
         }
-        given_ND = (
-            hidden_ND.clone() if any(_moves(step) for step in steps) else hidden_ND
-        )
-        for (start, end), step, (name, one) in zip(
+        before_ND = hidden_ND
+        if any(_moves(step) for step in steps):
+            before_ND = hidden_ND.clone()
+        for (start, end), step, (name, reading) in zip(
             pairwise(starts), steps, read.items(), strict=True
         ):
-            held_1D = self._text_states.pop(name, None)
-            row_N, source_N = np.arange(end - start), step.source_N
-            for row in np.flatnonzero(step.kept_N & (source_N != row_N)):
-                paired_1D = (
-                    held_1D if source_N[row] < 0 else given_ND[start + source_N[row]]
-                )
-                if (
-                    paired_1D is not None
-                ):  # no text before: the row is there only because a step needs one
+            text_1D = self._text_states.pop(name, None)
+            source_N = step.source_N
+            moved_N = step.kept_N & (source_N != np.arange(end - start))
+            for row in np.flatnonzero(moved_N):
+                paired_1D = text_1D
+                if source_N[row] >= 0:
+                    paired_1D = before_ND[start + source_N[row]]
+                # Without text before it, the row is there only because a step needs one.
+                if paired_1D is not None:
                     hidden_ND[start + row] = paired_1D
-            if one.first + end - start < one.prompt:
+            if reading.first + end - start < reading.prompt:
                 last = source_N[-1]
                 if last >= 0:
-                    held_1D = given_ND[start + last].clone()
-                if held_1D is not None:
-                    self._text_states[name] = held_1D
+                    text_1D = before_ND[start + last].clone()
+                if text_1D is not None:
+                    self._text_states[name] = text_1D
+
+
+def _runs(visual_L: np.ndarray[Any, Any]) -> list[tuple[int, int]]:
+    """Start and end of each run of visual tokens."""
+    padded = np.concatenate([[False], visual_L, [False]])
+    edges = np.flatnonzero(np.diff(padded)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _moves(step: StepRows) -> bool:
     """Some entry is paired with the state of another row."""
-    return bool((step.kept_N & (step.source_N != np.arange(len(step.kept_N)))).any())
+    own_N = np.arange(len(step.kept_N))
+    return bool((step.kept_N & (step.source_N != own_N)).any())

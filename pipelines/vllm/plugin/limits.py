@@ -1,4 +1,4 @@
-"""What the plugin supports; everything else is refused in one line before vLLM starts an engine."""
+"""The limits of the plugin: all that it does not support is refused before vLLM starts an engine."""
 
 import os
 import sys
@@ -23,7 +23,8 @@ OTHER_TARGET = "VLMDISTILL_OTHER_TARGET"  # set to 1: a drafter of another targe
 
 def check_version(version: str) -> str:
     """The release of a version of vLLM, such as 0.32; ValueError unless the plugin knows it."""
-    if (release := supported(version)) is None:
+    release = supported(version)
+    if release is None:
         raise ValueError(
             f"vlmdistill serves drafters with {VERSIONS}, and this is vLLM {version}: install one of "
             "these, or set VLLM_PLUGINS='' to run vLLM without the plugin"
@@ -33,15 +34,13 @@ def check_version(version: str) -> str:
 
 def feeding_of(vllm_config: Any) -> Feeding | None:
     """How the drafter that vLLM is to run must be fed; None when it is not one of ours."""
-    speculative = vllm_config.speculative_config
-    settings = getattr(
-        getattr(speculative, "draft_model_config", None), "hf_config", None
-    )
-    found = getattr(settings, KEY, None)
-    if found is None:
+    draft_config = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    settings = getattr(draft_config, "hf_config", None)
+    feeding = getattr(settings, KEY, None)
+    if feeding is None:
         return None
     try:
-        return msgspec.convert(found, Feeding)
+        return msgspec.convert(feeding, Feeding)
     except msgspec.ValidationError as error:
         raise ValueError(
             f"config.json of the drafter: {KEY}: {error}; export it again with this version of vlmdistill"
@@ -99,27 +98,31 @@ def check_target(model: str, feeding: Feeding, warn: Callable[[str], object]) ->
         location = locate(model)
         if location.folder is None:
             raise TargetError(location.lacking)
-        if otherwise := served_otherwise(trained, location.folder, sys.argv):
-            warn(f"{feeding.drafter}: {otherwise}")
-        found = fingerprint(location.folder, None)
+        if difference := served_otherwise(trained, location.folder, sys.argv):
+            warn(f"{feeding.drafter}: {difference}")
+        hashes = fingerprint(location.folder, None)
     except TargetError as error:
         warn(
             f"vlmdistill cannot tell whether {feeding.drafter} was trained for this target: {error}"
         )
         return
-    for field, mine in (("config_hash", found.config), ("weights_hash", found.weights)):
-        theirs = getattr(trained, field)
-        if mine != theirs:
-            line = (
-                f"{feeding.drafter} was trained for another target ({trained.target}): {field} of {model} is "
-                f"{mine}, not {theirs}: few of its tokens would be accepted"
+    for field, served in (
+        ("config_hash", hashes.config),
+        ("weights_hash", hashes.weights),
+    ):
+        expected = getattr(trained, field)
+        if served == expected:
+            continue
+        line = (
+            f"{feeding.drafter} was trained for another target ({trained.target}): {field} of {model} is "
+            f"{served}, not {expected}: few of its tokens would be accepted"
+        )
+        if os.environ.get(OTHER_TARGET) != "1":
+            raise ValueError(
+                f"{line}. Serve it with its own target, or set {OTHER_TARGET}=1"
             )
-            if os.environ.get(OTHER_TARGET) != "1":
-                raise ValueError(
-                    f"{line}. Serve it with its own target, or set {OTHER_TARGET}=1"
-                )
-            warn(line)
-            return
+        warn(line)
+        return
 
 
 def check_limits(vllm_config: Any, feeding: Feeding) -> None:
@@ -142,7 +145,8 @@ def check_limits(vllm_config: Any, feeding: Feeding) -> None:
             "vLLM's V1 runner has no dspark: start vLLM with VLLM_USE_V2_MODEL_RUNNER=1, or train dflash"
         )
     for name in sizes:
-        if (size := getattr(parallel, name)) > 1:
+        size = getattr(parallel, name)
+        if size > 1:
             raise ValueError(
                 f"vlmdistill's drafters do not run with {name}={size}: set it to 1"
             )
@@ -151,16 +155,14 @@ def check_limits(vllm_config: Any, feeding: Feeding) -> None:
             f"{feeding.drafter} drops visual tokens from the drafter's KV cache, which prefix caching cannot "
             "share: start vLLM with --no-enable-prefix-caching"
         )
-    asked = vllm_config.speculative_config.num_speculative_tokens
-    if 0 < feeding.draft_tokens < asked:
+    tokens = vllm_config.speculative_config.num_speculative_tokens
+    if 0 < feeding.draft_tokens < tokens:
         raise ValueError(
-            f"num_speculative_tokens={asked}, and {feeding.drafter} drafts at most {feeding.draft_tokens} "
+            f"num_speculative_tokens={tokens}, and {feeding.drafter} drafts at most {feeding.draft_tokens} "
             f"tokens: set it to {feeding.draft_tokens}"
         )
-    if (
-        feeding.whole_images
-        and not vllm_config.scheduler_config.disable_chunked_mm_input
-    ):
+    may_split_images = not vllm_config.scheduler_config.disable_chunked_mm_input
+    if feeding.whole_images and may_split_images:
         raise ValueError(
             f"{feeding.drafter} compresses an image from the states of all its tokens, which must be in one "
             "step: start vLLM with --disable-chunked-mm-input"

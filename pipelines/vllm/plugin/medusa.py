@@ -25,20 +25,17 @@ class ServedMedusaProposer(MedusaProposer):
         """Load the heads."""
         super().load_model(target_model)
         if feeding_of(self.vllm_config) is not None:
-            language = (
-                target_model.get_language_model()
-                if supports_multimodal(target_model)
-                else target_model
-            )
+            language = target_model
+            if supports_multimodal(target_model):
+                language = target_model.get_language_model()
             self.model.head = (language.lm_head,)
 
 
 class MedusaVlmdistill(nn.Module):
     """Medusa's heads, with the target's LM head, which `ServedMedusaProposer` sets."""
 
-    head: tuple[
-        nn.Module
-    ]  # in a tuple: it is no part of the drafter, whose weights another version replaces
+    head: tuple[nn.Module]
+    """In a tuple, so that it is no part of the drafter, whose weights another version replaces."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -64,8 +61,5 @@ class MedusaVlmdistill(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load the heads that are used; ValueError when the folder lacks one."""
         names = {name for name, _ in self.named_parameters()}
-        load_all(
-            self,
-            ((name, weight) for name, weight in weights if name in names),
-            WeightsMapper(),
-        )
+        used = ((name, weight) for name, weight in weights if name in names)
+        load_all(self, used, WeightsMapper())

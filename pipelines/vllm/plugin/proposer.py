@@ -49,7 +49,8 @@ class ServedProposer(ChosenProposer):
         super().__init__(vllm_config, device, runner)
         feeding = feeding_of(vllm_config)
         assert feeding is not None
-        self.feeding, self.runner = feeding, runner
+        self.feeding = feeding
+        self.runner = runner
         self._feeder: Feeder | None = None
         """None: vLLM's own class runs the drafter."""
         self._joined_BD: Tensor | None = None
@@ -97,13 +98,14 @@ class ServedProposer(ChosenProposer):
     ) -> tuple[dict[str, Any], int]:
         """Mark the rows of bare visual embeddings, and start to count guesses."""
         if self.feeding.visual == "raw" and mm_embed_inputs is not None:
-            self.model.model.raw_N = mm_embed_inputs[1].to(self.device)
+            _, is_visual_N = mm_embed_inputs
+            self.model.model.raw_N = is_visual_N.to(self.device)
         if self._feeder is not None:
             self.model.model.guess_1.zero_()
-        made: tuple[dict[str, Any], int] = super().build_model_inputs_first_pass(
+        inputs: tuple[dict[str, Any], int] = super().build_model_inputs_first_pass(
             num_tokens, num_input_tokens, mm_embed_inputs
         )
-        return made
+        return inputs
 
     def _update_positions_dependent_metadata(
         self,
@@ -121,18 +123,16 @@ class ServedProposer(ChosenProposer):
         over_B = positions + 1 >= self.max_model_len
         position_B = torch.where(over_B, 0, positions + 1)
         index_B = torch.where(over_B, 0, batch.seq_lens).long()
-        slot_B = _slots(
-            index_B, torch.arange(batch_size, device=self.device), batch, block_size
-        )
+        request_B = torch.arange(batch_size, device=self.device)
+        slot_B = _slots(index_B, request_B, batch, block_size)
         self.positions[:batch_size] = position_B
         self._slot_mapping_buffer[:batch_size] = torch.where(
             over_B, PADDING_SLOT_ID, slot_B
         )
         self._slot_mapping_buffer[batch_size:input_batch_size] = PADDING_SLOT_ID
         batch.slot_mapping = self._slot_mapping_buffer[:batch_size]
-        batch.seq_lens = torch.where(over_B, 1, batch.seq_lens + 1).to(
-            batch.seq_lens.dtype
-        )
+        lengths_B = torch.where(over_B, 1, batch.seq_lens + 1)
+        batch.seq_lens = lengths_B.to(batch.seq_lens.dtype)
         batch.max_seq_len = min(batch.max_seq_len + 1, self.max_model_len)
         if batch.seq_lens_cpu_upper_bound is not None:
             batch.seq_lens_cpu_upper_bound = batch.seq_lens_cpu_upper_bound + 1
@@ -164,8 +164,8 @@ class ServedProposer(ChosenProposer):
         self.hidden_states[:count] = self.hidden_states[feed.kept_K]
         self.positions[:count] = feed.index_K + feed.turned_K
         slot_K = _slots(feed.index_K, feed.request_K, batch, self.block_size)
-        made = _without_dropped(batch, feed, slot_K)
-        return count, feed.row_N[sampled_B.long()].to(sampled_B.dtype), made
+        moved_B = feed.row_N[sampled_B.long()].to(sampled_B.dtype)
+        return count, moved_B, _without_dropped(batch, feed, slot_K)
 
 
 class ChosenBlockProposer(BesideAnyTarget, DFlashProposer):
@@ -178,7 +178,8 @@ class ChosenBlockProposer(BesideAnyTarget, DFlashProposer):
         self, vllm_config: VllmConfig, device: torch.device, runner: Any = None
     ) -> None:
         super().__init__(vllm_config, device, runner)
-        self.runner, self._feeder = runner, Feeder(TextStates(), device)
+        self.runner = runner
+        self._feeder = Feeder(TextStates(), device)
 
     def set_inputs_first_pass(
         self,
@@ -191,41 +192,37 @@ class ChosenBlockProposer(BesideAnyTarget, DFlashProposer):
         num_rejected_tokens_gpu: Tensor | None,
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Correct the positions, and leave out the states of visual tokens where the drafter has none."""
-        feeding, context_ND = feeding_of(self.vllm_config), target_hidden_states
+        feeding = feeding_of(self.vllm_config)
         if feeding is not None:
             target_positions = _positions(cad, len(target_token_ids))
         if feeding is not None and feeding.visual == "dropped":
-            context_ND = context_ND[: len(target_token_ids)].clone()
+            target_hidden_states = target_hidden_states[: len(target_token_ids)].clone()
             feed = self._feeder.feed(
                 _reading(self.runner),
                 cad.query_start_loc_cpu.tolist(),
                 target_positions,
-                context_ND,
+                target_hidden_states,
                 None,
                 {},
                 self.runner.requests,
             )
             if feed is not None:
-                target_token_ids, context_ND = (
-                    target_token_ids[feed.kept_K],
-                    context_ND[feed.kept_K],
-                )
-                target_positions, cad = (
-                    feed.index_K,
-                    _without_dropped(cad, feed, cad.slot_mapping),
-                )
-        made: tuple[int, Tensor, CommonAttentionMetadata] = (
+                target_token_ids = target_token_ids[feed.kept_K]
+                target_hidden_states = target_hidden_states[feed.kept_K]
+                target_positions = feed.index_K
+                cad = _without_dropped(cad, feed, cad.slot_mapping)
+        inputs: tuple[int, Tensor, CommonAttentionMetadata] = (
             super().set_inputs_first_pass(
                 target_token_ids,
                 next_token_ids,
                 target_positions,
-                context_ND,
+                target_hidden_states,
                 token_indices_to_sample,
                 cad,
                 num_rejected_tokens_gpu,
             )
         )
-        return made
+        return inputs
 
 
 def _positions(batch: CommonAttentionMetadata, count: int) -> Tensor:
@@ -242,26 +239,28 @@ def _requests(runner: Any) -> dict[str, Any]:
 
 
 def _reading(runner: Any) -> dict[str, Reading]:
-    """What the batch reads of them."""
-    return {
-        name: Reading(
+    """The requests of the batch, as the feeder takes them."""
+    requests = {}
+    for name, state in _requests(runner).items():
+        requests[name] = Reading(
             state.mm_features, state.num_prompt_tokens, state.num_computed_tokens
         )
-        for name, state in _requests(runner).items()
-    }
+    return requests
 
 
 def _without_dropped(
     batch: CommonAttentionMetadata, feed: Feed, slots: Tensor
 ) -> CommonAttentionMetadata:
     """The batch as if the dropped tokens had never been read."""
-    starts_cpu, upper_B = feed.starts, batch.seq_lens_cpu_upper_bound
+    starts = feed.starts
+    lengths_B = (batch.seq_lens - feed.dropped_B).to(batch.seq_lens.dtype)
+    upper_B = batch.seq_lens_cpu_upper_bound
     if upper_B is not None:
         upper_B = upper_B - feed.dropped_B.cpu().to(upper_B.dtype)
-    made: CommonAttentionMetadata = batch.replace(
-        query_start_loc=starts_cpu.to(feed.kept_K.device),
-        query_start_loc_cpu=starts_cpu,
-        seq_lens=(batch.seq_lens - feed.dropped_B).to(batch.seq_lens.dtype),
+    remaining: CommonAttentionMetadata = batch.replace(
+        query_start_loc=starts.to(feed.kept_K.device),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths_B,
         seq_lens_cpu_upper_bound=upper_B,
         num_actual_tokens=len(feed.kept_K),
         max_query_len=int(feed.lengths_B.max()),
@@ -269,12 +268,13 @@ def _without_dropped(
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
-    return made
+    return remaining
 
 
 def _slots(
     index_N: Tensor, request_N: Tensor, batch: CommonAttentionMetadata, block_size: int
 ) -> Tensor:
     """Where the drafter's KV cache holds entry `index_N` of each row's request, [N]."""
-    block_N: Tensor = batch.block_table_tensor[request_N, index_N // block_size].long()
+    number_N = index_N // block_size
+    block_N: Tensor = batch.block_table_tensor[request_N, number_N].long()
     return block_N * block_size + index_N % block_size

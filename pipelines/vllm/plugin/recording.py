@@ -2,8 +2,8 @@
 
     VLMDISTILL_RECORD=log vllm serve ... --middleware vlmdistill.pipelines.vllm.plugin.recording.Recording
 
-A request is asked for its tokens, in bytes, without parsing it. What else is done comes after the response,
-in a thread. Responses have the fields `prompt_token_ids` and `token_ids` by it.
+Each request is made to ask for its tokens, by bytes appended to it, without parsing it. All other work comes
+after the response, in a thread. So responses have the fields `prompt_token_ids` and `token_ids`.
 """
 
 import atexit
@@ -11,7 +11,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,59 +34,70 @@ class Recording:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        folder, keep = os.environ.get(FOLDER), os.environ.get(FOR)
+        folder = os.environ.get(FOLDER)
+        kept_for = os.environ.get(FOR)
         if not folder:
             raise ValueError(f"set {FOLDER} to the folder that gets the log")
-        self.recorder = Recorder(Path(folder), seconds(keep, FOR) if keep else None)
+        max_age = seconds(kept_for, FOR) if kept_for else None
+        self.recorder = Recorder(Path(folder), max_age)
         atexit.register(self.recorder.close)  # vLLM tells a middleware no end
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on, and keep what is answered with status 200."""
-        if (
-            scope["type"] != "http"
-            or scope["path"] != PATH
-            or scope["method"] != "POST"
-        ):
+        is_chat = scope["type"] == "http" and scope["path"] == PATH
+        if not is_chat or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        asked, said, status = bytearray(), bytearray(), 0
-        while (message := await receive())["type"] == "http.request":
-            asked += message.get("body", b"")
+        body = bytearray()
+        message = await receive()
+        while message["type"] == "http.request":
+            body += message.get("body", b"")
             if not message.get("more_body", False):
                 break
-        sent = with_tokens(bytes(asked))
-        left: list[Message] = [
-            {"type": "http.request", "body": sent, "more_body": False}
-        ]
-        if message["type"] != "http.request":  # the client has gone
-            left = [message]
+            message = await receive()
+        changed_body = with_tokens(bytes(body))
+        if message["type"] == "http.request":
+            message = {
+                "type": "http.request",
+                "body": changed_body,
+                "more_body": False,
+            }
+        # Else the client has gone, which the application is told.
+        replayed = [message]
         headers = [
             (name, value)
             for name, value in scope["headers"]
             if name.lower() != b"content-length"
         ]
-        headers.append((b"content-length", str(len(sent)).encode()))
+        headers.append((b"content-length", str(len(changed_body)).encode()))
 
-        async def again() -> Message:
-            return left.pop() if left else await receive()
+        async def receive_changed() -> Message:
+            return replayed.pop() if replayed else await receive()
 
-        async def kept(message: Message) -> None:
+        status = 0
+        answer = bytearray()
+
+        async def send_and_keep(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif message["type"] == "http.response.body" and status == 200:
-                said.extend(message.get("body", b""))
+                answer.extend(message.get("body", b""))
                 if not message.get("more_body", False):
-                    texts = [
-                        (name.decode("latin-1"), value.decode("latin-1"))
-                        for name, value in headers
-                    ]
-                    self.recorder.add(
-                        partial(exchange, bytes(asked), bytes(said), texts)
+                    line = partial(
+                        exchange, bytes(body), bytes(answer), _texts(headers)
                     )
+                    self.recorder.add(line)
             await send(message)
 
-        await self.app({**scope, "headers": headers}, again, kept)
+        changed_scope = {**scope, "headers": headers}
+        await self.app(changed_scope, receive_changed, send_and_keep)
+
+
+def _texts(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    return [
+        (name.decode("latin-1"), value.decode("latin-1")) for name, value in headers
+    ]
 
 
 def with_tokens(body: bytes) -> bytes:
@@ -100,45 +111,48 @@ def with_tokens(body: bytes) -> bytes:
 def exchange(asked: bytes, said: bytes, headers: Headers, keep: Keep) -> dict[str, Any]:
     """The line of a response that has ended; ValueError if it is none."""
     request = json.loads(asked)
-    response = (
-        joined(said) if said.lstrip().startswith((b"data:", b":")) else json.loads(said)
-    )
+    is_stream = said.lstrip().startswith((b"data:", b":"))
+    response = joined(said) if is_stream else json.loads(said)
     for turn in request["messages"]:
         content = turn.get("content")  # a turn of tool calls has none
-        for part in content if isinstance(content, list) else ():
-            url = (
-                (part.get("image_url") or {}).get("url", "")
-                if part.get("type") == "image_url"
-                else ""
-            )
-            head, _, data = url.partition(",")
-            if head.startswith("data:") and head.endswith(";base64"):
-                part["image_url"] = {"url": keep(base64.b64decode(data))}
+        if isinstance(content, list):
+            for part in content:
+                _keep_image(part, keep)
     return {"headers": headers, "request": request, "response": response}
+
+
+def _keep_image(part: dict[str, Any], keep: Keep) -> None:
+    """Keep the image of a part of a turn as a file, if it is inline, and refer to that file."""
+    if part.get("type") != "image_url":
+        return
+    url = (part.get("image_url") or {}).get("url", "")
+    head, _, data = url.partition(",")
+    if head.startswith("data:") and head.endswith(";base64"):
+        part["image_url"] = {"url": keep(base64.b64decode(data))}
 
 
 def joined(stream: bytes) -> dict[str, Any]:
     """A stream of server-sent events as one response, of its first choice."""
-    content, ids, found = list[str](), list[int](), dict[str, Any]()
-    choice: dict[str, Any] = {"index": 0, "finish_reason": None}
+    response = dict[str, Any]()
+    content = list[str]()
+    ids = list[int]()
+    finish = None
     for line in stream.splitlines():
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[len(b"data: ") :])
-        found |= {
-            name: event[name]
-            for name in ("model", "usage", "prompt_token_ids")
-            if event.get(name)
-        }
-        for one in event.get("choices", ()):
-            if one.get("index", 0) == 0:
-                content.append(one.get("delta", {}).get("content") or "")
-                ids += one.get("token_ids") or []
-                choice["finish_reason"] = (
-                    one.get("finish_reason") or choice["finish_reason"]
-                )
-    choice |= {
+        for name in ("model", "usage", "prompt_token_ids"):
+            if event.get(name):
+                response[name] = event[name]
+        for delta in event.get("choices", ()):
+            if delta.get("index", 0) == 0:
+                content.append(delta.get("delta", {}).get("content") or "")
+                ids += delta.get("token_ids") or []
+                finish = delta.get("finish_reason") or finish
+    choice = {
+        "index": 0,
+        "finish_reason": finish,
         "message": {"role": "assistant", "content": "".join(content)},
         "token_ids": ids,
     }
-    return {**found, "choices": [choice]}
+    return {**response, "choices": [choice]}

@@ -1,6 +1,7 @@
 """Drafters as models of vLLM: EAGLE's block; vLLM's EAGLE-3 with image embeddings, its DSpark with a mask.
 
-And what loads them beside any target: vLLM looks for the parts of some, and takes others' tables bare.
+`BesideAnyTarget` loads them: vLLM does not find the parts of some targets, and takes the embeddings of others
+without their scale.
 
 Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, D hidden, S the last
 state and the depths side by side, V vocabulary.
@@ -29,16 +30,19 @@ from vlmdistill.drafters.core.serving import KEY
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of, feeding_of
 
 PLACEHOLDERS = ("image_token_index", "media_placeholder_token_id")
-"""What vLLM reads of a target that is not in its list (llm_base_proposer.py `load_model`)."""
+"""Attributes that vLLM reads from the config of a target that is not in its list.
+
+See `load_model` in llm_base_proposer.py.
+"""
 
 
 class ServedEagleBlock(nn.Module):
-    """A drafter whose decoder layer is vLLM's: what the layer reads is computed by the drafter's own code."""
+    """A drafter whose decoder layer is vLLM's. The inputs of the layer are computed by the drafter's code."""
 
     guess_1: Tensor
     """Number of guesses before the rows of a pass; a tensor, which captured graphs read."""
     joined_ND: Tensor
-    """What is joined to the states of a pass; as long as the longest one."""
+    """The vectors that are joined to the states of a pass; as long as the longest one."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -65,7 +69,7 @@ class ServedEagleBlock(nn.Module):
         )
         self.longest = config.max_position_embeddings
         self.ahead_N: Tensor | None = None
-        """What is added to the positions of a pass, on the V2 runner."""
+        """Added to the positions of a pass, on the V2 runner."""
         self.raw_N: Tensor | None = None
         """Rows of the next pass that enter as bare visual embeddings."""
         self.compressed: tuple[Tensor, Tensor] | None = None
@@ -95,16 +99,31 @@ class ServedEagleBlock(nn.Module):
             self.compressed = None
         if self.raw_N is not None:
             count = len(self.raw_N)  # vLLM may have padded the rows
-            x_ND[:count] = torch.where(
-                self.raw_N[:, None], embed_ND[:count], x_ND[:count]
-            )
+            is_raw_N1 = self.raw_N[:, None]
+            x_ND[:count] = torch.where(is_raw_N1, embed_ND[:count], x_ND[:count])
             self.raw_N = None
         state_ND, residual_ND = self.layer(positions_N, x_ND, None)
         sum_ND: Tensor = state_ND + residual_ND
         return sum_ND
 
 
-class EagleVlmdistill(nn.Module):
+class ImageEmbeddings:
+    """Gives a drafter the visual embeddings that it was trained with, where vLLM has placeholders."""
+
+    model: Any
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Sequence[Tensor] | None = None,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
+        embed_ND: Tensor = self.model.embed_tokens(input_ids)
+        return with_images(embed_ND, multimodal_embeddings, is_multimodal)
+
+
+class EagleVlmdistill(ImageEmbeddings, nn.Module):
     """A drafter that is one `EagleBlock` on the target's last state, with the target's tables.
 
     vLLM calls it as it calls models/llama_eagle.py `EagleLlamaForCausalLM`.
@@ -122,17 +141,6 @@ class EagleVlmdistill(nn.Module):
         self.model = ServedEagleBlock(vllm_config, maybe_prefix(prefix, "model"))
         self.logits_processor = LogitsProcessor(self.config.vocab_size)
 
-    def embed_input_ids(
-        self,
-        input_ids: Tensor,
-        multimodal_embeddings: Sequence[Tensor] | None = None,
-        is_multimodal: Tensor | None = None,
-    ) -> Tensor:
-        """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
-        return with_images(
-            self.model.embed_tokens(input_ids), multimodal_embeddings, is_multimodal
-        )
-
     def forward(
         self,
         input_ids: Tensor | None,
@@ -140,13 +148,10 @@ class EagleVlmdistill(nn.Module):
         hidden_states: Tensor,
         inputs_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The drafter's states twice: what is scored, and what the next step reads, [N, D]."""
-        embed_ND = (
-            self.model.embed_tokens(input_ids)
-            if inputs_embeds is None
-            else inputs_embeds
-        )
-        state_ND = self.model(positions, hidden_states, embed_ND)
+        """The drafter's states twice, [N, D]: vLLM scores the first, and the next step reads the second."""
+        if inputs_embeds is None:
+            inputs_embeds = self.model.embed_tokens(input_ids)
+        state_ND = self.model(positions, hidden_states, inputs_embeds)
         return state_ND, state_ND
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -156,21 +161,21 @@ class EagleVlmdistill(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load an exported folder; ValueError when it lacks a weight."""
-        mapper = WeightsMapper(
-            orig_to_new_stacked={
-                **{f".{name}_proj": (".qkv_proj", name) for name in "qkv"},
-                ".gate_proj": (".gate_up_proj", 0),
-                ".up_proj": (".gate_up_proj", 1),
-            },
-        )
-        load_all(self.model, weights, mapper)
+        stacked: dict[str, tuple[str, int | str]] = {
+            ".q_proj": (".qkv_proj", "q"),
+            ".k_proj": (".qkv_proj", "k"),
+            ".v_proj": (".qkv_proj", "v"),
+            ".gate_proj": (".gate_up_proj", 0),
+            ".up_proj": (".gate_up_proj", 1),
+        }
+        load_all(self.model, weights, WeightsMapper(orig_to_new_stacked=stacked))
 
 
 class Eagle3BlockVlmdistill(EagleVlmdistill, Eagle3LlamaForCausalLM):
-    """The same on states of several layers, which vLLM keeps for classes of EAGLE-3 alone."""
+    """An `EagleVlmdistill` on states of several layers, which vLLM keeps for classes of EAGLE-3 alone."""
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        """What the states from `with_last_state`, [N, S], add to the entries, [N, D]."""
+        """The states from `with_last_state`, [N, S], as the entries read them, [N, D]."""
         combined_ND: Tensor = self.model.drafter.combine(hidden_states)
         return combined_ND
 
@@ -187,12 +192,12 @@ def with_last_state(
             f"{type(target).__name__} of vLLM keeps no states of this target's layers: serve a drafter that "
             "reads the last state alone, such as hivis"
         )
-    last_ND, more = output
-    return last_ND, [last_ND, *more]
+    last_ND, depths = output
+    return last_ND, [last_ND, *depths]
 
 
-class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
-    """vLLM's EAGLE-3, given the image embeddings that an exported drafter was trained with.
+class Eagle3Vlmdistill(ImageEmbeddings, Eagle3LlamaForCausalLM):
+    """vLLM's EAGLE-3 with image embeddings.
 
     A folder of other origin runs as in vLLM, with the embedding of the placeholder.
     """
@@ -201,29 +206,19 @@ class Eagle3Vlmdistill(Eagle3LlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.supports_multimodal_embeddings = feeding_of(vllm_config) is not None
 
-    def embed_input_ids(
-        self,
-        input_ids: Tensor,
-        multimodal_embeddings: Sequence[Tensor] | None = None,
-        is_multimodal: Tensor | None = None,
-    ) -> Tensor:
-        """Token embeddings, visual ones instead of those of the placeholders, [N, D]."""
-        return with_images(
-            self.model.embed_input_ids(input_ids), multimodal_embeddings, is_multimodal
-        )
-
 
 class DSparkVlmdistill(Qwen3DSparkForCausalLM):
     """vLLM's DSpark, with the learned mask of an exported drafter; other folders run as in vLLM."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load a folder; ours may have a mask, which is empty where the masks have a token's embedding."""
-        every = dict(weights)
-        mask_D = every.pop(KEY, None)
-        super().load_weights(every.items())
+        by_name = dict(weights)
+        mask_D = by_name.pop(KEY, None)
+        super().load_weights(by_name.items())
         if mask_D is not None and len(mask_D):
             mask = self.model.mask_embedding
-            getattr(mask, "weight_loader", default_weight_loader)(mask, mask_D)
+            load = getattr(mask, "weight_loader", default_weight_loader)
+            load(mask, mask_D)
             self.model.has_separate_mask_embedding = True
 
 
@@ -235,7 +230,8 @@ def load_all(
     expected = {
         name for name, _ in model.named_parameters() if "embed_tokens" not in name
     }
-    if lacking := sorted(expected - loaded):
+    lacking = sorted(expected - loaded)
+    if lacking:
         raise ValueError(
             f"the drafter's folder lacks {', '.join(lacking)}: export it again"
         )
@@ -246,13 +242,14 @@ def with_images(
 ) -> Tensor:
     """Visual embeddings in their rows: the first D columns, since Qwen3-VL has deep features after them."""
     if visual_UD and is_visual_N is not None:
-        narrow_UD = torch.cat([one[:, : embed_ND.shape[-1]] for one in visual_UD])
+        width = embed_ND.shape[-1]
+        narrow_UD = torch.cat([image_UD[:, :width] for image_UD in visual_UD])
         embed_ND[is_visual_N.to(embed_ND.device)] = narrow_UD.to(embed_ND)
     return embed_ND
 
 
 class BesideAnyTarget:
-    """What loads a drafter of vLLM: it comes before vLLM's class."""
+    """Loads a drafter of vLLM; among base classes, it comes before vLLM's class."""
 
     model: Any
     vllm_config: Any
@@ -273,10 +270,11 @@ def name_parts(target: Any) -> None:
     """
     if not hasattr(target, "get_language_model"):
         return
-    if (image := getattr(target.config, "image_token_id", None)) is not None:
+    image_id = getattr(target.config, "image_token_id", None)
+    if image_id is not None:
         for name in PLACEHOLDERS:
             if not hasattr(target.config, name):
-                setattr(target.config, name, image)
+                setattr(target.config, name, image_id)
     text = target.get_language_model()
     if not hasattr(text, "model"):
         named = SimpleNamespace(
@@ -288,7 +286,7 @@ def name_parts(target: Any) -> None:
 
 
 class ScaledTable(nn.Module):
-    """A table of embeddings that are multiplied."""
+    """A table whose embeddings are multiplied by a constant."""
 
     def __init__(self, table: nn.Module, scale: float) -> None:
         super().__init__()
@@ -302,20 +300,17 @@ class ScaledTable(nn.Module):
 
 def scale_embeddings(drafter: Any, target: Any) -> None:
     """Multiply the embeddings of a drafter as the target does, whose bare table vLLM shares (Gemma)."""
-    text = (
-        target.get_language_model() if hasattr(target, "get_language_model") else target
-    )
-    if getattr(drafter.model, "embed_tokens", drafter) is not getattr(
-        text.model, "embed_tokens", text
-    ):
+    text = target
+    if hasattr(target, "get_language_model"):
+        text = target.get_language_model()
+    table = getattr(text.model, "embed_tokens", text)
+    if getattr(drafter.model, "embed_tokens", drafter) is not table:
         return
-    table = text.model.embed_tokens
-    ones = table.register_forward_hook(
-        lambda *called: torch.ones_like(called[-1])
-    )  # exact in any dtype
-    read_1D = text.embed_input_ids(
-        torch.zeros(1, dtype=torch.long, device=table.weight.device)
-    )
-    ones.remove()
-    if (scale := float(read_1D[0, 0])) != 1:
+    # The scale is read from an embedding that is all ones, which is exact in any dtype.
+    hook = table.register_forward_hook(lambda *called: torch.ones_like(called[-1]))
+    id_1 = torch.zeros(1, dtype=torch.long, device=table.weight.device)
+    embed_1D = text.embed_input_ids(id_1)
+    hook.remove()
+    scale = float(embed_1D[0, 0])
+    if scale != 1:
         drafter.model.embed_tokens = ScaledTable(table, scale)

@@ -26,26 +26,54 @@ from vlmdistill.pipelines.vllm.plugin.served_model import (
 )
 
 
-def reading(batch: InputBatch, shown: Mapping[str, Any]) -> dict[str, Reading]:
+def feed_batch(
+    feeder: Feeder, batch: InputBatch, state: Any, hidden_ND: Tensor, block: Any
+) -> Feed | None:
+    """The rows of a batch that the drafter has entries for; see `Feeder.feed`.
+
+    `state` is the runner's state of the target, and `block` the drafter's model.
+    """
+    cache = state.encoder_cache
+    return feeder.feed(
+        _reading(batch, cache.mm_features),
+        row_starts(batch),
+        batch.positions[: batch.num_tokens],
+        hidden_ND,
+        block,
+        cache.encoder_outputs,
+        cache.mm_features,
+    )
+
+
+def _reading(batch: InputBatch, media: Mapping[str, Any]) -> dict[str, Reading]:
     """The requests of a batch, in the order of their rows; after a prompt, any first row does.
 
-    `shown` has their images and videos by request.
+    `media` has their images and videos by request.
     """
-    return {
-        name: Reading(shown.get(name, ()), int(prompt), int(first))
-        for name, prompt, first in zip(
-            batch.req_ids,
-            batch.prefill_len_np,
-            batch.num_computed_prefill_tokens_np,
-            strict=True,
-        )
-    }
+    requests = {}
+    for name, prompt, first in zip(
+        batch.req_ids,
+        batch.prefill_len_np,
+        batch.num_computed_prefill_tokens_np,
+        strict=True,
+    ):
+        requests[name] = Reading(media.get(name, ()), int(prompt), int(first))
+    return requests
+
+
+def row_starts(batch: InputBatch) -> list[int]:
+    """The first row of each request, and the number of all rows."""
+    starts: list[int] = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
+    return starts
 
 
 def without_dropped(batch: InputBatch, feed: Feed) -> InputBatch:
     """The batch as if the dropped tokens had never been read, but for their ids."""
-    count, starts = len(feed.kept_K), feed.starts
+    count = len(feed.kept_K)
+    starts = feed.starts
+    lengths_B = batch.seq_lens[: batch.num_reqs]
     upper_B = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
+    dropped_cpu_B = feed.dropped_B.cpu().to(upper_B.dtype)
     return replace(
         batch,
         num_scheduled_tokens=feed.lengths_B.astype(np.int32),
@@ -54,12 +82,18 @@ def without_dropped(batch: InputBatch, feed: Feed) -> InputBatch:
         num_reqs_after_padding=batch.num_reqs,
         query_start_loc=starts.to(feed.kept_K.device),
         query_start_loc_np=starts.numpy(),
-        seq_lens=(batch.seq_lens[: batch.num_reqs] - feed.dropped_B).to(
-            batch.seq_lens.dtype
-        ),
-        seq_lens_cpu_upper_bound=upper_B - feed.dropped_B.cpu().to(upper_B.dtype),
+        seq_lens=(lengths_B - feed.dropped_B).to(batch.seq_lens.dtype),
+        seq_lens_cpu_upper_bound=upper_B - dropped_cpu_B,
         positions=feed.index_K,
     )
+
+
+class WithoutGraphs:
+    """Runs a drafter of vLLM without CUDA graphs; among base classes, it comes before vLLM's class."""
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """No graphs."""
+        super().init_cudagraph_manager(CUDAGraphMode.NONE)  # type: ignore[misc]
 
 
 class ChosenSpeculator(BesideAnyTarget, EagleSpeculator):
@@ -72,11 +106,11 @@ class ChosenSpeculator(BesideAnyTarget, EagleSpeculator):
         return object.__new__(ServedSpeculator if ours else cls)
 
 
-class ServedSpeculator(ChosenSpeculator):
-    """Drops entries before vLLM drafts: all that it drafts from are arguments of `propose`.
+class ServedSpeculator(WithoutGraphs, ChosenSpeculator):
+    """Drops entries before vLLM drafts: the arguments of `propose` are all that it drafts from.
 
-    The positions that vLLM counts are those of the drafter's KV cache; the model adds what the rotary ones
-    are ahead of them. The drafter runs without CUDA graphs, which would hold the target's slots.
+    The positions that vLLM counts are those of the drafter's KV cache; the model adds the offset of the
+    rotary ones. The drafter runs without CUDA graphs, which would hold the target's slots.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -85,7 +119,7 @@ class ServedSpeculator(ChosenSpeculator):
         assert feeding is not None
         self.feeding = feeding
         self._ahead_B: Tensor | None = None
-        """What is added to the positions of guesses."""
+        """Added to the positions of guesses."""
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the drafter, which reads the number of guesses where vLLM counts it."""
@@ -95,10 +129,6 @@ class ServedSpeculator(ChosenSpeculator):
         self._feeder = Feeder(drafter, self.device)
         if drafter.taps:
             target_model.register_forward_hook(with_last_state)
-
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """No graphs."""
-        super().init_cudagraph_manager(CUDAGraphMode.NONE)
 
     def propose(
         self,
@@ -118,37 +148,24 @@ class ServedSpeculator(ChosenSpeculator):
     ) -> Tensor:
         """Draft from the entries that the drafter has."""
         block = self.model.model
-        block.ahead_N, self._ahead_B = None, None
+        block.ahead_N = None
+        self._ahead_B = None
         if self.feeding.visual == "raw" and mm_inputs is not None:
-            block.raw_N = mm_inputs[1].to(self.device)
+            _, is_visual_N = mm_inputs
+            block.raw_N = is_visual_N.to(self.device)
         if aux_hidden_states:
             states_NS = torch.cat(aux_hidden_states, dim=-1)
-            last_hidden_states, aux_hidden_states = (
-                self.model.combine_hidden_states(states_NS),
-                None,
-            )
-        if (
-            self.feeding.visual == "dropped"
-            and self.model_state.supports_mm_inputs
-            and not dummy_run
-        ):
-            batch, hidden_ND = (
-                input_batch,
-                last_hidden_states[: input_batch.num_tokens].clone(),
-            )
-            starts = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
-            feed = self._feeder.feed(
-                reading(batch, self.model_state.encoder_cache.mm_features),
-                starts,
-                batch.positions[: batch.num_tokens],
-                hidden_ND,
-                block,
-                self.model_state.encoder_cache.encoder_outputs,
-                self.model_state.encoder_cache.mm_features,
+            last_hidden_states = self.model.combine_hidden_states(states_NS)
+            aux_hidden_states = None
+        drops = self.feeding.visual == "dropped" and self.model_state.supports_mm_inputs
+        if drops and not dummy_run:
+            hidden_ND = last_hidden_states[: input_batch.num_tokens].clone()
+            feed = feed_batch(
+                self._feeder, input_batch, self.model_state, hidden_ND, block
             )
             if feed is not None:
                 next_prefill_tokens = next_prefill_tokens.clone()
-                input_batch = self._drop(feed, starts, batch, next_prefill_tokens)
+                input_batch = self._drop(feed, input_batch, next_prefill_tokens)
                 last_hidden_states = hidden_ND[feed.kept_K]
                 attn_metadata, slot_mappings = self._attention(input_batch)
                 block.ahead_N = feed.turned_K
@@ -176,54 +193,50 @@ class ServedSpeculator(ChosenSpeculator):
         block = self.model.model
         block.ahead_N = self._ahead_B
         if self._feeder.drafter.joins:
-            block.joined_ND[:num_reqs] = block.joined_ND[
-                self.last_token_indices[:num_reqs]
-            ]
+            last_B = self.last_token_indices[:num_reqs]
+            block.joined_ND[:num_reqs] = block.joined_ND[last_B]
 
     def _drop(
-        self,
-        feed: Feed,
-        starts: list[int],
-        batch: InputBatch,
-        next_prefill_tokens: Tensor,
+        self, feed: Feed, batch: InputBatch, next_prefill_tokens: Tensor
     ) -> InputBatch:
-        """The batch as if the dropped tokens had never been read."""
-        count, new = len(feed.kept_K), feed.starts.tolist()
+        """The batch as if the dropped tokens had never been read.
+
+        If the last rows of an unfinished prompt are dropped, its entry of `next_prefill_tokens` is replaced.
+        """
         # vLLM shifts the ids by one row: the id of each kept row goes into the row after it.
-        from_K, last = np.zeros(count, dtype=np.int64), list[tuple[int, int]]()
-        for request, ((start, end), at, step) in enumerate(
-            zip(pairwise(starts), new, feed.steps, strict=False)
+        source_K = np.zeros(len(feed.kept_K), dtype=np.int64)
+        for request, ((start, end), first, step) in enumerate(
+            zip(
+                pairwise(row_starts(batch)),
+                feed.starts.tolist(),
+                feed.steps,
+                strict=False,
+            )
         ):
-            row_K = np.flatnonzero(step.kept_N)
-            from_K[at], from_K[at + 1 : at + len(row_K)] = start, start + row_K[:-1] + 1
-            if (
-                start + row_K[-1] + 1 < end
-            ):  # of an unfinished prompt, whose last rows are dropped
-                last.append(
-                    (int(batch.idx_mapping_np[request]), int(start + row_K[-1] + 1))
-                )
-        for state, row in last:
-            next_prefill_tokens[0, state] = batch.input_ids[row]
-        return replace(
-            without_dropped(batch, feed),
-            input_ids=batch.input_ids[self._feeder.tensor(from_K)],
-        )
+            kept_rows = start + np.flatnonzero(step.kept_N)
+            source_K[first] = start
+            source_K[first + 1 : first + len(kept_rows)] = kept_rows[:-1] + 1
+            next_row = int(kept_rows[-1]) + 1
+            if next_row < end:
+                state = int(batch.idx_mapping_np[request])
+                next_prefill_tokens[0, state] = batch.input_ids[next_row]
+        input_ids = batch.input_ids[self._feeder.tensor(source_K)]
+        return replace(without_dropped(batch, feed), input_ids=input_ids)
 
     def _attention(self, batch: InputBatch) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Metadata and slots of the drafter's own entries."""
+        requests = batch.num_reqs
         slots = self.block_tables.compute_slot_mappings(
-            batch.idx_mapping[: batch.num_reqs],
+            batch.idx_mapping[:requests],
             batch.query_start_loc,
             batch.positions,
             batch.num_tokens,
         )
+        tables = self.block_tables.input_block_tables
         metadata = self.model_state.prepare_attn(
             batch,
             CUDAGraphMode.NONE,
-            tuple(
-                table[: batch.num_reqs]
-                for table in self.block_tables.input_block_tables
-            ),
+            tuple(table[:requests] for table in tables),
             slots,
             self.attn_groups,
             self.kv_cache_config,

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.serving import KEY
-from vlmdistill.stores.records import read_bytes, regular
+from vlmdistill.stores.input_files import read_bytes, regular
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"
 METHODS = ("eagle", "eagle3", "dflash", "dspark", "medusa")
@@ -30,7 +30,7 @@ FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 
 
 class Swap:
-    """What vLLM adds to its workers."""
+    """The methods that vLLM adds to its workers."""
 
     model_runner: Any
     speculative_config: Any
@@ -42,29 +42,20 @@ class Swap:
         Why not, in one line, if it is not another version of the drafter that vLLM was started with, which
         then goes on; else an empty string.
         """
-        if (
-            self.speculative_config is None
-            or self.speculative_config.draft_model_config is None
-        ):
+        speculative = self.speculative_config
+        if speculative is None or speculative.draft_model_config is None:
             return "vLLM was started without a drafter"
-        config, method = (
-            self.speculative_config.draft_model_config,
-            self.speculative_config.method,
-        )
-        if method not in METHODS:
-            return (
-                f"vLLM loads no other {method} while it runs: restart it with {folder}"
-            )
+        if speculative.method not in METHODS:
+            return f"vLLM loads no other {speculative.method} while it runs: restart it with {folder}"
+        config = speculative.draft_model_config
         used = config.model
-        if refused := differs(Path(folder), Path(used)):
-            return refused
+        refusal = differs(Path(folder), Path(used))
+        if refusal:
+            return refusal
         model = self.model_runner.get_draft_model()
         inner = getattr(model, "model", None)
-        fused = {
-            name: copy
-            for name in FUSED
-            if (copy := getattr(inner, name, None)) is not None
-        }
+        copies = {name: getattr(inner, name, None) for name in FUSED}
+        fused = {name: copy for name, copy in copies.items() if copy is not None}
         # Not in place: on a CPU, vLLM has packed the weights and dropped the tensors that hold them.
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
@@ -81,19 +72,21 @@ class Swap:
 
 @torch.no_grad()
 def fuse(drafter: Any, fused: dict[str, Tensor]) -> None:
-    """Bring the copies of a block drafter's weights up to date, in the tensors that captured graphs read.
+    """Update the copies of a block drafter's weights in place: captured graphs read these tensors.
 
-    The keys and values of its layers may be packed, so that they are taken from a product with the identity.
+    The weights of keys and values may be packed, so they are read off a product with the identity.
     """
     drafter._build_fused_kv_buffers()
-    if (weight := fused.get("_fused_kv_weight")) is not None:
+    weight = fused.get("_fused_kv_weight")
+    if weight is not None:
         identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-        layers = [layer.self_attn for layer in drafter.layers]
-        states = [
-            one.qkv_proj.quant_method.apply(one.qkv_proj, identity)[:, one.q_size :]
-            for one in layers
-        ]
-        drafter._fused_kv_weight = torch.cat(states, dim=1).t()
+        keys_and_values = list[Tensor]()
+        for layer in drafter.layers:
+            attention = layer.self_attn
+            projection = attention.qkv_proj
+            product = projection.quant_method.apply(projection, identity)
+            keys_and_values.append(product[:, attention.q_size :])
+        drafter._fused_kv_weight = torch.cat(keys_and_values, dim=1).t()
     for name, copy in fused.items():
         setattr(drafter, name, copy.copy_(getattr(drafter, name)))
 
@@ -101,28 +94,28 @@ def fuse(drafter: Any, fused: dict[str, Tensor]) -> None:
 def differs(folder: Path, used: Path) -> str:
     """Why a folder is not another version of the drafter in `used`; empty if it is one."""
     try:
-        mine, theirs = _described(folder), _described(used)
+        new_facts = _described(folder)
+        used_facts = _described(used)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return f"{folder} cannot be loaded: {error}"
-    if unlike := sorted(
-        name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)
-    ):
-        return (
-            f"{folder} is not another version of the drafter in {used}: {unlike[0]} differs: export it in "
-            "the same dtype, or restart vLLM with it"
-        )
+    for name in sorted({*new_facts, *used_facts}):
+        if new_facts.get(name) != used_facts.get(name):
+            return (
+                f"{folder} is not another version of the drafter in {used}: {name} differs: export it in "
+                "the same dtype, or restart vLLM with it"
+            )
     return ""
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """What versions of a drafter have in common: settings, target, and the shapes of weights by name."""
+    """The facts that versions of a drafter share: settings, target, and the shapes of weights by name."""
     settings = json.loads(read_bytes(folder / SETTINGS))
     feeding = settings.pop(KEY)
     trained = feeding.pop("trained") or {}
     target = {name: trained.get(name) for name in ("config_hash", "weights_hash")}
     with safe_open(regular(folder / WEIGHTS), framework="pt") as file:
-        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
-        shapes = {
-            key: (one.get_shape(), one.get_dtype()) for key, one in slices.items()
-        }
+        shapes = {}
+        for key in file.keys():  # noqa: SIM118 (it is no mapping)
+            weight = file.get_slice(key)
+            shapes[key] = (weight.get_shape(), weight.get_dtype())
     return {**settings, **feeding, **target, **shapes}

@@ -1,8 +1,7 @@
-"""Drafters that earlier versions wrote are read as they were."""
+"""A drafter is read as it was written, or refused in one line."""
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,26 @@ from tests.drafters.synthetic import TRAINED
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
-from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.settings import from_dict, override, to_dict
 from vlmdistill.drafters.sparrow import Sparrow
-from vlmdistill.drafters.training import run
 from vlmdistill.drafters.training.recipes import as_file, resolve
 from vlmdistill.stores.errors import TrainingError
 
 WRITTEN = """{
-  "kv_heads": "target", "positions": "compact", "tree": "chain-4", "batch_tokens": 2048, "max_length": 4096,
+  "kv_heads": "target", "positions": "compact", "attention_window": 0,
+  "tree": "chain-4", "batch_tokens": 2048, "max_length": 4096,
   "steps": 240, "warmup": 0.05, "noise": 0.2, "clip": 1.0, "detach": false,
+  "validate_every": 0, "patience": 0,
   "stages": [
     {"name": "text", "epochs": 1.0, "visual": [0, 0], "hops": 1, "hop_decay": 1.0, "learning_rate": 0.002,
-     "keep_top": 0, "keep_failing": false, "view": "",
+      "pace": 0.0, "anchors": 0, "keep_top": 0, "view": "",
      "losses": {"regression": 1.0, "cross_entropy": 0.1, "list_mle": 0.01}},
-    {"name": "multimodal", "epochs": 9.0, "visual": [1, 1], "hops": 3, "hop_decay": 1.0,
-     "learning_rate": 0.002, "keep_top": 0, "keep_failing": false, "view": "",
+     {"name": "multimodal", "epochs": 9.0, "visual": [1, 1], "hops": 3, "hop_decay": 1.0,
+      "learning_rate": 0.002, "pace": 0.0, "anchors": 0, "keep_top": 0, "view": "",
      "losses": {"l1": 10.0, "list_mle": 0.1}}],
-  "vata": true, "ivsb": false, "mtp": true
+  "vata": true, "ivsb": false, "mtp": true, "middle_norm": true
 }"""
-"""The settings in a `config.json` of format 2."""
-LATER = {"attention_window": 0, "validate_every": 0, "patience": 0}
-"""Settings that came later, off."""
+"""The settings in a `config.json`."""
 
 SETTINGS = (
     *(
@@ -68,10 +65,7 @@ def test_written_settings_are_read_and_written_back_alike() -> None:
         1.0,
         5,
     )
-    expected = {**json.loads(WRITTEN), **LATER, "middle_norm": True}
-    later = {one.name: 0 for one in fields(Stage) if one.name in run.LATER}
-    expected["stages"] = [{**stage, **later} for stage in expected["stages"]]
-    assert json.loads(json.dumps(to_dict(config))) == expected
+    assert json.loads(json.dumps(to_dict(config))) == json.loads(WRITTEN)
 
 
 def test_losses_of_a_recipe_file_replace_the_papers(tmp_path: Path) -> None:
@@ -104,26 +98,17 @@ def test_no_setting_has_two_meanings() -> None:
         assert len(to_dict(config)) == sum(map(len, parts))
 
 
-def test_folders_of_formats_1_and_2_are_read(tmp_path: Path) -> None:
-    config = from_dict(catalogue.config("sparrow"), json.loads(WRITTEN))
-    drafter = checkpoint.build("sparrow", config, synthetic.INFO, synthetic.head())
-    origin = checkpoint.Origin(synthetic.provenance(), config.training, {"steps": 240})
-    checkpoint.save(drafter, "sparrow", tmp_path / "now", origin)  # type: ignore[arg-type]
-    now = json.loads((tmp_path / "now" / "config.json").read_text())
-    weights = load_file(tmp_path / "now" / "model.safetensors")
-    for version, prefix in ((1, ""), (2, "block.")):  # format 1 had no block
-        folder = tmp_path / str(version)
-        folder.mkdir()
-        record = {**now, "format": version, "config": json.loads(WRITTEN)}
-        (folder / "config.json").write_text(json.dumps(record))
-        named = {key.replace("block.", prefix): value for key, value in weights.items()}
-        save_file(named, folder / "model.safetensors")
-        again = checkpoint.load(folder, synthetic.head(), synthetic.INFO)
-        assert (again.config, again.tree) == (config.model, config.tree)
-        assert all(
-            torch.equal(value, weights[key])
-            for key, value in again.state_dict().items()
-        )
+@pytest.mark.parametrize(
+    ("version", "advice"), [(2, "train .* again"), (99, "update vlmdistill")]
+)
+def test_a_folder_of_another_format_is_refused_with_what_to_do(
+    version: int, advice: str, tmp_path: Path
+) -> None:
+    description = written(tmp_path / "old", "medusa")
+    file = tmp_path / "old" / "config.json"
+    file.write_text(json.dumps({**description, "format": version, "training": None}))
+    with pytest.raises(TrainingError, match=f"format {version}.*{advice}"):
+        describe(tmp_path / "old")
 
 
 def written(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
@@ -143,7 +128,7 @@ def written(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
 
 
 ODD: dict[str, Callable[[dict[str, Any]], object]] = {
-    "format 1 or 2": lambda one: one.update(format=3),
+    "format": lambda one: one.pop("format"),
     "object": lambda one: one.update(config=None),
     "str": lambda one: one.update(drafter=5),
     "num_heads": lambda one: one["target"].update(num_heads=0),

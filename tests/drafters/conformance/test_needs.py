@@ -25,6 +25,7 @@ from tests.drafters.synthetic import (
 )
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.batch import Batch
+from vlmdistill.drafters.core.capabilities import MiddleState
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.tree import Tree
@@ -46,7 +47,7 @@ def trained_on(drafter: Drafter, sample: Batch) -> list[Tensor]:
     """Losses of every hop, with noise."""
     stage = (
         replace(STAGE, losses={**STAGE.losses, "middle": 1.0})
-        if drafter.middle_source
+        if isinstance(drafter, MiddleState)
         else STAGE
     )
     scores = unroll(

@@ -240,16 +240,15 @@ def p_value(
 
 def test_no_child_is_kept_without_its_parent() -> None:
     """A certain child scores as high as its parent: the sort must not part them."""
-    from vlmdistill.drafters.core.tree_drafter import _prune
+    from vlmdistill.drafters.core.tree_drafter import _Candidates, _prune
 
     root = torch.zeros(1, dtype=torch.long)
     for length, total in itertools.product(range(1, 8), range(2, 8)):
         ids = torch.arange(length)
         score = torch.zeros(length)
         parent = torch.arange(length) - 1
-        tree = _prune(
-            root, ids, score, parent, torch.zeros_like(ids), Tree(total, length, 1)
-        )
+        candidates = _Candidates(ids, score, parent, torch.zeros_like(ids))
+        tree = _prune(root, candidates, Tree(total, length, 1))
         kept = len(tree.ids_N)
         assert tree.parent_N.tolist() == [0, *range(kept - 1)]
         assert tree.visible_NN.tolist() == torch.ones(kept, kept).tril().bool().tolist()

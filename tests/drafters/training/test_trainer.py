@@ -23,7 +23,6 @@ from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.settings import from_dict, override, to_dict
 from vlmdistill.drafters.training.progress import TrainingProgress
-from vlmdistill.drafters.training.run import LATER, RunData
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.drafters.training.trainer import train
@@ -31,8 +30,8 @@ from vlmdistill.pipelines.planning import forecast
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import DataError, StoppedError, StoreError, TrainingError
 from vlmdistill.stores.manifest import digest, seal
-from vlmdistill.stores.schema import Feature, content_hash
-from vlmdistill.stores.sharing.part import Part
+from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.sharing.mirror import VersionedFolder
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
@@ -56,35 +55,6 @@ train(plan(Path(sys.argv[1]), Path(sys.argv[2])), tell)
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(synthetic.store(tmp_path_factory.mktemp("trainer"), 24).path)
-
-
-def test_settings_that_came_later_leave_runs_of_earlier_versions_their_signature(
-    store: Path, tmp_path: Path
-) -> None:
-    run = plan(store, tmp_path / "out")
-    data = RunData.of(run)
-    earlier = {
-        key: value for key, value in to_dict(run.config).items() if key not in LATER
-    }
-    earlier["stages"] = [
-        {key: value for key, value in stage.items() if key not in LATER}
-        for stage in earlier["stages"]
-    ]
-    keys = [sorted([*one.visual, *one.text]) for one in data.samples]
-    assert {*LATER} == {
-        *(
-            "anchors",
-            "attention_window",
-            "cell",
-            "mixed",
-            "pace",
-            "patience",
-            "validate_every",
-        )
-    }
-    assert data.signature == content_hash([run.drafter, earlier, run.seed, keys])
-    bounded = override(run.config, ["stages.*.anchors=4"])
-    assert RunData.of(replace(run, config=bounded)).signature != data.signature
 
 
 def test_a_forecast_says_what_the_training_then_does(
@@ -282,7 +252,9 @@ def test_the_last_epoch_is_known_where_steps_do_not_divide_it(steps: int) -> Non
     config = override(catalogue.config("sparrow"), [f"steps={steps}"]).training
     schedule = Schedule(config, config.stages[:1], micro=2)
     begun = [*range(0, steps, 3)]  # of epochs with five batches
-    last = [schedule.is_last_epoch(Position(begun=one), 5) for one in begun]
+    last = [
+        schedule.is_last_epoch(Position(steps_before_epoch=one), 5) for one in begun
+    ]
     assert last == [False] * (len(begun) - 1) + [True]
 
 
@@ -447,7 +419,7 @@ def test_a_copy_that_fails_is_made_later_and_only_at_the_end_it_counts(
     way.unlink()
     train(run, hear(0, 8))
     assert seen[5] == 6
-    latest = Part(Local(way / "run")).latest()
+    latest = VersionedFolder(Local(way / "run")).latest()
     assert latest
     assert {
         "checkpoint.json",
@@ -536,7 +508,6 @@ def test_a_damaged_checkpoint_is_one_line(store: Path, tmp_path: Path) -> None:
             {**record["position"], "history": [{"held_out_agreement": "high"}]},
         ),
         ("position", [1, 2]),
-        ("format", 2),
         ("settings", None),
         ("signature", None),
     ]:
@@ -545,6 +516,21 @@ def test_a_damaged_checkpoint_is_one_line(store: Path, tmp_path: Path) -> None:
             train(run)
     (run.state / "checkpoint.json").write_bytes(seal(record))
     train(run)
+
+
+def test_a_checkpoint_of_a_development_version_says_how_to_start_over(
+    store: Path, tmp_path: Path
+) -> None:
+    run = plan(store, tmp_path / "out")
+    stopped(run, 4)
+    file = run.state / "checkpoint.json"
+    record = json.loads(file.read_bytes())
+    del record["blake3"]
+    file.write_bytes(seal({**record, "format": 1}))
+    with pytest.raises(TrainingError, match=r"development version .*--force") as caught:
+        train(run)
+    assert "\n" not in str(caught.value)
+    train(run, force=True)
 
 
 def test_only_the_last_checkpoint_is_kept_and_a_half_written_one_is_not_taken(

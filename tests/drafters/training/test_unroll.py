@@ -71,13 +71,10 @@ def test_a_loss_in_chunks_has_the_gradient_of_the_loss_in_one_piece(term: str) -
     assert torch.autograd.grad(loss(state, 2), state)[0][2].eq(0).all()
 
 
-@pytest.mark.parametrize(
-    ("keep_top", "keep_failing", "pace"),
-    [(0, False, 0.0), (4, False, 0.0), (4, True, 0.0), (0, False, 0.5)],
-)
+@pytest.mark.parametrize(("keep_top", "pace"), [(0, 0.0), (4, 0.0), (0, 0.5)])
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 def test_the_gradient_of_all_hops_is_that_of_the_formula(
-    chunk: int | None, keep_top: int, keep_failing: bool, pace: float
+    chunk: int | None, keep_top: int, pace: float
 ) -> None:
     """Written out hop by hop: the states of three hops, a head that is trained, and rows that drop out."""
     torch.manual_seed(1)
@@ -105,7 +102,6 @@ def test_the_gradient_of_all_hops_is_that_of_the_formula(
         pace=pace,
         chunk_rows=chunk,
         keep_top=keep_top,
-        keep_failing=keep_failing,
     )
 
     slot = torch.ones(hops, count, dtype=torch.float64)
@@ -127,7 +123,7 @@ def test_the_gradient_of_all_hops_is_that_of_the_formula(
         kept = (logits(state, token).topk(4).indices == best[:, None]).any(-1) | (
             not keep_top
         )
-        counted = alive & (kept | keep_failing)
+        counted = alive & kept
         draft, likely = logits(state, token), (target @ lm_head.T).softmax(-1)
         losses = torch.nn.functional.smooth_l1_loss(
             state, target, reduction="none"

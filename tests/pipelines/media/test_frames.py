@@ -294,3 +294,25 @@ def test_a_file_without_pyav_names_the_extra(
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(DataError, match=r"vlmdistill\[video\]"):
         frames.read(path, every(1))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["t_0.0", "t_0.25", "t_0.5", "t_0.75", "t_1.0"],
+        ["t_9.5", "t_10.25"],
+        ["scene_1.9", "scene_1.10", "scene_1.11"],
+        ["frame_9", "frame_10"],
+        ["frame_01", "frame_1", "frame_02"],
+        ["frame_-2", "frame_-1", "frame_0", "frame_1"],
+        ["-1.5", "-1.25", "0.5"],
+        ["clip-1", "clip-2", "clip-10"],
+        ["a.0009", "a.0010"],
+    ],
+)
+def test_frames_are_in_the_order_of_times_and_numbers(
+    tmp_path: Path, names: list[str]
+) -> None:
+    for name in reversed(names):
+        (tmp_path / f"{name}.jpg").touch()
+    assert [file.stem for file in frames.files(tmp_path)] == names

@@ -251,7 +251,7 @@ def test_a_workspace_does_not_hide_the_model_of_its_name(
         huggingface_hub, "snapshot_download", lambda *_, **__: str(checkpoint("llava"))
     )
     (tmp_path / "llava-1.5-7b" / "responses").mkdir(parents=True)
-    assert describe("llava-1.5-7b", 10, 10)["found"]
+    assert describe("llava-1.5-7b", 10, 10).found
     assert load("llava-1.5-7b").folder == checkpoint("llava")
     assert Workspace.of("llava-1.5-7b", tmp_path).root == tmp_path / "llava-1.5-7b"
     assert absolute_model("llava-1.5-7b") == "llava-1.5-7b"
@@ -265,7 +265,7 @@ def test_weights_without_safetensors(copy: Callable[[str], Path]) -> None:
     assert "has pytorch_model.bin and no safetensors files" in message
     assert "save_pretrained" in message
     assert "download it again" not in message
-    assert describe(str(folder), 10, 10)["lacking"] == message
+    assert describe(str(folder), 10, 10).lacking == message
 
 
 def test_a_hub_model_without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,14 +388,14 @@ def test_a_target_without_eos_is_refused(copy: Callable[[str], Path]) -> None:
     folder = copy("qwen2_vl")
     (folder / "generation_config.json").unlink()
     assert load(str(folder)).info.eos_ids == (1,), "the tokenizer's, for lack of others"
-    assert describe(str(folder), 10, 10)["target"]["eos_ids"] == (1,)
+    assert describe(str(folder), 10, 10).target.eos_ids == (1,)
     edit(folder / "tokenizer_config.json", eos_token=None)
     assert "no end-of-sequence token" in refusal(folder)
     with pytest.raises(TargetError, match="no end-of-sequence token"):
         describe(str(folder), 10, 10)
     (folder / "tokenizer.json").unlink()
     half = describe(str(folder), 10, 10)
-    assert (half["found"], half["target"]["eos_ids"]) == (False, ()), (
+    assert (half.found, half.target.eos_ids) == (False, ()), (
         "unknown before the download is complete"
     )
 
@@ -410,7 +410,7 @@ def test_without_a_generation_config_every_other_eos_counts(
     ]
     assert theirs == 2, "of the class; the tokenizer's is 1"
     assert set(load(str(folder)).info.eos_ids) == {1, 2}
-    assert set(describe(str(folder), 10, 10)["target"]["eos_ids"]) == {1, 2}
+    assert set(describe(str(folder), 10, 10).target.eos_ids) == {1, 2}
 
 
 @pytest.mark.parametrize(

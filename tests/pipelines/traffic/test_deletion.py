@@ -47,7 +47,6 @@ AT_URL = {
     "report": REPORT,
 }
 AFTER = {
-    "replay": ("replay", "wren"),
     "filter": (
         "store",
         "filter",
@@ -76,7 +75,6 @@ WORST = {
     "train": "drafters/wren",
     "eval": "reports/wren",
     "report": "index.html",
-    "replay": "stats/wren.replay-",
     "filter": "views/few-",
     "adapt": "staging/#/prompts.parquet",
     "forget": "staging/removed-",

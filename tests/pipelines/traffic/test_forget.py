@@ -506,7 +506,7 @@ def test_at_a_url_images_leave_that_other_machines_have_harvested_and_do_not_com
 
     def images(workspace: Workspace) -> int:
         assert workspace.parts
-        return len(workspace.parts.there.list_files(MEDIA))
+        return len(workspace.parts.remote.list_files(MEDIA))
 
     own = write(
         tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}]

@@ -8,18 +8,18 @@ import fsspec
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.backends.remote import Remote
-from vlmdistill.stores.sharing.part import Part
+from vlmdistill.stores.sharing.mirror import VersionedFolder
 
 On = Callable[[str], Workspace]
 
 
 def published(runs: str, part: str) -> dict[str, str]:
     """The files of a part at the URL, which are all there and as their version says."""
-    found = Part(Remote(f"{runs}/demo/{part}"))
+    found = VersionedFolder(Remote(f"{runs}/demo/{part}"))
     latest = found.latest()
     texts = {}
     for name, stored in latest.files.items() if latest else ():
-        data = found.there.read(f"files/{stored.file}")
+        data = found.backend.read(f"files/{stored.file}")
         assert len(data) == stored.size
         texts[name] = data.decode()
     return texts

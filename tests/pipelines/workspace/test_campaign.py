@@ -166,8 +166,7 @@ class Responses:
             filters=Filters(),
             options=WorkerOptions(workers=0),
             task_size=size,
-            worker=Answers,  # type: ignore[arg-type]
-            shared=lambda *_: no_check,  # type: ignore[arg-type]
+            work=responder.ResponseWork(Answers, shared=lambda *_: no_check),  # type: ignore[arg-type]
         )
         workspace.close()
         assert summary.kept == KEYS

@@ -112,7 +112,7 @@ def test_what_is_damaged_in_the_store_is_an_error_until_it_is_mended(
     tmp_path: Path,
 ) -> None:
     store = cached(tmp_path, 4000 * KB)
-    name = f"shards/{store.commit('u0').shard}/hidden.text/c/0/0"
+    name = f"shards/{store.commit('u0').folder}/hidden.text/c/0/0"
     good = store.backend.read(name)
     store.backend.replace(name, bytes(len(good)))
     for _ in range(2):

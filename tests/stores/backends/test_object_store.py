@@ -30,10 +30,10 @@ ACTOR = """
 import sys
 from tests.stores.samples import make, write
 store = make(sys.argv[1])
-for unit in sys.argv[2:]:
-    at = int(unit)
+for shard in sys.argv[2:]:
+    at = int(shard)
     write(store, f"u{at}", range(at * 3, at * 3 + 3))
-    print(unit, flush=True)
+    print(shard, flush=True)
 """
 
 
@@ -125,7 +125,7 @@ def test_two_writers_one_killed_and_resumed_lose_and_double_nothing(
         [*command, *down], stdout=subprocess.PIPE, cwd=ROOT, env=os.environ
     )
     assert one.stdout is not None
-    one.stdout.readline()  # it has committed a unit and is at work on the next
+    one.stdout.readline()  # it has committed a shard and is at work on the next
     time.sleep(0.02)
     one.kill()
     one.wait()
@@ -176,7 +176,7 @@ def test_gc_in_a_bucket_leaves_what_is_younger_than_its_grace(bucket: str) -> No
 
 def test_damage_in_a_bucket_is_found(bucket: str) -> None:
     store = make(f"{bucket}/store", [range(3)])
-    name = f"shards/{store.commit('u0').shard}/hidden.text/c/0/0"
+    name = f"shards/{store.commit('u0').folder}/hidden.text/c/0/0"
     store.backend.replace(name, store.backend.read(name)[:-1] + b"x")
     assert [finding.name for finding in verify(store.path).damage] == [name]
     write(store, "u1", [7])

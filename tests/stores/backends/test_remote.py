@@ -50,7 +50,7 @@ def web(tmp_path: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
 
 
-def test_a_store_of_many_units_behind_a_web_server_is_read_and_verified(
+def test_a_store_of_many_shards_behind_a_web_server_is_read_and_verified(
     web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(tmp_path / "web", [range(3), range(3, 6)])
@@ -69,7 +69,7 @@ def test_a_store_of_many_units_behind_a_web_server_is_read_and_verified(
         verify(store.path).files,
         verify(store.path).bytes,
     )
-    name = f"shards/{store.commit('u0').shard}/hidden.text/c/0/0"
+    name = f"shards/{store.commit('u0').folder}/hidden.text/c/0/0"
     (tmp_path / "web" / name).write_bytes(
         b"\0" * (tmp_path / "web" / name).stat().st_size
     )

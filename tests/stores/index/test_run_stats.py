@@ -15,6 +15,7 @@ from vlmdistill.stores.index.run_stats import write_stats
 from vlmdistill.stores.index.tables import write_table
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import STATS, RunRecord, ViewRecord
+from vlmdistill.stores.schema import SCHEMA_VERSION
 from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.summary import info, stats
@@ -107,7 +108,9 @@ def dotted(path: Path) -> Store:
 def foreign(store: Store, run: str, table: dict[str, Any]) -> None:
     """Statistics as another version wrote them, or as they came from another store."""
     write_table(
-        store.backend, RunRecord(schema=1, name=run, order=9), pl.DataFrame(table)
+        store.backend,
+        RunRecord(schema=SCHEMA_VERSION, name=run, order=9),
+        pl.DataFrame(table),
     )
 
 
@@ -147,7 +150,13 @@ def test_a_view_that_is_no_view_is_damaged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     record = ViewRecord(
-        schema=1, name="odd", base=None, filters=(), rows=2, kept=2, dropped={}
+        schema=SCHEMA_VERSION,
+        name="odd",
+        base=None,
+        filters=(),
+        rows=2,
+        kept=2,
+        dropped={},
     )
     write_table(store.backend, record, pl.DataFrame(table))
     with caplog.at_level(logging.WARNING, "vlmdistill.stores"):

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from tests.stores.samples import forget, make, same, sample, write
 from vlmdistill.cli.main import app
-from vlmdistill.stores.errors import NewerError, StoreError
+from vlmdistill.stores.errors import StoreError, VersionError
 from vlmdistill.stores.index import merged
 from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.manifest import seal
+from vlmdistill.stores.schema import SCHEMA_VERSION
 from vlmdistill.stores.sharing.merge import merge, send
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
@@ -32,7 +33,7 @@ ALL = {
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A store of two units, two views and two runs."""
+    """A store of two shards, two views and two runs."""
     store = make(tmp_path / "store", [range(3), range(3, 6)])
     for view, least in (("v", 1), ("w", 4)):
         filter_store(store, view, expressions=[f"words > {least}"])
@@ -167,7 +168,7 @@ def test_a_replaced_view_replaces_its_copy(root: Path) -> None:
     assert Store.open(root).view("v")["words"].to_list() == [3, 4, 5]
 
 
-def test_the_name_of_a_lost_unit_is_not_given_to_other_samples(
+def test_the_name_of_a_lost_shard_is_not_given_to_other_samples(
     root: Path, tmp_path: Path
 ) -> None:
     (root / "commits" / "u0.json").unlink()
@@ -181,7 +182,7 @@ def test_the_name_of_a_lost_unit_is_not_given_to_other_samples(
     assert not verify(root).damage
 
 
-def test_a_lost_unit_that_is_written_again_is_whole_again(root: Path) -> None:
+def test_a_lost_shard_that_is_written_again_is_whole_again(root: Path) -> None:
     (root / "commits" / "u0.json").unlink()
     write(Store.open(root), "u0", range(3))
     assert not verify(root).findings
@@ -226,12 +227,18 @@ def test_gc_keeps_a_merged_index_until_a_shard_of_it_is_gone(
     assert gone >= {f"cache/{name}" for name in cache}
 
 
-def test_a_copy_of_a_later_version_is_named_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "cure"),
+    [(SCHEMA_VERSION + 1, "update vlmdistill"), (1, "write it again")],
+)
+def test_a_copy_of_another_version_is_named_with_what_to_do(
+    tmp_path: Path, version: int, cure: str
+) -> None:
     store = make(tmp_path / "store", [range(2)])
     record = json.loads(store.backend.read("commits/u0.json"))
     del record["blake3"]
-    store.backend.replace("ledger/commits/u0.json", seal({**record, "schema": 2}))
+    store.backend.replace("ledger/commits/u0.json", seal({**record, "schema": version}))
     with pytest.raises(
-        NewerError, match=r"ledger/commits/u0\.json has schema 2.*update vlmdistill"
+        VersionError, match=rf"ledger/commits/u0\.json has schema {version}.*{cure}"
     ):
         verify(store.path)

@@ -44,7 +44,7 @@ def first_call(
     ("url", "kind"), [("{tmp}/there", Local), ("memory://{name}", Remote)]
 )
 @pytest.mark.parametrize("method", ["publish", "create"])
-def test_a_unit_name_taken_while_a_shard_is_copied_costs_no_sample(
+def test_a_name_taken_while_a_shard_is_copied_costs_no_sample(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     url: str,
@@ -116,7 +116,7 @@ def test_samples_that_do_not_stay_are_not_reported_as_copied(tmp_path: Path) -> 
     assert send(tmp_path / "here", tmp_path / "there").copied == 2
 
 
-def test_a_writer_does_not_rely_on_a_unit_that_is_removed_while_it_compares(
+def test_a_writer_does_not_rely_on_a_shard_that_is_removed_while_it_compares(
     tmp_path: Path,
 ) -> None:
     store = make(tmp_path, [range(3)])
@@ -158,10 +158,10 @@ def test_a_view_and_a_run_that_two_teams_replace_at_once_speak_of_the_samples_of
 def test_teams_that_push_at_the_same_time_are_told_what_is_there(
     tmp_path: Path,
 ) -> None:
-    units = 8
+    shards = 8
     for team in range(3):
         own = [
-            [100 * team + 100 + at, at] for at in range(units)
+            [100 * team + 100 + at, at] for at in range(shards)
         ]  # one is the team's own, one is all teams'
         make(tmp_path / str(team), own)
     there = tmp_path / "there"
@@ -169,10 +169,10 @@ def test_teams_that_push_at_the_same_time_are_told_what_is_there(
         [tmp_path / str(team) for team in range(3)], str(there), tmp_path / "go"
     )
     held = Store.open(there)
-    numbers = {first + at for first in (0, 100, 200, 300) for at in range(units)}
+    numbers = {first + at for first in (0, 100, 200, 300) for at in range(shards)}
     assert held.keys() == {f"k{number:04}" for number in numbers}
     assert all(same(held.read(f"k{number:04}"), sample(number)) for number in numbers)
-    assert [copied + present for copied, present, _ in facts] == [2 * units] * 3
+    assert [copied + present for copied, present, _ in facts] == [2 * shards] * 3
     assert [conflicts for _, _, conflicts in facts] == [[], [], []]
     assert not verify(there).damage
 

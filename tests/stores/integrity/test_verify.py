@@ -31,9 +31,9 @@ from vlmdistill.stores.manifest import (
     digest,
     read_record,
     seal,
-    shard_name,
+    shard_folder,
 )
-from vlmdistill.stores.schema import Array, Feature, Sample, content_hash
+from vlmdistill.stores.schema import Array, Feature, Sample
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
@@ -50,23 +50,23 @@ def store(tmp_path: Path) -> Store:
 
 
 def forge(store: Store, edit: Edit, **facts: Any) -> str:
-    """Change the files of unit u0 as a faulty writer would have made them, all sums right; the shard."""
+    """Change the files of shard u0 as a faulty writer would have made them, all sums right; the shard."""
     root, record = Path(store.path), store.commit("u0")
-    shard = root / record.named
+    shard = root / record.path
     files = {name: (shard / name).read_bytes() for name in record.files}
     edit(files)
     entries = {name: (len(data), digest(data)) for name, data in files.items()}
     changed = msgspec.structs.replace(
-        record, files=entries, shard=shard_name("u0", entries), **facts
+        record, files=entries, folder=shard_folder("u0", entries), **facts
     )
     for name in record.files:
         (shard / name).unlink()
-    shard.rename(root / changed.named)
+    shard.rename(root / changed.path)
     for name, data in files.items():
-        (root / changed.named / name).write_bytes(data)
+        (root / changed.path / name).write_bytes(data)
     for folder in (COMMITS, f"ledger/{COMMITS}"):
         (root / folder / "u0.json").write_bytes(seal(changed))
-    return changed.named
+    return changed.path
 
 
 def index(change: Callable[[pa.Table], pa.Table]) -> Edit:
@@ -200,7 +200,7 @@ def test_a_token_that_the_target_cannot_have_is_found_and_not_read(
         list(Epoch(store, token_budget=100))
 
 
-def copy_unchecked(store: Store, unit: str, given: Sample) -> None:
+def copy_unchecked(store: Store, shard: str, given: Sample) -> None:
     spans = [{"start": span.start, "length": span.length} for span in given.spans]
     counts = {
         "text_tokens": len(given.ids_T),
@@ -208,7 +208,7 @@ def copy_unchecked(store: Store, unit: str, given: Sample) -> None:
         "response_tokens": int(given.response_T.sum()),
     }
     losses: dict[str, list[float]] = {}
-    with store.writer(unit) as writer:
+    with store.writer(shard) as writer:
         arrays = store.layout.split(given, losses)
         writer.copy(
             {"key": given.key, "dataset": "", "spans": spans, **counts}, arrays, losses
@@ -229,7 +229,7 @@ def test_rows_that_are_not_finite_are_told_by_the_writer_and_by_verify(
     assert found.name.endswith(TEXT)
 
 
-def test_samples_that_differ_from_unit_to_unit_are_told(store: Store) -> None:
+def test_samples_that_differ_from_shard_to_shard_are_told(store: Store) -> None:
     write(store, "u1", [3, 4])  # 3 is there already, and is the same
     assert not verify(store.path).findings
     other = sample(4)
@@ -261,7 +261,7 @@ def test_a_view_whose_numbers_contradict_is_found_and_not_read(
         store.view("v")
 
 
-def test_a_store_that_has_lost_a_unit_is_not_read_as_a_smaller_one(
+def test_a_store_that_has_lost_a_shard_is_not_read_as_a_smaller_one(
     store: Store,
 ) -> None:
     write(store, "u1", range(4, 6))
@@ -349,8 +349,8 @@ def test_what_may_not_be_read_is_told_as_that_and_not_as_damage(
 ) -> None:
     filter_store(store, "v", expressions=["words > 2"])
     denied = [
-        f"{store.commit('u0').named}/{TEXT}",
-        f"{store.commit('u0').named}/index.arrow",
+        f"{store.commit('u0').path}/{TEXT}",
+        f"{store.commit('u0').path}/index.arrow",
         "heads/",
         "views/v-",
     ]
@@ -473,22 +473,9 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_store_that_was_written_before_engines_were_named_is_whole(
-    tmp_path: Path,
-) -> None:
+def test_a_shard_of_another_origin_is_damage(tmp_path: Path) -> None:
     store = make(tmp_path / "store", [range(3)])
-    facts = {
-        name: fact
-        for name, fact in store.provenance.to_dict().items()
-        if name != "engine"
-    }
     record = read_record(store.backend, "commits/u0.json", Commit)
-    for name in ("commits/u0.json", "ledger/commits/u0.json"):
-        store.backend.replace(
-            name, seal(msgspec.structs.replace(record, origin=content_hash(facts)))
-        )
-    assert not verify(store.path).findings
-    store.backend.replace(
-        "commits/u0.json", seal(msgspec.structs.replace(record, origin="0" * 16))
-    )
+    changed = msgspec.structs.replace(record, origin="0" * 16)
+    store.backend.replace("commits/u0.json", seal(changed))
     assert [one.name for one in verify(store.path).damage] == ["commits/u0.json"]

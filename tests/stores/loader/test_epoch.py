@@ -16,7 +16,7 @@ from vlmdistill.drafters.training.batches import as_batch
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index import merged
-from vlmdistill.stores.loader.epoch import NEAR, Epoch, level, plan
+from vlmdistill.stores.loader.epoch import LOCAL_DEPTH, Epoch, level, plan
 from vlmdistill.stores.loader.tensors import as_numpy
 from vlmdistill.stores.schema import Feature, PackedSamples, Sample, Span
 from vlmdistill.stores.store import Store
@@ -36,9 +36,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 made_before = itertools.count()
 
 
-def made(units: list[range]) -> Store:
+def made(shards: list[range]) -> Store:
     """A store in memory: many a one is needed, and no disk."""
-    return make(f"memory://epochs{next(made_before)}", units)
+    return make(f"memory://epochs{next(made_before)}", shards)
 
 
 def take(
@@ -201,7 +201,7 @@ def test_a_batch_keeps_its_arrays_until_so_many_further_ones_were_taken(
         for earlier, cut in held:
             assert all(map(same, unpacked(earlier), cut))
         addresses.add(samples.features[TEXT[0]].ctypes.data)
-    assert len(addresses) <= 3 * (NEAR + keep)
+    assert len(addresses) <= 3 * (LOCAL_DEPTH + keep)
 
 
 def test_an_epoch_follows_a_view_or_keys(store: Store) -> None:

@@ -82,7 +82,7 @@ def test_meta_columns_of_other_types_are_refused_by_name(tmp_path: Path) -> None
     assert len(Store.open(tmp_path / "one").index) == 1
 
 
-def test_a_column_of_two_types_within_a_store_says_which_unit_to_write_anew(
+def test_a_column_of_two_types_within_a_store_says_which_shard_to_write_anew(
     tmp_path: Path,
 ) -> None:
     store = make(tmp_path / "one")
@@ -126,7 +126,7 @@ def test_whole_numbers_that_lose_digits_beside_fractions_are_named(
         ]
     (line,) = caplog.messages
     assert line.startswith(
-        "the meta column 'id' has whole numbers beyond 2^53 in unit u2, and fractions"
+        "the meta column 'id' has whole numbers beyond 2^53 in shard u2, and fractions"
     )
 
 
@@ -167,10 +167,10 @@ def test_a_view_that_is_not_there_leaves_no_store_behind(tmp_path: Path) -> None
 
 
 def twins(path: Path) -> Store:
-    """Three samples of one content, the first by key in the last unit, and one of its own."""
+    """Three samples of one content, the first by key in the last shard, and one of its own."""
     store = make(path)
-    for unit, key in (("u0", "k9"), ("u1", "k5"), ("u2", "k1")):
-        write(store, unit, [dataclasses.replace(sample(1), key=key)])
+    for shard, key in (("u0", "k9"), ("u1", "k5"), ("u2", "k1")):
+        write(store, shard, [dataclasses.replace(sample(1), key=key)])
     write(store, "u3", [2])
     return store
 
@@ -364,7 +364,7 @@ NOTES = {"none": None, "whole": 5, "real": 5.5, "text": "five"}
 def teams(draw: st.DrawFn) -> dict[str, Any]:
     numbers = st.sets(st.integers(0, 8), min_size=1, max_size=4)
     return {
-        "units": draw(st.lists(numbers, min_size=1, max_size=2)),
+        "shards": draw(st.lists(numbers, min_size=1, max_size=2)),
         "renamed": draw(
             st.sets(st.integers(0, 8), max_size=2)
         ),  # numbers that have another key here
@@ -377,7 +377,7 @@ def build(path: Path, team: dict[str, Any]) -> dict[str, Sample]:
     """The store of a team, and its samples by key."""
     store = make(path)
     samples: dict[str, Sample] = {}
-    for at, numbers in enumerate(team["units"]):
+    for at, numbers in enumerate(team["shards"]):
         named = [sample(number, note=NOTES[team["note"]]) for number in sorted(numbers)]
         named = [
             dataclasses.replace(one, key=f"r{one.key}")

@@ -86,7 +86,7 @@ def test_a_dry_run_removes_nothing_and_an_annex_forgets_with_its_store(
     )
 
 
-def test_of_a_sample_that_two_units_have_no_copy_stays(store: Store) -> None:
+def test_of_a_sample_that_two_shards_have_no_copy_stays(store: Store) -> None:
     folder = Path(store.path)
     write(store, "later", [sample(1, time=50), sample(50, time=50)])
     annex = store.annex(MORE)

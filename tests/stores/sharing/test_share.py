@@ -65,7 +65,7 @@ def test_merging_two_teams_keeps_each_sample_once(tmp_path: Path) -> None:
     make(tmp_path / "one", [range(4), range(4, 8)])
     make(
         tmp_path / "two", [range(20, 24), range(6, 12)]
-    )  # the same unit names, other samples
+    )  # the same shard names, other samples
     facts = merge(tmp_path / "both", [tmp_path / "one", tmp_path / "two"])
     both = Store.open(tmp_path / "both")
     assert numbers(both) == [*range(12), *range(20, 24)]
@@ -204,7 +204,7 @@ def test_a_damaged_shard_that_lies_there_already_does_not_count_as_the_copy(
     )
 
 
-def test_units_of_the_longest_names_are_copied_by_view_and_beside_others(
+def test_shards_of_the_longest_names_are_copied_by_view_and_beside_others(
     tmp_path: Path,
 ) -> None:
     name = "u" * 200

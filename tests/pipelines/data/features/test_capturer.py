@@ -79,7 +79,7 @@ class Given:
             workspace=Workspace(self.model, store.parent),
             prompts=self.prompts,
             responses=self.responses,
-            part=CaptureStore(store),
+            store=CaptureStore(store),
             settings=settings,
             workers=HERE,
             sampling=SamplingSettings(max_new_tokens=tokens),
@@ -147,7 +147,7 @@ def test_the_store_holds_every_kept_response_with_what_the_drafters_need(
 ) -> None:
     store = Store.open(stored)
     assert store.keys() == given.kept
-    assert len(set(store.index["unit"])) > 1
+    assert len(set(store.index["shard"])) > 1
     by_key = {prompt.key: prompt for prompt in given.prompts}
     for row in dataset.read(given.responses):
         sample = store.read(row.key)

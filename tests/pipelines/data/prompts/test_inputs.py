@@ -28,7 +28,7 @@ from vlmdistill.cli.prompts import prompts as command
 from vlmdistill.pipelines.data.prompts.formats import conversation
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import read
-from vlmdistill.pipelines.data.prompts.sources import Row
+from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError
 
@@ -610,11 +610,11 @@ def test_an_image_is_found_in_every_usual_form(out: Path, row: dict[str, Any]) -
 
 
 def test_content_that_is_in_no_prompt_is_counted(tmp_path: Path, out: Path) -> None:
-    part = {"type": "text", "text": "What?", "image": "1.jpg"}
+    part = {"type": "text", "text": "What?", "style": "bold"}
     turn = {"role": "user", "content": [part], "audio": "1.wav", "name": ""}
     assert imported(out, {"messages": [turn]}).unread_columns == {
         "turn.audio": 1,
-        "text.image": 1,
+        "text.style": 1,
     }
     rows = [{"question": "Who?", "jpg": b"\xff\xd8"}]
     summary = import_prompts([str(packed(tmp_path, "a.parquet", rows))], out)

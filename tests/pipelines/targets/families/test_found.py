@@ -73,7 +73,7 @@ def test_a_family_without_a_description_passes_the_check(
     facts = describe(str(folder), 100, 100)
     target = load(str(folder))
     assert isinstance(target, StockTarget)
-    assert facts["target"] == target.info.to_dict()
+    assert facts.target == target.info
 
 
 def test_every_family_that_is_shown_is_made_here() -> None:
@@ -364,12 +364,11 @@ def test_a_published_size_is_described_without_weights(
     parameters, config = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = describe(str(tmp_path), 1000, 1000)
-    assert facts["parameters"]["all"] == pytest.approx(parameters, rel=0.005)
+    assert facts.parameters.all == pytest.approx(parameters, rel=0.005)
     text = config["text_config"]
-    told = facts["target"]
-    assert told["hidden_size"] == text["hidden_size"]
+    told = facts.target
+    assert told.hidden_size == text["hidden_size"]
     assert (
-        told["head_dim"] * told["num_heads"]
-        == text["head_dim"] * text["num_attention_heads"]
+        told.head_dim * told.num_heads == text["head_dim"] * text["num_attention_heads"]
     )
-    assert facts["rope_axes"] == (3 if name.startswith("qwen3") else 1)
+    assert facts.rope_axes == (3 if name.startswith("qwen3") else 1)

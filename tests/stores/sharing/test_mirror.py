@@ -14,9 +14,9 @@ from tests.thorough import count
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import DataError, LostError, StoreError
-from vlmdistill.stores.sharing.part import Copy, Part
+from vlmdistill.stores.sharing.mirror import Mirror, VersionedFolder
 
-Machine = Callable[[str], Copy]
+Machine = Callable[[str], Mirror]
 STEP = count(3, 1)
 MOMENTS = [(k, moment) for k in range(1, 24, STEP) for moment in ("before", "after")]
 
@@ -36,20 +36,20 @@ def where(
 @pytest.fixture
 def machine(where: Callable[[], Local | Remote], tmp_path: Path) -> Machine:
     """The copy of a machine with a disk of its own, as a new process opens it."""
-    return lambda name: Copy(where(), tmp_path / name, tmp_path / f"{name}.json")
+    return lambda name: Mirror(where(), tmp_path / name, tmp_path / f"{name}.json")
 
 
-def files(copy: Copy) -> dict[str, str]:
-    return {name: (copy.folder / name).read_text() for name in copy.here()}
+def files(copy: Mirror) -> dict[str, str]:
+    return {name: (copy.folder / name).read_text() for name in copy.local_files()}
 
 
-def write(copy: Copy, **texts: str) -> None:
+def write(copy: Mirror, **texts: str) -> None:
     for name, text in texts.items():
         copy.folder.mkdir(exist_ok=True)
         (copy.folder / name).write_text(text)
 
 
-def work(copy: Copy, **texts: str) -> None:
+def work(copy: Mirror, **texts: str) -> None:
     """What a command does: update, change, publish."""
     copy.update()
     write(copy, **texts)
@@ -84,11 +84,11 @@ def test_publishing_what_is_there_makes_no_version_and_old_contents_go(
     one = machine("one")
     for text in "abcdef":
         work(one, log=text, kept="x")
-    before = one.part.there.list_files("")
+    before = one.remote.backend.list_files("")
     one.publish()
-    assert one.part.there.list_files("") == before
+    assert one.remote.backend.list_files("") == before
     assert (
-        len(one.part.listed()) == 3
+        len(one.remote.listed()) == 3
     )  # of the latest version, and one of that before it
     assert published(machine) == {"log": "f", "kept": "x"}
 
@@ -99,7 +99,7 @@ def test_a_machine_that_sleeps_at_any_request_loses_doubles_and_mixes_nothing(
 ) -> None:
     work(machine("first"), config="0", weights="0")
     sleeper = machine("a")
-    line = Line(sleeper.part.there)
+    line = Line(sleeper.remote.backend)
     lost = False
     try:
         with line.asleep(
@@ -132,7 +132,7 @@ def test_a_machine_that_sleeps_at_any_request_loses_doubles_and_mixes_nothing(
 def test_a_lost_reply_costs_nothing(machine: Machine, request_number: int) -> None:
     work(machine("first"), one="0")
     copy = machine("a")
-    line = Line(copy.part.there)
+    line = Line(copy.remote.backend)
     copy.update()
     write(copy, two="a")
     line.lose_reply(request_number)
@@ -144,7 +144,7 @@ def test_a_lost_reply_costs_nothing(machine: Machine, request_number: int) -> No
     assert published(machine) == {"one": "0", "two": "a", "three": "a"}
     fresh = machine("a")  # and so does a process that ends without a look at its reply
     write(fresh, two="b")
-    line = Line(fresh.part.there)
+    line = Line(fresh.remote.backend)
     line.lose_reply(request_number)
     with suppress(ConnectionError):
         fresh.publish()
@@ -159,12 +159,12 @@ def test_files_that_stand_for_themselves_are_added_to_what_others_published(
     request_number: int,
     moment: str,
 ) -> None:
-    def reports(name: str) -> Copy:
-        return Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
+    def reports(name: str) -> Mirror:
+        return Mirror(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
 
     work(reports("first"), old="0", removed="0")
     sleeper = reports("a")
-    line = Line(sleeper.part.there)
+    line = Line(sleeper.remote.backend)
     with line.asleep(lambda: work(sleeper, sparrow="a"), request_number, moment):
         other = reports("b")
         other.update()
@@ -181,7 +181,7 @@ def test_what_both_machines_removed_is_no_conflict(
     where: Callable[[], Local | Remote], tmp_path: Path
 ) -> None:
     one, two = (
-        Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
+        Mirror(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
         for name in "ab"
     )
     work(one, half="0")
@@ -199,7 +199,7 @@ def test_both_machines_changed_the_same_report(
     where: Callable[[], Local | Remote], tmp_path: Path
 ) -> None:
     one, two = (
-        Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
+        Mirror(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
         for name in "ab"
     )
     work(one, sparrow="a")
@@ -212,8 +212,8 @@ def test_both_machines_changed_the_same_report(
 def test_an_unsent_report_outlives_what_others_publish(
     where: Callable[[], Local | Remote], tmp_path: Path
 ) -> None:
-    def reports(name: str) -> Copy:
-        return Copy(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
+    def reports(name: str) -> Mirror:
+        return Mirror(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
 
     work(reports("a"), old="0", removed="0")
     write(
@@ -244,8 +244,8 @@ def test_unsent_work_is_published_by_the_next_command(machine: Machine) -> None:
 def test_what_is_gone_or_damaged_at_the_url_is_an_error(machine: Machine) -> None:
     one = machine("one")
     work(one, config="1")
-    there = one.part.there
-    (content,) = (f"files/{name}" for name in one.part.listed())
+    there = one.remote.backend
+    (content,) = (f"files/{name}" for name in one.remote.listed())
     (version,) = (f"versions/{name}" for name in there.list_names("versions"))
     data, sealed = there.read(content), there.read(version)
     for name, bad in (
@@ -286,8 +286,8 @@ def test_s3_keeps_the_promise(
 ) -> None:
     url = f"{bucket}/{secrets.token_hex(4)}"
 
-    def machine(name: str) -> Copy:
-        return Copy(Remote(url), tmp_path / name, tmp_path / f"{name}.json")
+    def machine(name: str) -> Mirror:
+        return Mirror(Remote(url), tmp_path / name, tmp_path / f"{name}.json")
 
     test_a_machine_that_sleeps_at_any_request_loses_doubles_and_mixes_nothing(
         machine, request_number, moment
@@ -297,7 +297,7 @@ def test_s3_keeps_the_promise(
 def test_a_name_that_leads_out_of_the_folder_is_no_version(machine: Machine) -> None:
     one = machine("one")
     work(one, config="1")
-    latest = Part(one.part.there).latest()
+    latest = VersionedFolder(one.remote.backend).latest()
     assert latest
     for name in ("../a", "a/../../b", "/a", "a//b", "a\\b", "a\0b"):
         assert replace(latest, files={name: next(iter(latest.files.values()))}).wrong(

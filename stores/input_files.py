@@ -61,11 +61,11 @@ def decode(data: bytes | str, kind: type[T]) -> T:
         raise ValueError(one_line(error)) from None
 
 
-def read(path: Path, kind: type[T], what: str, remedy: str) -> T:
+def read(path: Path, kind: type[T], expected: str, remedy: str) -> T:
     """A JSON file as a declared type.
 
-    FileNotFoundError when it is missing; DataError when it cannot be read, or is not `what` it should be: one
-    line with the path, the reason and the `remedy`.
+    FileNotFoundError when it is missing; DataError when it cannot be read, or is not the `expected`: one line
+    with the path, the reason and the `remedy`.
     """
     try:
         return decode(read_bytes(path), kind)
@@ -74,4 +74,6 @@ def read(path: Path, kind: type[T], what: str, remedy: str) -> T:
     except OSError as cause:
         raise DataError(f"{path} cannot be read: {cause.strerror or cause}") from None
     except ValueError as cause:
-        raise DataError(f"{path} is not {what} ({one_line(cause)}): {remedy}") from None
+        raise DataError(
+            f"{path} is not {expected} ({one_line(cause)}): {remedy}"
+        ) from None

@@ -1,0 +1,89 @@
+"""Find images and videos in values that hold them under other names than `image` and `video`."""
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from vlmdistill.pipelines.media.images import kind_of
+
+LONGEST_NAME = 1000  # characters of a file's name: longer ones are texts
+MOST_VALUES = 1000  # of a column, that are looked at
+SHORTEST_BASE64 = 64  # characters
+TYPE_KEYS = ("type", "mime_type", "content_type", "media_type")
+FILE_KEYS = ("url", "uri", "path", "file", "file_name", "data", "content", "src")
+BASE64 = {
+    "image": re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD[dl]|UklGR)[A-Za-z0-9+/=\s]*"),
+    "video": re.compile(r"(AAAA..Z0eXB|GkXfo)[A-Za-z0-9+/=\s]*"),
+}
+FIRST_BYTES = {
+    b"\xff\xd8\xff": "image",  # JPEG
+    b"\x89PNG": "image",
+    b"GIF8": "image",
+    b"II*\0": "image",  # TIFF
+    b"MM\0*": "image",
+    b"\x1aE\xdf\xa3": "video",  # Matroska, WebM
+}
+
+
+def media_kind(value: Any) -> str:
+    """Whether a value of a row is or names an image or a video, anywhere in it; empty if not."""
+    kinds = (_kind_of_value(item) for item in islice(_values(value), MOST_VALUES))
+    return next(filter(None, kinds), "")
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """A value and all values in it."""
+    yield value
+    inside = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | list | tuple):
+        for item in inside:
+            yield from _values(item)
+
+
+def _kind_of_value(value: Any) -> str:
+    if isinstance(value, str):
+        return _kind_of_text(value)
+    if isinstance(value, bytes):
+        return _kind_of_bytes(value)
+    if isinstance(value, Mapping):
+        return _kind_of_object(value)
+    return ""
+
+
+def _kind_of_text(text: str) -> str:
+    for kind, pattern in BASE64.items():
+        if text.startswith(f"data:{kind}/"):
+            return kind
+        is_long = len(text) >= SHORTEST_BASE64
+        if is_long and pattern.fullmatch(text[:LONGEST_NAME]):
+            return kind
+    if len(text) >= LONGEST_NAME or "\n" in text:
+        return ""
+    if not re.search(r"\s", text):
+        text = re.split(r"[?#]", text, maxsplit=1)[0]
+    return kind_of(text)
+
+
+def _kind_of_bytes(content: bytes) -> str:
+    if content[:4] == b"RIFF":
+        return "image" if content[8:12] == b"WEBP" else "video"
+    if content[4:8] == b"ftyp":
+        return "image" if content[8:11] in (b"avi", b"hei", b"mif") else "video"
+    matching = (
+        kind for first, kind in FIRST_BYTES.items() if content.startswith(first)
+    )
+    return next(matching, "")
+
+
+def _kind_of_object(value: Mapping[Any, Any]) -> str:
+    """The kind of an object with bytes, as `datasets` has them, or of a file with a type."""
+    if isinstance(value.get("bytes"), bytes) and value["bytes"]:
+        return _kind_of_bytes(value["bytes"]) or "image"
+    if not any(value.get(key) for key in FILE_KEYS):
+        return ""
+    for key in TYPE_KEYS:
+        named = value.get(key)
+        if isinstance(named, str) and named.startswith(("image", "video")):
+            return named[:5]
+    return ""

@@ -1,0 +1,446 @@
+"""No image, no text and no row is lost or changed without a word."""
+
+import base64
+import csv
+import gzip
+import json
+import lzma
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests import tiny
+from tests.pipelines.data.prompts.rows import (
+    TALK,
+    imported,
+    one,
+    packed,
+    refused,
+    said,
+    texts,
+)
+from tests.pipelines.data.prompts.test_sources import tar
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.data.prompts import archives, parquet_rows, sources, unpacking
+from vlmdistill.pipelines.data.prompts.importing import import_prompts
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
+from vlmdistill.stores.errors import DataError
+
+
+def parts_of(prompt: Prompt, turn: int = 0) -> list[str]:
+    """The texts and the names of the files of a turn, in order."""
+    return [
+        part.get("text") or Path(part["path"]).name
+        for part in prompt.messages[turn]["content"]
+    ]
+
+
+def two_pictures(out: Path) -> None:
+    """A second picture, `2.jpg`, beside `1.jpg`."""
+    tiny.picture(40, 30, seed=2).save(out.parents[1] / "2.jpg")
+
+
+def as_text(out: Path) -> str:
+    return base64.b64encode((out.parents[1] / "1.jpg").read_bytes()).decode()
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"media": [{"url": "1.jpg"}]},
+        {"attachments": [{"type": "note"}, {"file": {"name": "1.jpg"}}]},
+        {"meta": {"image_file": "1.jpg"}},
+        {"photo": "https://example.org/a/1.jpg?size=3"},
+        {"picture": "data:image/png;base64,iVBORw0KGgo="},
+        {"raw": "BASE64"},
+        {"pages": ["first", "second.png"]},
+        {"file": {"content_type": "image/png", "url": "s3://bucket/7"}},
+        {"input": "1.jpg"},
+    ],
+    ids=lambda column: next(iter(column)),
+)
+def test_no_question_loses_the_picture_of_an_unknown_column(
+    out: Path, column: dict[str, Any]
+) -> None:
+    row = json.loads(json.dumps(column).replace("BASE64", as_text(out)))
+    reason, detail = refused(out, {"question": "What is this?", **row})
+    assert reason == "image in another column"
+    assert next(iter(column)) in detail
+
+
+@pytest.mark.parametrize("holder", ["turn", "part"])
+def test_no_question_loses_the_picture_of_an_unknown_key(
+    out: Path, holder: str
+) -> None:
+    part: dict[str, Any] = {"type": "text", "text": "What is this?"}
+    turn: dict[str, Any] = {"role": "user", "content": [part]}
+    named = {"turn": turn, "part": part}[holder]
+    named["attachments"] = ["1.jpg"]
+    reason, detail = refused(out, {"messages": [turn]})
+    assert reason == "image in another column"
+    assert "attachments" in detail
+
+
+def test_bytes_of_a_picture_are_known_in_any_column(tmp_path: Path, out: Path) -> None:
+    rows = [{"question": "What?", "thumb": (tmp_path / "1.jpg").read_bytes()}]
+    with pytest.raises(DataError, match="image in another column"):
+        import_prompts([str(packed(tmp_path, "a.parquet", rows))], out)
+
+
+def test_more_pictures_than_are_shown_are_counted(out: Path) -> None:
+    row = {"image": "1.jpg", "image_b": "1.jpg", "question": "Which is larger?"}
+    assert imported(out, row).hidden_media == {"image_b": 1}
+
+
+def test_texts_without_a_picture_stay_prompts(out: Path) -> None:
+    row = {
+        "question": "What is a JPEG?",
+        "topic": "files such as 1.jpg\nand 2.jpg",
+        "source": "https://example.org/page",
+        "score": "AAAA",
+    }
+    assert imported(out, row).added == 1
+
+
+def test_an_image_and_other_images_are_not_silently_one(out: Path) -> None:
+    two_pictures(out)
+    row = {"image": "1.jpg", "images": ["1.jpg", "2.jpg"], "question": "Which?"}
+    assert refused(out, row)[0] == "several media columns"
+    same = {"image": "1.jpg", "images": ["1.jpg"], "question": "Which?"}
+    assert len(one(out.with_name("same.parquet"), same).files) == 1
+
+
+def test_numbered_columns_are_the_images_of_numbered_placeholders(out: Path) -> None:
+    two_pictures(out)
+    row = {  # MMMU, with the options as it writes them
+        "question": "Is <image 2> darker than <image 1>?",
+        "options": "['Yes', \"No, it isn't\"]",
+        "image_1": {"path": "1.jpg"},
+        "image_2": {"path": "2.jpg"},
+        "image_3": None,
+    }
+    assert parts_of(one(out, row)) == [
+        "Is",
+        "2.jpg",
+        "darker than",
+        "1.jpg",
+        "?\nA. Yes\nB. No, it isn't",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<image_1> or <image_2>?", ["1.jpg", "or", "2.jpg", "?"]),
+        ("<image2> or <image1>?", ["2.jpg", "or", "1.jpg", "?"]),
+        ("<|image_2|>\n<|image_1|>\nWhich?", ["2.jpg", "1.jpg", "Which?"]),
+        ("<image 0> or <image 1>?", ["1.jpg", "or", "2.jpg", "?"]),
+        ("<Image 1>, <Image 2>?", ["1.jpg", ",", "2.jpg", "?"]),
+        ("<IMAGE> or <IMAGE>?", ["1.jpg", "or", "2.jpg", "?"]),
+        ("<|image|><|image|>Which?", ["1.jpg", "2.jpg", "Which?"]),
+        ("<image 1> <image 2> again <image 1>", ["1.jpg", "2.jpg", "again", "1.jpg"]),
+    ],
+)
+def test_placeholders_of_known_datasets_show_the_image_of_their_number(
+    out: Path, text: str, shown: list[str]
+) -> None:
+    two_pictures(out)
+    row = said(text, "The first.", images=["1.jpg", "2.jpg"])
+    assert parts_of(one(out, row)) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<image 1>?",
+        "<image 1> <image 3>?",
+        "<image 2> <image 3>?",
+        "<image 1> <image>?",
+    ],
+)
+def test_numbers_that_are_not_those_of_the_images_are_refused(
+    out: Path, text: str
+) -> None:
+    two_pictures(out)
+    row = said(text, "The first.", images=["1.jpg", "2.jpg"])
+    assert refused(out, row)[0] == "image count"
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"choices": ["red", None]},
+        {"choices": {"text": ["red", "blue"], "label": ["A", "B"]}},
+        {"options": {"A": "red", "B": "blue"}},
+        {"options": "A. red\nB. blue"},
+        {"option_a": "red", "option_b": "blue"},
+        {"Choice 1": "red", "Choice 2": "blue"},
+    ],
+    ids=str,
+)
+def test_no_question_loses_choices_of_another_form(
+    out: Path, choices: dict[str, Any]
+) -> None:
+    assert refused(out, {"question": "Which colour?", **choices})[0] == "choices"
+    asked = {"question": "Which?\nA. red\nB. blue", "options": "A. red\nB. blue"}
+    assert imported(out.with_name("asked.parquet"), asked).added == 1
+
+
+def test_a_numbered_placeholder_without_images_is_no_text(out: Path) -> None:
+    assert refused(out, {"question": "What is in <image 1>?"})[0] == "image count"
+    typed = {"messages": [{"role": "user", "content": "What does <image 1> mean?"}]}
+    assert texts(one(out.with_name("chat.parquet"), typed))[0][1].endswith("mean?")
+
+
+def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
+    for text in (
+        "<ImageHere>What?",
+        "<|vision_start|><|image_pad|><|vision_end|>What?",
+    ):
+        row = said(text, "A wall.", image="1.jpg")
+        assert refused(out, row)[0] == "foreign placeholder"
+
+
+def test_indentation_beside_a_placeholder_stays(out: Path) -> None:
+    code = "<image>\n    def f():\n        return 1\n<image>\n\n    # What next?"
+    row = said(code, "This.", images=["1.jpg", "1.jpg"])
+    assert parts_of(one(out, row)) == [
+        "1.jpg",
+        "    def f():\n        return 1",
+        "1.jpg",
+        "\n    # What next?",
+    ]
+
+
+def test_a_text_of_spaces_between_two_texts_stays(out: Path) -> None:
+    content = [{"type": "text", "text": text} for text in ("One", "\n\n", "Two", "")]
+    row = {"messages": [{"role": "user", "content": content}]}
+    assert parts_of(one(out, row)) == ["One", "\n\n", "Two"]
+    blank = {"messages": [{"role": "user", "content": " \n"}]}
+    assert refused(out.with_name("blank.parquet"), blank)[0] == "empty turn"
+
+
+@pytest.mark.parametrize("name", ["a.tiff", "a.gif", "a.webp", "a.png"])
+def test_an_image_of_several_pages_is_refused(out: Path, name: str) -> None:
+    first, second = tiny.picture(30, 20), tiny.picture(30, 20, seed=2)
+    first.save(out.parents[1] / name, save_all=True, append_images=[second])
+    reason, detail = refused(out, said("<image>\nWhat?", "A wall.", image=name))
+    assert (reason, "2 pages" in detail) == ("unreadable image", True)
+
+
+def test_a_preview_in_an_image_is_no_page(out: Path) -> None:
+    picture, small = tiny.picture(30, 20), tiny.picture(15, 10)
+    small.encoderinfo = {"tiffinfo": {254: 1}}
+    picture.save(out.parents[1] / "a.tiff", save_all=True, append_images=[small])
+    picture.save(out.parents[1] / "b.jpg", "MPO", save_all=True, append_images=[small])
+    for name in ("a.tiff", "b.jpg"):
+        one(out.with_name(name), said("<image>\nWhat?", "A wall.", image=name))
+
+
+def test_lines_that_quotes_may_join_are_refused(tmp_path: Path, out: Path) -> None:
+    lines = ["question\thint", 'Who?\t"a', 'Which?\tb"', "Whose?\tc", '"Two\nlines"\td']
+    (tmp_path / "rows.tsv").write_text("\n".join(lines))
+    summary = import_prompts([str(tmp_path / "rows.tsv")], out)
+    assert (summary.added, summary.skipped) == (2, {"quotes in a TSV file": 1})
+    assert [texts(prompt)[0][1] for prompt in read(out)] == [
+        "Whose?\nc",
+        "Two\nlines\nd",
+    ]
+
+
+@pytest.mark.parametrize("separator", [";", "\t", ","])
+def test_a_csv_file_may_have_another_separator(
+    tmp_path: Path, out: Path, separator: str
+) -> None:
+    text = f"\ufeffquestion{separator}hint\nWho?{separator}007\n"
+    (tmp_path / "rows.csv").write_text(text, encoding="utf-8")
+    import_prompts([str(tmp_path / "rows.csv")], out)
+    assert texts(read(out)[0]) == [("user", "Who?\n007")]
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl", "metadata.parquet"])
+def test_metadata_beside_images_are_rows_and_stay_as_they_are(
+    tmp_path: Path, out: Path, name: str
+) -> None:
+    folder = tmp_path / "data" / "train"
+    folder.mkdir(parents=True)
+    rows = [
+        {"file_name": "1.jpg", "question": "Which?", "A": "007", "B": "NA"},
+        {"file_name": "2.jpg", "question": "Whose?", "A": "1.50", "B": "None"},
+    ]
+    for row in rows:
+        shutil.copy(tmp_path / "1.jpg", folder / row["file_name"])
+    if name.endswith(".csv"):
+        with (folder / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        packed(folder, name, rows)
+    import_prompts([str(tmp_path / "data")], out)
+    assert [parts_of(prompt) for prompt in read(out)] == [
+        ["1.jpg", "Which?\nA. 007\nB. NA"],
+        ["2.jpg", "Whose?\nA. 1.50\nB. None"],
+    ]
+
+
+def test_metadata_name_what_is_missing_and_keep_to_their_split(
+    tmp_path: Path, out: Path
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        shutil.copy(tmp_path / "1.jpg", tmp_path / "data" / split / "1.jpg")
+    names = ("train/1.jpg", "test/1.jpg", "train/gone.jpg")
+    lines = "".join(f"{name},What is {name}?\n" for name in names)
+    (tmp_path / "data" / "metadata.csv").write_text("file_name,question\n" + lines)
+    summary = import_prompts([str(tmp_path / "data")], out)
+    assert (summary.added, summary.skipped) == (1, {"missing image": 1})
+    import_prompts([f"{tmp_path / 'data'}@test"], out)
+    assert parts_of(read(out)[1]) == ["1.jpg", "What is test/1.jpg?"]
+    with pytest.raises(DataError, match="train"):
+        import_prompts([f"{tmp_path / 'data'}@other"], out)
+
+
+def test_a_table_with_settings_for_datasets_stays_as_it_is(
+    tmp_path: Path, out: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "rows.csv").write_text(
+        "# made by hand\nquestion|hint\nWho?|007\nWhat?|NA\n"
+    )
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: rows.csv\n  sep: '|'\n"
+        "  comment: '#'\n---\n"
+    )
+    import_prompts([str(folder)], out)
+    asked = [text for prompt in read(out) for _, text in texts(prompt)]
+    assert asked == ["Who?\n007", "What?\nNA"]
+
+
+TWICE = '{"question": "Who?", "id": 1, "id": 2}'
+
+
+@pytest.mark.parametrize("text", [TWICE, TWICE.replace(", ", ",\n"), f"[{TWICE}]"])
+def test_the_only_row_of_a_file_has_no_key_twice(
+    tmp_path: Path, out: Path, text: str
+) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(DataError, match="a key twice"):
+        import_prompts([str(tmp_path / "rows.json")], out)
+
+
+@pytest.mark.parametrize("text", ['[{"from": "human", "value": "A", "value": "B"}]'])
+def test_a_conversation_in_text_has_no_key_twice(out: Path, text: str) -> None:
+    assert refused(out, {"conversations": text})[0] == "a key twice"
+
+
+def test_columns_of_parquet_have_no_name_twice(tmp_path: Path, out: Path) -> None:
+    columns = [pa.array(["Who?"]), pa.array(["Where?"])]
+    table = pa.Table.from_arrays(columns, names=["question", "question"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="question"):
+        import_prompts([str(tmp_path / "a.parquet")], out)
+
+
+def xz(content: bytes, dictionary: int) -> bytes:
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": dictionary}]
+    return lzma.compress(content, filters=filters)
+
+
+def test_what_needs_too_much_memory_to_unpack_is_refused(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacking, "XZ_MEMORY", 2**22)
+    text = json.dumps(TALK).encode()
+    (tmp_path / "a.json.xz").write_bytes(xz(text, 2**23))
+    with pytest.raises(DataError, match=r"a\.json\.xz.*memory"):
+        import_prompts([str(tmp_path / "a.json.xz")], out)
+    (tmp_path / "a.json.xz").write_bytes(xz(text, 2**20))
+    assert import_prompts([str(tmp_path / "a.json.xz")], out).added == 1
+
+
+def test_an_xz_file_may_have_several_streams_and_is_read_whole_or_refused(
+    tmp_path: Path, out: Path
+) -> None:
+    lines = [
+        json.dumps({"question": f"{n}?" * 500}).encode() + b"\n" for n in range(50)
+    ]
+    path = tmp_path / "a.jsonl.xz"
+    path.write_bytes(b"\0\0\0\0".join(map(lzma.compress, lines)) + b"\0\0\0\0")
+    assert import_prompts([str(path)], out).added == 50
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"a\.jsonl\.xz"):
+        import_prompts([str(path)], out)
+
+
+def test_a_table_of_one_endless_line_is_refused(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlmdistill.pipelines.data.prompts.text_tables.MOST_ROW", 10**5)
+    for name, text in (
+        ("a.csv.gz", "a," * 10**6),
+        ("b.csv.gz", 'a,b\n"' + "\n" * 10**6),
+    ):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+        with pytest.raises(DataError, match=name):
+            import_prompts([str(tmp_path / name)], out)
+
+
+def test_parquet_that_unpacks_to_far_more_than_it_has_is_refused(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_rows, "MOST_BYTES", 2**20)
+    path = tmp_path / "a.parquet"
+    question = ["What?", "Who?"]
+    for value in ("a" * 2**22, [None] * 2**19):
+        table = pa.table({"question": question, "value": pa.array([value, value])})
+        pq.write_table(table, path, compression="zstd")
+        with pytest.raises(DataError, match=r"a\.parquet.*value"):
+            import_prompts([str(path)], out)
+
+
+def test_large_values_of_parquet_are_read_a_few_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_rows, "MOST_BYTES", 2**20)
+    taken: list[int] = []
+    values = parquet_rows.values
+
+    def counted(batch: Any) -> Any:
+        taken.append(len(batch))
+        return values(batch)
+
+    monkeypatch.setattr(parquet_rows, "values", counted)
+    path = tmp_path / "a.parquet"
+    rows = [{"question": f"{n}?", "note": chr(65 + n % 26) * 40_000} for n in range(50)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=10)
+    assert len([*sources.read(str(path))]) == 50
+    assert max(taken) == 2
+
+
+def test_a_sample_of_an_archive_fits_into_memory(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "MOST_BYTES", 1000)
+    members = [("0.json", TALK), ("0.a.bin", b"0" * 600), ("0.b.bin", b"0" * 600)]
+    source = tar(tmp_path / "a.tar", *members, ("1.json", TALK))
+    assert import_prompts([source], out).skipped == {"not a file of a sample": 1}
+
+
+def test_a_sample_of_an_archive_has_no_key_twice(tmp_path: Path, out: Path) -> None:
+    source = tar(tmp_path / "a.tar", ("0.json", TWICE.encode()), ("1.json", TALK))
+    assert import_prompts([source], out).skipped == {"a key twice": 1}
+
+
+def test_the_command_warns_of_images_that_no_prompt_shows(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"image": "1.jpg", "image_b": "1.jpg", "question": "Which is larger?"}
+    source = packed(tmp_path, "rows.jsonl", [row])
+    assert main(["prompts", str(source), "--runs", str(tmp_path / "runs")]) == 0
+    assert "image_b" in capsys.readouterr().err
