@@ -19,7 +19,7 @@ from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
     FEWEST_OF_KIND,
     Figures,
-    PartRates,
+    SectionRates,
     figures,
 )
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
@@ -111,10 +111,9 @@ class GroupView:
         """The milliseconds of a cycle, and of the prefill."""
         budgets = []
         for result in self.group.results:
-            if result.figures.budget is not None:
-                cycle = charts.milliseconds(result, charts.CYCLE)
-                prefill = charts.milliseconds(result, charts.PREFILL)
-                budgets.append((result, cycle, prefill))
+            cycle = charts.milliseconds(result, charts.CYCLE)
+            prefill = charts.milliseconds(result, charts.PREFILL)
+            budgets.append((result, cycle, prefill))
         return budgets
 
     @property
@@ -124,11 +123,11 @@ class GroupView:
         return [(name, results) for name, results in divided if len(results) > 1]
 
     @property
-    def parts(self) -> list[tuple[DrafterResult, PartRates]]:
+    def parts(self) -> list[tuple[DrafterResult, SectionRates]]:
         """The parts of the responses, where there are several."""
         parts = []
         for result in self.group.results:
-            parts += [(result, part) for part in result.figures.parts]
+            parts += [(result, part) for part in result.figures.sections]
         return parts
 
     @property

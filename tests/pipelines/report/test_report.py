@@ -117,16 +117,6 @@ def test_charts_of_time_and_of_trees(workspace: Workspace, save: Save) -> None:
     ]
 
 
-def test_an_evaluation_without_phases_has_no_charts_of_time(
-    workspace: Workspace, save: Save
-) -> None:
-    save("sparrow", measured(0.0, phases=None))
-    labels = Page(make(workspace).page).attributes("aria-label", "svg")
-    assert not [
-        label for label in labels if "Milliseconds" in label or "by tree" in label
-    ]
-
-
 def test_points_of_training_are_points(workspace: Workspace, save: Save) -> None:
     save("sparrow", measured(0.0))
     page = Page(make(workspace).page)
@@ -238,13 +228,6 @@ def test_the_page_says_what_was_trained_and_not_what_the_settings_planned(
     text = Page(make(workspace).page).text.partition("How the drafters were trained")[2]
     assert "3.6 passes" in text
     assert "epoch" not in text.partition("Conventions of the papers")[0]
-    save(
-        "sparrow", training=Training(steps=300, samples=4200)
-    )  # an older record does not say
-    older = Page(make(workspace).page).text.partition("How the drafters were trained")[
-        2
-    ]
-    assert "epoch" not in older.partition("Conventions of the papers")[0]
 
 
 def test_responses_are_complete_and_drafted_text_is_marked(

@@ -269,7 +269,7 @@ def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(
                 one.figures.lossless.identical,
             )
             assert row["alpha_2"] == pytest.approx(12 / 18)
-            assert row["commit"] == ("abc-dirty" if one.name == "text_only" else None)
+            assert row["commit"] == one.evaluation.software.commit
 
 
 def test_json_is_the_same_by_format_and_beside_another(
