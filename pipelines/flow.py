@@ -386,8 +386,6 @@ def measure(
         planned = forecast.evaluation(workspace, plan.drafters, settings, timed=False)
         planned.check(workspace.reports)
     with bar("decoding", "prompts", str(workspace.reports)) as report:
-        evaluations = evaluate.evaluate(
-            workspace, drafters, settings, on_prompt=report
-        )
+        evaluations = evaluate.evaluate(workspace, drafters, settings, on_prompt=report)
     log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
     return evaluations
