@@ -382,10 +382,10 @@ def _shown(action: str, unit: str) -> AbstractContextManager[Progress]:
         return nullcontext(silent)
     if sys.stderr.isatty():
         return _bar(action, unit)
-    return nullcontext(_Lines(action, unit))
+    return nullcontext(_ProgressLines(action, unit))
 
 
-class _Lines:
+class _ProgressLines:
     """Prints a line of progress now and then."""
 
     def __init__(self, action: str, unit: str) -> None:
