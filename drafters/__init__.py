@@ -1,1 +1,1 @@
-"""Drafters: one file per method; what they share, their training and decoding are in subfolders."""
+"""Drafters: one file per method; shared parts, training and decoding are in subfolders."""

@@ -52,6 +52,7 @@ from vlmdistill.drafters.core.serving import (
     KEY,
     Feeding,
     ServedDrafter,
+    Visual,
     layer_settings,
     layer_weights,
     unserved,
@@ -149,7 +150,8 @@ class DFlash(FrequentTokens, Drafter):
         taps: tuple[int, ...] = ()
         """Layers of the target whose inputs are read; none: EAGLE-3's three."""
         mask: int = -1
-        """The token whose embedding a mask has, as in released drafters; -1: a learned vector."""
+        """The token whose embedding a mask has, as in released drafters; -1: a learned
+        vector."""
         context: Literal["text", "all"] = "text"
         """Positions whose states are read: those of text, or visual ones too."""
         markov: int = 0
@@ -281,7 +283,8 @@ class DFlash(FrequentTokens, Drafter):
         )
         self.norm = RMSNorm(width, eps)
         if config.mask < 0:
-            self.mask_D = nn.Parameter(torch.randn(width) * width**-0.5)
+            mask_D = torch.randn(width) * width**-0.5
+            self.mask_D = nn.Parameter(mask_D)
         elif config.mask >= info.vocab_size:
             last = info.vocab_size - 1
             raise DataError(f"mask={config.mask}: the target has tokens 0 to {last}")
@@ -309,16 +312,14 @@ class DFlash(FrequentTokens, Drafter):
             return entries.hidden_ND
         tokens = entries.tokens
         self._write_context(entries.hidden_ND, entries.rotary_N, tokens, cache)
-        ids_R = entries.ids_N
-        rotary_R = entries.rotary_N
-        if tokens.rows_R is not None:
-            ids_R = ids_R[tokens.rows_R]
-            rotary_R = rotary_R[tokens.rows_R]
+        ids_R = tokens.wanted(entries.ids_N)
+        rotary_R = tokens.wanted(entries.rotary_N)
 
         # Each row is a block: its token, then masks, at consecutive positions.
         slots = self.config.block
+        embed_RD = self.embed(ids_R)
         masks_RJD = self._mask_D.expand(len(ids_R), slots - 1, -1)
-        block_RJD = torch.cat([self.embed(ids_R)[:, None], masks_RJD], dim=1)
+        block_RJD = torch.cat([embed_RD[:, None], masks_RJD], dim=1)
         x_QD = block_RJD.flatten(0, 1)
         offset_J = torch.arange(1, slots + 1, device=x_QD.device)
         rotary_Q = (rotary_R[:, None] + offset_J).flatten()
@@ -329,7 +330,8 @@ class DFlash(FrequentTokens, Drafter):
                 query_QHd, key_QKd, value_QKd, tokens
             )
             x_QD = layer.finish(x_QD, mixed_QHd)
-        x_RJD: Tensor = self.norm(x_QD).view(len(ids_R), slots, self.info.hidden_size)
+        normed_QD: Tensor = self.norm(x_QD)
+        x_RJD = normed_QD.view(len(ids_R), slots, self.info.hidden_size)
         first_guess = slots - self.config.max_hops
         return x_RJD[:, first_guess:].flatten(1)
 
@@ -356,7 +358,8 @@ class DFlash(FrequentTokens, Drafter):
     def estimate(self, state_NX: Tensor, hop: int) -> Tensor:
         """The state [N, D] of a guess among those of its block, [N, G * D]."""
         width = self.info.hidden_size
-        return state_NX[:, hop * width : (hop + 1) * width]
+        first = hop * width
+        return state_NX[:, first : first + width]
 
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """The target's LM head, and what the Markov head adds after a token (DSpark)."""
@@ -411,11 +414,8 @@ class DFlash(FrequentTokens, Drafter):
             if config.mask < 0:
                 mask = self._published_mask
                 files[MASK] = {"embedding": self.mask_D, "mask_token_id": mask}
-        feeding = Feeding(
-            drafter=name,
-            visual="states" if config.context == "all" else "dropped",
-            draft_tokens=config.max_hops,
-        )
+        visual: Visual = "states" if config.context == "all" else "dropped"
+        feeding = Feeding(drafter=name, visual=visual, draft_tokens=config.max_hops)
         return ServedDrafter(
             settings,
             weights,

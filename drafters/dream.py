@@ -11,8 +11,8 @@ On images: visual tokens pass through all layers, as text does. The paper drops 
 the target hardly attends to (section 3.3); here none is dropped, since no feature holds the
 target's attention.
 
-Shapes: N entries, U visual tokens, R rows, H query heads, K key heads, d head width, M width of the MLP,
-D hidden.
+Shapes: N entries, U visual tokens, R rows, H query heads, K key heads, d head width, M width
+of the MLP, D hidden.
 """
 
 from collections.abc import Mapping
@@ -97,7 +97,7 @@ class Dream(Drafter):
 
     @dataclass(frozen=True, kw_only=True)
     class Training(TrainConfig):
-        """Learning rate, clipping and weights of section 4; epochs and noise of the official code."""
+        """Learning rate, clipping and weights of section 4; epochs and noise of the code."""
 
         stages: tuple[Stage, ...] = (
             Stage(
@@ -166,12 +166,13 @@ class Dream(Drafter):
         x_ND = self.first(x_ND, rotary_N, every, cache, hop)
         x_ND = self.cross(x_ND, state_ND, every, cache.layer(1), hop)
         out_RD = self.last(x_ND, rotary_N, tokens, cache.layer(2), hop)
-        middle_RD = x_ND if tokens.rows_R is None else x_ND[tokens.rows_R]
+        middle_RD = tokens.wanted(x_ND)
         return torch.cat([self.norm(out_RD), middle_RD], dim=-1)
 
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """The target's LM head on the first half of what `step` returned, [N, 2D]."""
-        return super().lm_logits(estimate_ND[:, : self.info.hidden_size], last_N)
+        width = self.info.hidden_size
+        return super().lm_logits(estimate_ND[:, :width], last_N)
 
 
 def _behind(visual: TokenIndex, text: TokenIndex) -> TokenIndex:
@@ -222,16 +223,18 @@ class CrossLayer(nn.Module):
         cache: KVCache,
         hop: int,
     ) -> Tensor:
-        """[N, D] -> [N, D]: write each entry's state to the cache, then attend to those it may see."""
+        """[N, D] -> [N, D]: write the entries' states to the cache, then attend to the states."""
         count = len(x_ND)
         head_dim = self.head_dim
         query_ND = self.q_proj(self.input_norm(x_ND))
         query_NHd = self.q_norm(query_ND.view(count, self.heads, head_dim))
-        kv_N2Kd = self.kv_proj(state_ND).view(count, 2, self.kv_heads, head_dim)
+        kv_NX = self.kv_proj(state_ND)
+        kv_N2Kd = kv_NX.view(count, 2, self.kv_heads, head_dim)
         key_NKd, value_NKd = kv_N2Kd.unbind(1)
         cache.update(self.k_norm(key_NKd), value_NKd, tokens, hop)
         mixed_NHd = cache.attend(query_NHd, tokens, hop)
-        x_ND = x_ND + self.attention_gate.tanh() * self.o_proj(mixed_NHd.flatten(1))
+        mixed_ND = self.o_proj(mixed_NHd.flatten(1))
+        x_ND = x_ND + self.attention_gate.tanh() * mixed_ND
         gate_up_N2M = self.gate_up_proj(self.post_attention_norm(x_ND))
         gate_NM, up_NM = gate_up_N2M.chunk(2, dim=-1)
         added_ND: Tensor = self.down_proj(F.silu(gate_NM) * up_NM)

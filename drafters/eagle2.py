@@ -51,5 +51,5 @@ class Eagle2(EagleDrafter):
 
     @property
     def visual(self) -> Visual:
-        """Visual tokens enter as [visual embedding ; state before it], at their expanded positions."""
+        """Visual tokens enter as [visual embedding ; state before it]."""
         return "fused"

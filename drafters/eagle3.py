@@ -60,7 +60,7 @@ SPECULATORS_NAMES = {
 
 
 class Eagle3(FrequentTokens, Drafter):
-    """One decoder layer over [embedding ; fused state] of every position, with a vocabulary of its own."""
+    """One decoder layer over [embedding ; fused state], with a vocabulary of its own."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ModelConfig):
@@ -81,7 +81,10 @@ class Eagle3(FrequentTokens, Drafter):
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
         ) -> frozenset[Feature]:
-            """Three depths and the visual embeddings, or span ends for them; last states to learn from."""
+            """Three depths and the visual embeddings; last text states to learn from.
+
+            With `visual=none`, of images only the last states of each span.
+            """
             taps = depths(info.num_layers)
             if self.visual == "all":
                 needs = states_of(taps, "text", "visual") | features("embed.visual")
@@ -122,10 +125,9 @@ class Eagle3(FrequentTokens, Drafter):
         self.embed_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         self.hidden_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         # Its projections have no bias, even where the target's have one.
+        unbiased = replace(info, attention_bias=False)
         self.layer = DecoderLayer(
-            replace(info, attention_bias=False),
-            kv_heads=config.kv_heads,
-            inputs=2 * info.hidden_size,
+            unbiased, kv_heads=config.kv_heads, inputs=2 * info.hidden_size
         )
         self.norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
         size = min(config.draft_vocab, info.vocab_size)

@@ -146,7 +146,8 @@ class EagleVLM(EagleDrafter):
         entries = self._compressed(read_UD, span_U, len(start_M))
         places = self._places(start_M, length_M)
         question_M = place(_question_end(readable), read_UD.device)
-        score_MB = self.gate(batch.feature("hidden", "text")[question_M]).float()
+        question_MD = batch.feature("hidden", "text")[question_M]
+        score_MB = self.gate(question_MD).float()
 
         if self.config.compressor == "weigh":
             weight_MB = score_MB.softmax(-1).to(read_UD.dtype)
@@ -156,9 +157,11 @@ class EagleVLM(EagleDrafter):
             return
         if cache.generator is not None:
             # Gumbel noise, one draw for all images of a sample.
-            draw_TB = score_MB.new_empty(len(batch.ids_T), score_MB.shape[1])
+            branches = score_MB.shape[1]
+            draw_TB = score_MB.new_empty(len(batch.ids_T), branches)
             draw_TB.exponential_(generator=cache.generator)
-            score_MB = score_MB - draw_TB.clamp(min=TINY).log()[question_M]
+            noise_TB = draw_TB.clamp(min=TINY).log()
+            score_MB = score_MB - noise_TB[question_M]
         chance_MB = score_MB.softmax(-1)
         chosen_M1 = score_MB.argmax(-1)[:, None]
         # Straight-through estimator: a factor of one, with the gradient of the chance.
@@ -171,10 +174,12 @@ class EagleVLM(EagleDrafter):
         ):
             entries[branch] = entry_MCD * factor_MB[:, branch, None, None]
             places[branch] = torch.where(chosen_M1 == branch, place_MC, -1)
-        self.write_compressed(torch.cat(entries, 1), torch.cat(places, 1), batch, cache)
+        entry_MCD = torch.cat(entries, dim=1)
+        place_MC = torch.cat(places, dim=1)
+        self.write_compressed(entry_MCD, place_MC, batch, cache)
 
     def published(self) -> ServedDrafter:
-        """As vLLM runs it; TrainingError with a gate, which reads the question after the image."""
+        """As vLLM runs it; TrainingError with a gate: it reads the question after the image."""
         if self.gate is not None:
             raise unserved("compressor", self.config.compressor, "pool")
         return super().published()
@@ -187,17 +192,21 @@ def _compressors(config: EagleVLM.Config, info: TargetInfo) -> list[Compressor]:
     # A weighted sum needs the same groups of all.
     ratio = config.kernel if choice == "weigh" else config.ratio
     # All four are built, so that random weights do not depend on the choice.
-    compressors: dict[str, Compressor] = {
-        "prune": GroupCompressor(width, ratio, "prune"),
-        "pool": GroupCompressor(width, ratio, "pool"),
-        "convolve": GroupCompressor(width, config.kernel, "convolve"),
-        "resample": QueryCompressor(info, config.queries),
+    prune = GroupCompressor(width, ratio, "prune")
+    pool = GroupCompressor(width, ratio, "pool")
+    convolve = GroupCompressor(width, config.kernel, "convolve")
+    resample = QueryCompressor(info, config.queries)
+    choices: dict[Choice, list[Compressor]] = {
+        "select": [prune, pool, convolve, resample],
+        "weigh": [prune, pool, convolve],
+        "concat": [prune, pool, convolve, resample],
+        "prune": [prune],
+        "pool": [pool],
+        "convolve": [convolve],
+        "resample": [resample],
+        "none": [],
     }
-    if choice in ("select", "concat"):
-        return [*compressors.values()]
-    if choice == "weigh":
-        return [compressors[name] for name in ("prune", "pool", "convolve")]
-    return [] if choice == "none" else [compressors[choice]]
+    return choices[config.compressor]
 
 
 def _question_end(batch: Batch) -> Tensor:
@@ -205,6 +214,7 @@ def _question_end(batch: Batch) -> Tensor:
     first_M = torch.searchsorted(batch.segment_T, batch.segment_M)
     end_M = torch.searchsorted(batch.segment_T, batch.segment_M, right=True)
     response_A = batch.response_T.nonzero()[:, 0]
-    response_A = torch.cat([response_A, end_M.new_full((1,), len(batch.ids_T))])
+    end_mark_1 = end_M.new_full((1,), len(batch.ids_T))
+    response_A = torch.cat([response_A, end_mark_1])
     response_M = response_A[torch.searchsorted(response_A, first_M)]
     return torch.minimum(response_M, end_M).sub(1).maximum(first_M)

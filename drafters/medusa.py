@@ -4,7 +4,8 @@ Idea: no separate drafter; heads on the target's last state each guess one later
 once. Head n guesses x_{t+2+n} from h_t, since h_t itself gave x_{t+1}.
 Differs from EAGLE by: no embedding, no attention, no KV cache: the guesses of a tree level do
 not depend on the nodes above it, and a tree has at most as many levels as there are heads.
-On images: as the ViSpec paper runs it. h_t already contains them; no visual position is stored or read.
+On images: as the ViSpec paper runs it. h_t already contains them; no visual position is stored
+or read.
 
 Shapes: N entries, R rows, D hidden.
 """
@@ -75,12 +76,12 @@ class Medusa(Drafter):
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """Return the target's state h_t of the last committed token, at every hop."""
-        rows_R = entries.tokens.rows_R
-        return entries.hidden_ND if rows_R is None else entries.hidden_ND[rows_R]
+        return entries.tokens.wanted(entries.hidden_ND)
 
     def estimate(self, state_ND: Tensor, hop: int) -> Tensor:
         """Section 2.1.1: h + SiLU(W h + b), the estimate of the state `hop` + 1 tokens later."""
-        return state_ND + nn.functional.silu(self.heads[hop](state_ND))
+        guess_ND: Tensor = self.heads[hop](state_ND)
+        return state_ND + nn.functional.silu(guess_ND)
 
     def published(self) -> ServedDrafter:
         """As vLLM's Medusa reads it, but for the LM head, which is the target's."""

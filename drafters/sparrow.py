@@ -70,7 +70,7 @@ class Sparrow(EagleDrafter):
             self.visual_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
-        """Visual tokens enter in training as the middle layer's states, unfused; in decoding not at all."""
+        """In training, write the visual states, unfused; in decoding nothing."""
         if self.config.vata and not self.training:
             return
         source = self.config.visual_source(self.info)

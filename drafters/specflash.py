@@ -39,7 +39,7 @@ class SpecFlash(EagleDrafter):
         """Sections 3 and 4, appendices C and E."""
 
         compress: bool = True
-        """Compress visual states (section 3.2); off: visual tokens are entries, as for EAGLE-2."""
+        """Compress visual states (section 3.2); off: visual tokens are entries, as in EAGLE-2."""
         queries: int = 64
         """The most compressed tokens of an image (C in appendix C); 0: no image enters."""
         ratio: int = 9
@@ -86,7 +86,8 @@ class SpecFlash(EagleDrafter):
         width = info.hidden_size
         queries = config.queries if config.compress else 0
         self.query_CD = nn.Parameter(torch.randn(queries, width))
-        self.placeholder_D = nn.Parameter(torch.randn(width) * width**-0.5)
+        placeholder_D = torch.randn(width) * width**-0.5
+        self.placeholder_D = nn.Parameter(placeholder_D)
 
     @property
     def visual(self) -> Visual:
@@ -128,8 +129,8 @@ class SpecFlash(EagleDrafter):
         A guess that a later pass reads is written to the cache.
         """
         hop = entries.hop
+        tokens = entries.tokens
         group = self.config.group
-        rows_R = entries.tokens.rows_R
         starts_pass = hop % group == 0
         last_pass = group * (self.config.passes - 1)  # its first hop
         if starts_pass or hop < last_pass:
@@ -137,13 +138,12 @@ class SpecFlash(EagleDrafter):
             if hop > 0:
                 hidden_ND = self.estimate(hidden_ND, hop - 1)
             embed_ND = self.embed(entries.ids_N)
-            x_ND = self.block.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
+            entry_N2D = torch.cat([embed_ND, hidden_ND], dim=-1)
+            x_ND = self.block.fc(entry_N2D)
             if starts_pass:
                 return self._ahead(x_ND, entries, cache).flatten(1)
-            rotary_N = entries.rotary_N
-            tokens = entries.tokens
-            self.block.layer.write_kv(x_ND, rotary_N, tokens, cache, hop)
-        return entries.hidden_ND if rows_R is None else entries.hidden_ND[rows_R]
+            self.block.layer.write_kv(x_ND, entries.rotary_N, tokens, cache, hop)
+        return tokens.wanted(entries.hidden_ND)
 
     def _ahead(self, x_ND: Tensor, entries: Entries, cache: KVCache) -> Tensor:
         """The states of the wanted rows and of the G - 1 placeholders after each, [R, G, D].
@@ -154,19 +154,17 @@ class SpecFlash(EagleDrafter):
         layer = self.block.layer
         hop = entries.hop
         tokens = entries.tokens
-        rotary_N = entries.rotary_N
-        layer.write_kv(x_ND, rotary_N, tokens, cache, hop)
-        if tokens.rows_R is not None:
-            x_ND = x_ND[tokens.rows_R]
-            rotary_N = rotary_N[tokens.rows_R]
-        rows = len(x_ND)
+        layer.write_kv(x_ND, entries.rotary_N, tokens, cache, hop)
+        x_RD = tokens.wanted(x_ND)
+        rotary_R = tokens.wanted(entries.rotary_N)
+        rows = len(x_RD)
         group = self.config.group
         width = x_ND.shape[-1]
         placeholders_RGD = self.placeholder_D.expand(rows, group - 1, -1)
-        x_RGD = torch.cat([x_ND[:, None], placeholders_RGD], dim=1)
+        x_RGD = torch.cat([x_RD[:, None], placeholders_RGD], dim=1)
         x_QD = x_RGD.flatten(0, 1)
         offset_G = torch.arange(group, device=x_ND.device)
-        rotary_Q = (rotary_N[:, None] + offset_G).flatten()
+        rotary_Q = (rotary_R[:, None] + offset_G).flatten()
         query_QHd, key_QKd, value_QKd = layer.qkv(x_QD, rotary_Q)
         key_RGKd = key_QKd.view(rows, group, *key_QKd.shape[1:])
         value_RGKd = value_QKd.view(rows, group, *value_QKd.shape[1:])

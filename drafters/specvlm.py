@@ -81,9 +81,7 @@ class SpecVLM(Drafter):
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
         """The target's own state after each entry, [R, D]; guesses are not committed."""
         assert isinstance(cache, PrunedCache)
-        state_ND = cache.read(entries)
-        rows_R = entries.tokens.rows_R
-        return state_ND if rows_R is None else state_ND[rows_R]
+        return entries.tokens.wanted(cache.read(entries))
 
 
 def kept(weight_U: Tensor, drop: float, share: float) -> Tensor:

@@ -1,8 +1,10 @@
 """Text-only -- On Speculative Decoding for Multimodal Large Language Models, CVPR 2024 workshops.
 
-Idea: a drafter that knows language alone speeds up a VLM, because most of a response is language.
+Idea: a drafter that knows only language speeds up a VLM, because most of a response is
+language.
 Differs from EAGLE by: no visual token is stored or read, and training is on text alone.
-The drafter is EAGLE-2's layer on the target's text states, as in the MSD paper's baseline of this name.
+The drafter is EAGLE-2's layer on the target's text states, as in the MSD paper's baseline of
+this name.
 
 Shapes: N entries, R rows, D hidden.
 """

@@ -88,7 +88,7 @@ class ViSpec(EagleDrafter):
 
     @property
     def compresses(self) -> Literal["embed"]:
-        """Visual embeddings; compressed tokens enter unfused, at the last positions of their span."""
+        """Visual embeddings; compressed tokens enter unfused."""
         return "embed"
 
     @property

@@ -47,7 +47,7 @@ from vlmdistill.stores.schema import Feature, TargetInfo
 
 
 class Wren(EagleDrafter):
-    """One decoder layer over text entries, with three more depths of the target where it has read."""
+    """One decoder layer over text entries, with three depths of the target in committed ones."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ModelConfig):
@@ -134,7 +134,7 @@ class Wren(EagleDrafter):
         return state_ND + added_ND
 
     def published(self) -> ServedDrafter:
-        """As `EagleDrafter.published`; TrainingError with a cell, since engines attend in every pass."""
+        """As vLLM runs it; TrainingError with a cell: engines attend in every pass."""
         if self.config.cell:
             raise unserved("cell", self.config.cell, 0)
         return super().published()

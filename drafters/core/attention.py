@@ -1,4 +1,4 @@
-"""The attention of training: exact, in memory that grows with the keys and not with their square.
+"""The attention of training: exact, in memory that is linear in the number of keys.
 
 A row sees a run of keys in common with other rows, and keys of its own. The common ones go
 through a flash kernel in blocks that need no mask; all parts are merged by their log-sum-exp
@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
             part_RKXd = torch.zeros_like(out_RKXd)
             part_lse_RKX = torch.full_like(lse_RKX, -torch.inf)
             part_1HRd = _heads_first(part_RKXd)
-            part_lse_1HR = _heads_first(part_lse_RKX[..., None])[..., 0]
+            part_lse_1HR1 = _heads_first(part_lse_RKX[..., None])
             for block in part:
                 query_1HLd = block.of(query, block.rows)
                 key_1KSd = block.of(key, block.keys)
@@ -158,21 +158,23 @@ class _Attention(torch.autograd.Function):
                     query_1HLd, key_1KSd, value_1KSd, block.causal
                 )
                 part_1HRd[:, :, block.rows] = block.in_order(out_1HLd)
-                part_lse_1HR[:, :, block.rows] = block.in_order(lse_1HL)
+                part_lse_1HR1[:, :, block.rows, 0] = block.in_order(lse_1HL)
                 kept.append(for_backward)
             _merge(out_RKXd, lse_RKX, part_RKXd, part_lse_RKX)
 
         # The keys of each row.
-        for key_RJKd, value_RJKd, first in zip(own[::2], own[1::2], since, strict=True):
-            score_RKXJ = _scores(query_RKXd[:, :, first:], key_RJKd).to(exact)
+        keys, values = own[::2], own[1::2]
+        for key_RJKd, value_RJKd, first in zip(keys, values, since, strict=True):
+            later_RKXd = query_RKXd[:, :, first:]
+            score_RKXJ = _scores(later_RKXd, key_RJKd).to(exact)
             part_lse_RKX = score_RKXJ.logsumexp(-1)
             weight_RKXJ = (score_RKXJ - part_lse_RKX[..., None]).exp()
             part_RKXd = torch.einsum(
                 "rkxj,rjkd->rkxd", weight_RKXJ.to(value_RJKd.dtype), value_RJKd
             )
-            _merge(
-                out_RKXd[:, :, first:], lse_RKX[:, :, first:], part_RKXd, part_lse_RKX
-            )
+            later_out_RKXd = out_RKXd[:, :, first:]
+            later_lse_RKX = lse_RKX[:, :, first:]
+            _merge(later_out_RKXd, later_lse_RKX, part_RKXd, part_lse_RKX)
 
         out_RKXd = out_RKXd.to(query_RKXd.dtype)
         ctx.save_for_backward(query_RKXd, key_SKd, value_SKd, out_RKXd, lse_RKX, *own)
@@ -227,30 +229,31 @@ class _Attention(torch.autograd.Function):
 
         # The keys of each row.
         scale = query_RKXd.shape[-1] ** -0.5
-        mean_RKX1 = (grad_RKXd * out_RKXd).sum(-1, dtype=exact)[..., None]
+        mean_RKX = (grad_RKXd * out_RKXd).sum(-1, dtype=exact)
         own_grads: list[Tensor | None] = []
-        for key_RJKd, value_RJKd, first in zip(
-            own[::2], own[1::2], ctx.since, strict=True
-        ):
+        keys, values = own[::2], own[1::2]
+        for key_RJKd, value_RJKd, first in zip(keys, values, ctx.since, strict=True):
             later_RKXd = query_RKXd[:, :, first:]
             later_grad_RKXd = grad_RKXd[:, :, first:]
             score_RKXJ = _scores(later_RKXd, key_RJKd)
-            weight_RKXJ = (score_RKXJ - lse_RKX[:, :, first:, None]).exp()
+            later_lse_RKX1 = lse_RKX[:, :, first:, None]
+            later_mean_RKX1 = mean_RKX[:, :, first:, None]
+            weight_RKXJ = (score_RKXJ - later_lse_RKX1).exp()
             weight_grad_RKXJ = torch.einsum(
                 "rkxd,rjkd->rkxj", later_grad_RKXd, value_RJKd
             )
             slope_RKXJ = _score_gradient(
-                weight_RKXJ, weight_grad_RKXJ, mean_RKX1[:, :, first:], scale, dtype
+                weight_RKXJ, weight_grad_RKXJ, later_mean_RKX1, scale, dtype
             )
             query_grad_RKXd[:, :, first:] += torch.einsum(
                 "rkxj,rjkd->rkxd", slope_RKXJ, key_RJKd
             )
-            own_grads += [
-                torch.einsum("rkxj,rkxd->rjkd", slope_RKXJ, later_RKXd),
-                torch.einsum(
-                    "rkxj,rkxd->rjkd", weight_RKXJ.to(grad_RKXd.dtype), later_grad_RKXd
-                ),
-            ]
+            own_key_grad_RJKd = torch.einsum("rkxj,rkxd->rjkd", slope_RKXJ, later_RKXd)
+            weight_RKXJ = weight_RKXJ.to(grad_RKXd.dtype)
+            own_value_grad_RJKd = torch.einsum(
+                "rkxj,rkxd->rjkd", weight_RKXJ, later_grad_RKXd
+            )
+            own_grads += [own_key_grad_RJKd, own_value_grad_RJKd]
         return (
             query_grad_RKXd.to(dtype),
             key_grad_SKd.to(dtype),
@@ -283,7 +286,8 @@ def _merge(
 ) -> None:
     """Add a part to the mean so far, in place."""
     share_RKX = torch.sigmoid(part_lse_RKX - lse_RKX)
-    out_RKXd.lerp_(part_RKXd.to(out_RKXd.dtype), share_RKX[..., None])
+    part_RKXd = part_RKXd.to(out_RKXd.dtype)
+    out_RKXd.lerp_(part_RKXd, share_RKX[..., None])
     torch.logaddexp(lse_RKX, part_lse_RKX, out=lse_RKX)
 
 
@@ -305,7 +309,8 @@ class _Flash:
         if query_1HLd.is_cpu:
             on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
             return tuple(on_cpu(*states, 0.0, causal))
-        return tuple(aten._scaled_dot_product_flash_attention(*states, 0.0, causal)[:8])
+        results = aten._scaled_dot_product_flash_attention(*states, 0.0, causal)
+        return tuple(results[:8])
 
     @staticmethod
     def backward(
@@ -351,7 +356,8 @@ class _Plain:
         for rows in _row_slices(query_1HLd, key_KSd):
             score_KXLS = _masked(query_KXLd[:, :, rows], key_KSd, rows.start, causal)
             lse_KXL = score_KXLS.logsumexp(-1)
-            weight_KXLS = (score_KXLS - lse_KXL[..., None]).exp().to(value_KSd.dtype)
+            weight_KXLS = (score_KXLS - lse_KXL[..., None]).exp()
+            weight_KXLS = weight_KXLS.to(value_KSd.dtype)
             outs.append(torch.einsum("kxls,ksd->kxld", weight_KXLS, value_KSd))
             sums.append(lse_KXL)
         return _ungrouped(outs), _ungrouped(sums)
@@ -405,7 +411,8 @@ def _kernel(query_1HRd: Tensor) -> type[_Flash] | type[_Plain]:
         return _Flash if flash_sdp_enabled() else _Plain  # type: ignore[no-untyped-call]
     like_query = (query_1HRd, query_1HRd, query_1HRd)
     fits = can_use_flash_attention(SDPAParams(*like_query, None, 0.0, True, False))
-    return _Flash if fits and query_1HRd.shape[-1] % 8 == 0 else _Plain
+    is_aligned = query_1HRd.shape[-1] % 8 == 0
+    return _Flash if fits and is_aligned else _Plain
 
 
 def _grouped(state_1HLd: Tensor, key_1KSd: Tensor) -> Tensor:
@@ -435,7 +442,8 @@ def _masked(query_KXLd: Tensor, key_KSd: Tensor, first: int, causal: bool) -> Te
     score_KXLS = score_KXLS.mul(query_KXLd.shape[-1] ** -0.5)
     if causal:
         *_, rows, keys = score_KXLS.shape
-        row_L1 = first + torch.arange(rows, device=key_KSd.device)[:, None]
-        later_LS = row_L1 < torch.arange(keys, device=key_KSd.device)
+        row_L = first + torch.arange(rows, device=key_KSd.device)
+        key_S = torch.arange(keys, device=key_KSd.device)
+        later_LS = row_L[:, None] < key_S
         score_KXLS = score_KXLS.masked_fill(later_LS, -torch.inf)
     return score_KXLS

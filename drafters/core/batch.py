@@ -22,7 +22,7 @@ from vlmdistill.stores.schema import Feature, FrozenTables, Where, as_features, 
 
 @dataclass(frozen=True)
 class Head:
-    """The target's frozen tables: token embeddings and the LM head (the same tensor when tied)."""
+    """The target's frozen tables: token embeddings and LM head, one tensor if they are tied."""
 
     embed_VD: Tensor
     lm_head_VD: Tensor
@@ -35,11 +35,12 @@ class Head:
         dtype: torch.dtype = torch.float32,
     ) -> "Head":
         """The tables of a store as tensors; tied tables stay one tensor."""
-        embed_VD = as_torch(frozen.embed_VD, frozen.dtype).to(device, dtype)
+        embed_VD = as_torch(frozen.embed_VD, frozen.dtype)
+        embed_VD = embed_VD.to(device, dtype)
         if frozen.tied:
             return cls(embed_VD, embed_VD)
-        lm_head_VD = as_torch(frozen.lm_head_VD, frozen.dtype).to(device, dtype)
-        return cls(embed_VD, lm_head_VD)
+        lm_head_VD = as_torch(frozen.lm_head_VD, frozen.dtype)
+        return cls(embed_VD, lm_head_VD.to(device, dtype))
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class TokenIndex:
         host = self if self.segment_N.is_cpu else None
         return TokenIndex(segment_N, position_N, span_N, rows_R, host=host)
 
+    def wanted(self, state_ND: Tensor) -> Tensor:
+        """The rows of `state_ND`, one for each token, whose output is wanted: [R, D]."""
+        return state_ND if self.rows_R is None else state_ND[self.rows_R]
+
     def at_rows(self) -> "TokenIndex":
         """The tokens whose output is wanted."""
         if self.rows_R is None:
@@ -109,7 +114,8 @@ class TokenIndex:
 
     def all_rows(self) -> "TokenIndex":
         """The same tokens, all of them wanted."""
-        return replace(self, rows_R=None, host=self.host and self.host.all_rows())
+        host = self.host and self.host.all_rows()
+        return replace(self, rows_R=None, host=host)
 
     def with_rows(self, rows_R: Tensor) -> "TokenIndex":
         """The same tokens, of which the output of `rows_R` alone is wanted."""
@@ -121,7 +127,7 @@ class TokenIndex:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed samples with the target's states: T text tokens, U visual tokens and M visual spans in all.
+    """Packed samples with the target's states: T text tokens, U visual tokens, M visual spans.
 
     Text and visual tokens are in separate tensors; `position_T` and the spans give their
     positions in the expanded sequence, in which every image is its visual tokens.
@@ -173,15 +179,16 @@ class Batch:
         """Look up a feature by its name, or by the two parts of it.
 
         Args:
-            source: `hidden.text`, or with `where` its source alone: `hidden`, `embed` or `layer<k>`.
+            source: A name such as `hidden.text`; with `where` only `hidden`, `embed` or
+                `layer<k>`.
             where: `text`, `visual` or `span`; see `Feature`.
 
         Returns:
             Its states [T, U or M, hidden size].
 
         Raises:
-            DataError: It is not the name of a feature, or the feature was not read: name it in `features`, or
-                in `needs` of a drafter.
+            DataError: The name is not that of a feature, or the batch was read without the
+                feature: add it to `features`, or to `needs` of a drafter.
         """
         wanted = Feature(source, where) if where else Feature.parse(source)
         return held(self.features, wanted, "batch")
@@ -253,7 +260,8 @@ class Batch:
         number_M = torch.arange(len(self.length_M), device=device)
         span_U = torch.repeat_interleave(number_M, self.length_M)
         first_M = torch.cumsum(self.length_M, 0) - self.length_M
-        offset_U = torch.arange(len(span_U), device=device) - first_M[span_U]
+        number_U = torch.arange(len(span_U), device=device)
+        offset_U = number_U - first_M[span_U]
         position_U = self.start_M[span_U] + offset_U
         return TokenIndex(self.segment_M[span_U], position_U, span_U)
 
@@ -269,8 +277,9 @@ class Batch:
         text_T = self.segment_T * far + self.position_T
         start_M = self.segment_M * far + self.start_M
         span_T = torch.searchsorted(start_M, text_T, right=True) - 1
-        same_sample_T = self.segment_M[span_T.clamp(min=0)] == self.segment_T
-        span_T = torch.where((span_T >= 0) & same_sample_T, span_T, -1)
+        sample_T = self.segment_M[span_T.clamp(min=0)]
+        is_own_T = (span_T >= 0) & (sample_T == self.segment_T)
+        span_T = torch.where(is_own_T, span_T, -1)
         return TokenIndex(self.segment_T, self.position_T, span_T)
 
     def before(
@@ -299,10 +308,9 @@ class Batch:
         else:
             rows = self._rows("text")
         prior_N, has_prior_N = place_all(self._link(source), self.ids_T.device)
-        prior_N = prior_N[rows]
+        state_ND = self._states(source)[prior_N[rows]]
         has_prior_N = has_prior_N[rows]
-        state_ND = self._states(source)[prior_N] * has_prior_N[:, None]
-        return state_ND, has_prior_N
+        return state_ND * has_prior_N[:, None], has_prior_N
 
     def predecessors(
         self, sources: Sequence[str], where: Literal["text", "visual"]

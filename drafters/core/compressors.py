@@ -65,12 +65,13 @@ class GroupCompressor(Compressor):
             offset_K = torch.arange(self.size, device=span_U.device)
             offset_XK = self.size * entry_X[:, None] + offset_K
             inside_XK = offset_XK < length_M[span_X, None]
-            out_XD = self._combine(read_UD, first_X[:, None] + offset_XK, inside_XK)
+            row_XK = first_X[:, None] + offset_XK
+            out_XD = self._combine(read_UD, row_XK, inside_XK)
         out_MCD = read_UD.new_zeros(*middle_MC.shape, read_UD.shape[-1])
         return out_MCD.index_put(tuple(place_2X), out_XD)
 
     def _combine(self, read_UD: Tensor, row_XK: Tensor, inside_XK: Tensor) -> Tensor:
-        """The convolution or mean of each group, [X, D], of its rows that are inside its span."""
+        """The convolution or mean of the rows of each group that are inside its span: [X, D]."""
         last = max(0, len(read_UD) - 1)
         row_XK = row_XK.clamp(max=last)
         row_XK, inside_XK = place_all([row_XK, inside_XK], read_UD.device)
@@ -111,7 +112,8 @@ class QueryCompressor(Compressor):
     def forward(self, read_UD: Tensor, span_U: Tensor, spans: int) -> Tensor:
         """The output of each query on each span of visual tokens: [M, Q, D]."""
         heads = (self.heads, self.head_dim)
-        key_UX, value_UX = self.kv_proj(read_UD).chunk(2, -1)
+        kv_UX = self.kv_proj(read_UD)
+        key_UX, value_UX = kv_UX.chunk(2, -1)
         key_UHd = key_UX.unflatten(-1, heads)
         value_UHd = value_UX.unflatten(-1, heads)
         mixed_MQX = attend_spans(self.query_QHd, key_UHd, value_UHd, span_U, spans)
@@ -126,7 +128,7 @@ class QueryCompressor(Compressor):
 def attend_spans(
     query_QHd: Tensor, key_UHd: Tensor, value_UHd: Tensor, span_U: Tensor, spans: int
 ) -> Tensor:
-    """Attention of every query over each span of visual tokens, heads side by side: [M, Q, H * d].
+    """Attention of every query over each span of visual tokens: [M, Q, H * d].
 
     All queries attend to all visual tokens, masked to their own span: no padding is needed.
     """
@@ -134,12 +136,12 @@ def attend_spans(
     span_U = place(span_U, query_QHd.device)
     span_X = torch.arange(spans, device=span_U.device).repeat_interleave(queries)
     query_XHd = query_QHd.repeat(spans, 1, 1)
+    query_1HXd = _heads_first(query_XHd)
+    key_1HUd = _heads_first(key_UHd)
+    value_1HUd = _heads_first(value_UHd)
     same_span_XU = span_X[:, None] == span_U
     mixed_1HXd = nn.functional.scaled_dot_product_attention(
-        _heads_first(query_XHd),
-        _heads_first(key_UHd),
-        _heads_first(value_UHd),
-        attn_mask=same_span_XU,
+        query_1HXd, key_1HUd, value_1HUd, attn_mask=same_span_XU
     )
     mixed_XHd = mixed_1HXd[0].transpose(0, 1)
     width = query_QHd[0].numel()

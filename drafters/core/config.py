@@ -1,4 +1,4 @@
-"""The settings of a drafter: what it computes, how it is trained, and the tree that it drafts."""
+"""The settings of a drafter: what it computes, how it is trained, and its draft tree."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -86,9 +86,10 @@ class Stage:
 
     name: str
     epochs: float = 20.0
-    """Passes over its samples. If the run counts `steps`: its share of them, relative to other stages."""
+    """Passes over its samples. If `steps` is set: its share of them, relative to other stages."""
     visual: tuple[float, float] = (0.0, 1.0)
-    """Share of samples with images, ramped over the stage; (0, 0) is text only, (1, 1) images only."""
+    """Share of samples with images, from the start to the end of the stage: (0, 0) is text
+    only, (1, 1) images only."""
     hops: int = 1
     """Draft steps unrolled per position; 1 is plain teacher forcing."""
     hop_decay: float = 1.0
@@ -130,7 +131,7 @@ class TrainConfig:
     """How a drafter is trained. A method's `Training` sets its paper's values."""
 
     batch_tokens: int = 16384
-    """Tokens of an optimizer step over all ranks; visual ones count if the drafter reads them."""
+    """Tokens of an optimizer step over all ranks; visual tokens count if they are read."""
     max_length: int = 0
     """Longer samples are left out; 0: those longer than `batch_tokens` and than 4,096 tokens."""
     steps: int = 0

@@ -7,7 +7,7 @@ side by side.
 
 from abc import ABC
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ class EagleDrafter(Drafter, ABC):
         raise NotImplementedError
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
-        """The positions of the entries of each span, [M, C]; -1 where it is too short for one."""
+        """The positions of the entries of each span, [M, C]; -1 where a span has fewer."""
         raise NotImplementedError
 
     def combine(self, states_NS: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ class EagleDrafter(Drafter, ABC):
             guess_1: The hop, as a tensor: a captured graph of vLLM runs every hop.
             joined_ND: What `compress` joins; zeros before the first span.
         """
-        x_ND: Tensor = self.block.fc(torch.cat([embed_ND, state_ND], dim=-1))
+        entry_N2D = torch.cat([embed_ND, state_ND], dim=-1)
+        x_ND: Tensor = self.block.fc(entry_N2D)
         return x_ND
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
@@ -133,7 +134,8 @@ class EagleDrafter(Drafter, ABC):
         device = out_MQD.device
         span_X, entry_X = (position_MC >= 0).nonzero().unbind(1)
         segment_X = batch.readable.segment_M[span_X]
-        tokens = TokenIndex(segment_X, position_MC[span_X, entry_X], span_X).to(device)
+        position_X = position_MC[span_X, entry_X]
+        tokens = TokenIndex(segment_X, position_X, span_X).to(device)
         out_XD = out_MQD[tokens.span_N, place(entry_X, device)]
         self.block.layer.write_kv(out_XD, tokens.position_N - 1, tokens, cache)
 
@@ -173,11 +175,9 @@ class EagleDrafter(Drafter, ABC):
         layer = self.block.layer
         # By their prefixes vLLM tells drafters that read the states of several layers.
         architecture = "Eagle3BlockVlmdistill" if self.taps else "EagleVlmdistill"
-        settings: dict[str, Any] = {
-            "architectures": [architecture],
-            "qkv_bias": layer.qkv_proj.bias is not None,
-            **layer_settings(self, layer),
-        }
+        settings = layer_settings(self, layer)
+        settings["architectures"] = [architecture]
+        settings["qkv_bias"] = layer.qkv_proj.bias is not None
         if self.taps:
             settings["eagle_aux_hidden_state_layer_ids"] = [*self.taps]
         weights = {}

@@ -86,7 +86,8 @@ class _Order:
 
         This is done on the CPU if any of the tokens can be read there.
         """
-        *prefix, asking_tokens = (tokens.readable for tokens in (*written, asking))
+        prefix = [tokens.readable for tokens in written]
+        asking_tokens = asking.readable
         if any(tokens.segment_N.is_cpu for tokens in (*prefix, asking_tokens)):
             cpu = torch.device("cpu")
             prefix = [tokens.to(cpu) for tokens in prefix]
@@ -155,7 +156,9 @@ class PackedKVCache:
         if hop == 0:
             self._prefix.append((key_NKd, value_NKd, tokens))
         else:
-            self._guesses.append((key_NKd[:, None], value_NKd[:, None]))
+            key_R1Kd = key_NKd[:, None]
+            value_R1Kd = value_NKd[:, None]
+            self._guesses.append((key_R1Kd, value_R1Kd))
 
     def attend(self, query_QHd: Tensor, tokens: TokenIndex, hop: int) -> Tensor:
         """Softmax over the prefix up to each row and the row's own guesses.
@@ -178,7 +181,9 @@ class PackedKVCache:
         count = len(tokens.at_rows().segment_N)
         queries = len(key_QKd) // max(1, count)
         shape = (count, queries, *key_QKd.shape[1:])
-        own = [(key_QKd.view(shape), value_QKd.view(shape), 0)]
+        key_RJKd = key_QKd.view(shape)
+        value_RJKd = value_QKd.view(shape)
+        own = [(key_RJKd, value_RJKd, 0)]
         return self._attend(query_QHd, tokens, own, is_first=True)
 
     def _attend(
@@ -253,7 +258,9 @@ class _Buffers:
         _, kv_heads, width = key_NKd.shape
         shape = (kv_heads, room, width)
         position_S = torch.empty(room, dtype=torch.long, device=key_NKd.device)
-        return cls(key_NKd.new_empty(shape), key_NKd.new_empty(shape), position_S)
+        key_KSd = key_NKd.new_empty(shape)
+        value_KSd = key_NKd.new_empty(shape)
+        return cls(key_KSd, value_KSd, position_S)
 
     def copy_from(self, smaller: "_Buffers") -> None:
         """Take over all entries of smaller buffers."""
@@ -387,7 +394,8 @@ class GrowingKVCache:
     def _forget(self, position_N: Tensor) -> None:
         """Drop committed entries that no entry from these positions on sees."""
         assert self._buffers is not None
-        kept_S = self._recent(position_N.min()).nonzero()[:, 0]
+        is_recent_S = self._recent(position_N.min())
+        kept_S = is_recent_S.nonzero()[:, 0]
         self._buffers = self._buffers.only(kept_S)
         self.committed = len(kept_S)
 

@@ -28,7 +28,8 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if not on_cpu or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return F.rms_norm(x_ND, (width,), weight_D, eps)
     mean_N1 = F.linear(x_ND * x_ND, *_mean(width, eps))
-    return (x_ND * mean_N1.rsqrt_()).mul_(weight_D)
+    normed_ND = x_ND * mean_N1.rsqrt_()
+    return normed_ND.mul_(weight_D)
 
 
 @cache
@@ -70,7 +71,8 @@ class Rotary:
             self._sign_d = self._sign_d.to(rotary_N.device)
         angle_N1d = rotary_N[:, None, None] * self._frequency_d
         sin_N1d = angle_N1d.sin().mul_(self._sign_d)
-        return angle_N1d.cos().to(dtype), sin_N1d.to(dtype)
+        cos_N1d = angle_N1d.cos()
+        return cos_N1d.to(dtype), sin_N1d.to(dtype)
 
 
 def apply_rotary(x_NHd: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
@@ -170,10 +172,8 @@ class DecoderLayer(nn.Module):
         residual_ND = x_ND if residual_ND is None else residual_ND
         query_NHd, key_NKd, value_NKd = self.qkv(x_ND, rotary_N)
         cache.update(key_NKd, value_NKd, tokens, hop)
-        if tokens.rows_R is not None:
-            query_NHd = query_NHd[tokens.rows_R]
-            residual_ND = residual_ND[tokens.rows_R]
-        return self.finish(residual_ND, cache.attend(query_NHd, tokens, hop))
+        mixed_RHd = cache.attend(tokens.wanted(query_NHd), tokens, hop)
+        return self.finish(tokens.wanted(residual_ND), mixed_RHd)
 
     def qkv(self, x_ND: Tensor, rotary_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, d], keys and values [N, K, d] of all entries, rotated."""
@@ -185,8 +185,9 @@ class DecoderLayer(nn.Module):
         qk_NXd = qkv_NXd[:, :rotated]
         value_NKd = qkv_NXd[:, rotated:]
         if self.q_norm is not None and self.k_norm is not None:
-            query_NHd, key_NKd = qk_NXd.split([self.heads, self.kv_heads], dim=1)
-            qk_NXd = torch.cat([self.q_norm(query_NHd), self.k_norm(key_NKd)], dim=1)
+            query_NHd = self.q_norm(qk_NXd[:, : self.heads])
+            key_NKd = self.k_norm(qk_NXd[:, self.heads :])
+            qk_NXd = torch.cat([query_NHd, key_NKd], dim=1)
         qk_NXd = apply_rotary(qk_NXd, self.rotary(rotary_N, x_ND.dtype))
         query_NHd = qk_NXd[:, : self.heads]
         key_NKd = qk_NXd[:, self.heads :]
@@ -194,7 +195,8 @@ class DecoderLayer(nn.Module):
 
     def finish(self, residual_RD: Tensor, mixed_RHd: Tensor) -> Tensor:
         """The layer after attention: output projection and MLP."""
-        x_RD: Tensor = residual_RD + self.o_proj(mixed_RHd.flatten(1))
+        mixed_RD: Tensor = self.o_proj(mixed_RHd.flatten(1))
+        x_RD = residual_RD + mixed_RD
         gate_up_R2M = self.gate_up_proj(self.post_attention_norm(x_RD))
         gate_RM, up_RM = gate_up_R2M.chunk(2, dim=-1)
         added_RD: Tensor = self.down_proj(F.silu(gate_RM) * up_RM)
@@ -214,7 +216,8 @@ class EagleBlock(nn.Module):
         token_N, hidden_ND = batch.predecessors(["hidden"], "visual")
         tokens = batch.visual_tokens.only(token_N)
         embed_ND = embed_UD[place(token_N, embed_UD.device)]
-        x_ND = self.fc(torch.cat([embed_ND, hidden_ND], dim=-1))
+        entry_N2D = torch.cat([embed_ND, hidden_ND], dim=-1)
+        x_ND = self.fc(entry_N2D)
         self.layer.write_kv(x_ND, tokens.position_N - 1, tokens, cache)
 
 

@@ -108,7 +108,8 @@ class Scores:
 
 def regression(state_CD: Tensor, target_CD: Tensor) -> Tensor:
     """Smooth-L1 (beta 1) between states, mean over the width (EAGLE, L_reg): [C]."""
-    loss_CD = F.smooth_l1_loss(state_CD.float(), target_CD.float(), reduction="none")
+    state_CD = state_CD.float()
+    loss_CD = F.smooth_l1_loss(state_CD, target_CD.float(), reduction="none")
     return loss_CD.mean(-1)
 
 
@@ -168,7 +169,8 @@ def list_mle(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
     ListMLE, as in the official code of ViSpec.
     """
     score_CK = draft.logits_CV.gather(1, target.best_CK[row_C])
-    tail_CK = score_CK.flip(-1).logcumsumexp(-1).flip(-1)
+    reversed_CK = score_CK.flip(-1)
+    tail_CK = reversed_CK.logcumsumexp(-1).flip(-1)
     return (tail_CK - score_CK).sum(-1)
 
 
@@ -221,7 +223,8 @@ class Objective:
             choice = ", ".join(NAMES)
             raise KeyError(f"unknown loss {sorted(unknown)}; there are {choice}")
         names = [name for name, weight in weights.items() if weight]
-        weight_L = torch.tensor([weights[name] for name in names], dtype=dtype)
+        values = [weights[name] for name in names]
+        weight_L = torch.tensor(values, dtype=dtype)
         # It compares probabilities, and knows the share of those that have no column.
         without_L = torch.tensor([name == "confidence" for name in names])
         return cls(names, place(weight_L, device), place(without_L, device))
@@ -263,7 +266,8 @@ class LossChunk:
         """Compute the target's logits for the rows in `chunk`."""
         hop_H = torch.arange(len(rows.valid_HR), device=rows.token_R.device)
         last = len(rows.hidden_TD) - 1
-        token_HC = (rows.token_R[chunk] + hop_H[:, None]).clamp(max=last)
+        token_HC = rows.token_R[chunk] + hop_H[:, None]
+        token_HC = token_HC.clamp(max=last)
         token_U, index_HC = torch.unique(token_HC, return_inverse=True)
         token_U = place(token_U, rows.hidden_TD.device)
         hidden_UD = rows.hidden_TD[token_U]
@@ -272,7 +276,8 @@ class LossChunk:
         share_U = logits_UV.new_ones(len(logits_UV))
         if vocabulary_K is not None:
             logits_UK = logits_UV[:, vocabulary_K]
-            log_share_U = logits_UK.logsumexp(-1) - logits_UV.logsumexp(-1)
+            lse_U = logits_UV.logsumexp(-1)
+            log_share_U = logits_UK.logsumexp(-1) - lse_U
             share_U = log_share_U.exp()
             column_U, has_column_U = _columns(best_U, vocabulary_K)
             best_U = torch.where(has_column_U, column_U, -1)
@@ -475,7 +480,8 @@ def score(
             counted_NL = loss_NL.detach() * has_loss_NL
             loss_HRL[hop, index_N] = counted_NL.to(exact)
             count_HR[hop, index_N] = kept_N
-            agree_HR[hop, index_N] = draft_NV.argmax(-1) == best_N
+            draft_best_N = draft_NV.argmax(-1)
+            agree_HR[hop, index_N] = draft_best_N == best_N
             if learns:
                 hop_weight_N1 = hop_weight_HR[hop, index_N, None]
                 weight_NL = hop_weight_N1 * objective.weight_L * has_loss_NL
@@ -534,7 +540,8 @@ def _chances(
             last_N = rows.after(row_N, hop)
             own_N = rows.after(row_N, hop + 1)
             index_N, last_N, own_N = place_all([row_N, last_N, own_N], device)
-            softmax_NV = logits(estimate_RD[index_N], last_N).softmax(-1)
+            draft_NV = logits(estimate_RD[index_N], last_N)
+            softmax_NV = draft_NV.softmax(-1)
             column_N = own_N
             if vocabulary_K is not None:
                 column_N, has_column_N = _columns(own_N, vocabulary_K)

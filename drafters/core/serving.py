@@ -87,7 +87,7 @@ def unserved(setting: str, trained: object, served: object) -> TrainingError:
 
 
 def layer_settings(drafter: Drafter, layer: DecoderLayer) -> dict[str, Any]:
-    """The shape of one decoder layer by the names of a Llama configuration."""
+    """The shape of a drafter of one decoder layer, by the names of a Llama configuration."""
     info = drafter.info
     return {
         "model_type": "llama",
@@ -108,7 +108,7 @@ def layer_settings(drafter: Drafter, layer: DecoderLayer) -> dict[str, Any]:
 
 
 def layer_weights(layer: DecoderLayer, prefix: str) -> dict[str, Tensor]:
-    """The weights of one decoder layer by the names of a Llama checkpoint, its input norm left out."""
+    """The weights of a decoder layer, but for an input norm, by the names of Llama."""
     gate_MD, up_MD = layer.gate_up_proj.weight.chunk(2)
     weights = {
         "self_attn.o_proj.weight": layer.o_proj.weight,

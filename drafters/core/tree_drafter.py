@@ -46,10 +46,12 @@ class TreeDrafter:
         """Start after a prefilled prompt: one sequence that ends in text."""
         self.drafter = drafter
         self.cache = cache or GrowingKVCache(window=drafter.config.attention_window)
-        prompt = prompt.only(drafter.config.needs(drafter.info, decoding=True))
+        needs = drafter.config.needs(drafter.info, decoding=True)
+        prompt = prompt.only(needs)
         drafter.condition(prompt, self.cache)
         # The prompt's entries wait for the first committed tokens: one step reads both.
-        self._prompt_entries: Entries | None = drafter.entries(prompt)[0]
+        entries, _ = drafter.entries(prompt)
+        self._prompt_entries: Entries | None = entries
         readable = prompt.readable
         self.rotary = int(drafter.rotary(readable)[-1])
         self.position = int(readable.position_T[-1])
@@ -148,12 +150,14 @@ class TreeDrafter:
             if head_1 is not None:
                 chances.append(head_1.float().sigmoid())
             elif confidence:
-                chances.append(logits_1V.softmax(-1).amax(-1))
+                softmax_1V = logits_1V.softmax(-1)
+                chances.append(softmax_1V.amax(-1))
             if confidence:
                 chance_so_far *= float(chances[-1])  # a wait for the GPU
                 if chance_so_far < confidence:
                     break
-            ids.append(self._ids(logits_1V.argmax(-1)))
+            best_1 = logits_1V.argmax(-1)
+            ids.append(self._ids(best_1))
         has_chances = len(chances) > 1 or len(ids) == 1
         chance_N = torch.cat(chances[: len(ids)]) if has_chances else None
         drafted = chain.first(len(ids))
@@ -197,8 +201,10 @@ class TreeDrafter:
         self, state_FD: Tensor, last_F: Tensor, hop: int, k: int
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids of the k best tokens after each frontier node, [F, K]."""
-        score_FV = self.drafter.logits(state_FD, last_F, hop).log_softmax(-1)
-        score_FK, column_FK = score_FV.topk(min(k, score_FV.shape[-1]))
+        logits_FV = self.drafter.logits(state_FD, last_F, hop)
+        score_FV = logits_FV.log_softmax(-1)
+        width = min(k, score_FV.shape[-1])
+        score_FK, column_FK = score_FV.topk(width)
         return score_FK, self._ids(column_FK)
 
     def _ids(self, column_N: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ class DraftVocabulary(Protocol):
     def choose_vocabulary(self, count_V: Tensor) -> None:
         """Choose the tokens by their counts in the responses of the training set.
 
-        Called before training. The choice must be in the checkpoint: a resumed run does not call it.
+        Called before training. A resumed run does not call it: the choice must be part of the
+        checkpoint.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The clocks of decoding: phases of a cycle inside the decoder, and the whole response from outside.
+"""The clocks of decoding: of the phases inside the decoder, and of the response from outside.
 
 Totals and speedups come from the clock outside; the decoder's own seconds say where they went.
 """

@@ -158,7 +158,7 @@ def _check_current(target: Target, sequence: int) -> None:
 
 
 class _Limit:
-    """Cuts the tokens of a cycle at the first EOS, the token limit and the target's last position."""
+    """Cuts the tokens of a cycle at an EOS, the token limit and the target's last position."""
 
     def __init__(self, target: Target, prefix: Batch, max_new_tokens: int) -> None:
         length = int(prefix.position_T[-1]) + 1  # a prompt ends with text
