@@ -477,7 +477,7 @@ def waiting(reason: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(reason)
 
 
-class _Line(logging.Formatter):
+class _PlainFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         return plain(hints.in_text(super().formatMessage(record)))
 
@@ -497,7 +497,7 @@ def log_to_stderr(debug: bool) -> None:
     logger = logging.getLogger("vlmdistill")
     if not logger.handlers:
         handler = _ToStderr()
-        handler.setFormatter(_Line("%(message)s"))
+        handler.setFormatter(_PlainFormatter("%(message)s"))
         logger.addHandler(handler)
     if debug:
         logger.setLevel(logging.DEBUG)
