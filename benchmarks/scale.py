@@ -69,9 +69,7 @@ def make(path: Path, samples: int, shards: int, meta: Mapping[str, Any]) -> None
                 Sample(f"{number:016x}", at, at == 0, at, at, (), {FEATURE: rows}, meta)
             )
     template = store.commit("template")
-    table = read_arrow(
-        store.backend, f"{template.named}/{INDEX}", template.files[INDEX]
-    )
+    table = read_arrow(store.backend, f"{template.path}/{INDEX}", template.files[INDEX])
     for number in range(shards):
         keys = pa.array([content_hash([number, one]) for one in range(each)])
         data, shard = to_arrow(table.set_column(0, "key", keys)), content_hash(number)
@@ -80,16 +78,16 @@ def make(path: Path, samples: int, shards: int, meta: Mapping[str, Any]) -> None
             template, shard=shard, folder=shard_folder(shard, files), files=files
         )
         for file in template.files:
-            (path / record.named / file).parent.mkdir(parents=True, exist_ok=True)
+            (path / record.path / file).parent.mkdir(parents=True, exist_ok=True)
             if file != INDEX:
-                os.link(path / template.named / file, path / record.named / file)
-        (path / record.named / INDEX).write_bytes(data)
+                os.link(path / template.path / file, path / record.path / file)
+        (path / record.path / INDEX).write_bytes(data)
         for name in (commit_name(shard), f"{LEDGER}/{commit_name(shard)}"):
             (path / name).write_bytes(seal(record))
     for name in (
         commit_name("template"),
         f"{LEDGER}/{commit_name('template')}",
-        template.named,
+        template.path,
     ):
         store.backend.remove(name)
     shutil.rmtree(path / CACHE, ignore_errors=True)

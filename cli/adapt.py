@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlmdistill.cli import console
-from vlmdistill.cli.harvest import (
-    EvalShare,
-    MaxAge,
-    MediaBytes,
-    PolicyFile,
-    Redact,
-    Share,
-)
+from vlmdistill.cli.harvest import EvalShare, PolicyFile
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.workspace.versions import DrafterRound
@@ -78,10 +71,6 @@ def adapt(
         ),
     ] = None,
     policy: PolicyFile = None,
-    share: Share = None,
-    max_age: MaxAge = None,
-    media: MediaBytes = None,
-    redact: Redact = None,
     eval_share: EvalShare = 0.1,
     workers: console.Workers = None,
     seed: console.Seed = 0,
@@ -103,9 +92,7 @@ def adapt(
     from vlmdistill.stores.errors import DataError
     from vlmdistill.stores.schema import seconds
 
-    rules = Policy.read(
-        policy, share=share, max_age=max_age, media=media, redact=redact
-    )
+    rules = Policy.read(policy)
     pause = None if every is None else seconds(every, "--every")
     workspace = console.workspace(model, runs)
     describe(workspace.drafter(drafter))  # before torch

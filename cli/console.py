@@ -1,4 +1,4 @@
-"""What all commands share: common options, results on stdout, progress and logs on stderr."""
+"""Shared by all commands: common options, results on stdout, progress and logs on stderr."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the forecast of a command, as lines or as JSON."""
+"""The output of `--dry-run`: the forecast of a command, as lines or as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass

@@ -12,39 +12,17 @@ Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
-        help="Logs: JSON lines, batch input and output files, folders of these, s3://, gs:// or az:// URLs; "
-        "also the folder of `serve --record`.",
+        help="Logs: the folder of `serve --record`, JSON lines of the same form or of LiteLLM, batch input "
+        "and output files, folders of these, s3://, gs:// or az:// URLs.",
     ),
 ]
 PolicyFile = Annotated[
     Path | None,
     typer.Option(
-        "--policy", metavar="FILE.toml", help="What may be kept; see docs/traffic.md."
-    ),
-]
-Share = Annotated[
-    float | None,
-    typer.Option(
-        min=0, max=1, help="Share of the conversations to keep, by a hash of each."
-    ),
-]
-MaxAge = Annotated[
-    str | None,
-    typer.Option(metavar="TIME", help="Drop requests that are older, such as 30d."),
-]
-MediaBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--media-budget",
-        metavar="SIZE",
-        help="Most bytes of media kept; default: 10GB.",
-    ),
-]
-Redact = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION",
-        help="What removes from each conversation what nobody may keep.",
+        "--policy",
+        metavar="FILE.toml",
+        help="What may be kept, by age, lists, share, bytes of media and redaction; see docs/traffic.md. "
+        "Default: all, and 10 GB of media.",
     ),
 ]
 Round = Annotated[
@@ -63,10 +41,6 @@ def harvest(
     sources: Sources,
     model: console.Model = "demo",
     policy: PolicyFile = None,
-    share: Share = None,
-    max_age: MaxAge = None,
-    media: MediaBytes = None,
-    redact: Redact = None,
     round_name: Round = None,
     eval_share: EvalShare = 0.1,
     runs: console.Runs = None,
@@ -83,16 +57,14 @@ def harvest(
     from vlmdistill.pipelines.traffic.policy import Policy
     from vlmdistill.stores.errors import DataError
 
-    rules = Policy.read(
-        policy, share=share, max_age=max_age, media=media, redact=redact
-    )
+    rules = Policy.read(policy)
     workspace = console.workspace(model, runs)
     checkpoint(model)  # before torch
     from vlmdistill.pipelines.traffic import harvest as traffic
     from vlmdistill.pipelines.traffic.logs import unread_line
 
     with console.progress("harvesting", "exchanges") as report:
-        made = traffic.harvest(
+        harvested = traffic.harvest(
             workspace,
             sources,
             rules,
@@ -100,6 +72,6 @@ def harvest(
             eval_share=eval_share,
             progress=report,
         )
-    console.result(asdict(made), as_json)
-    if made.unread:
-        raise DataError(f"the rest is harvested, but {unread_line(made.unread)}")
+    console.result(asdict(harvested), as_json)
+    if harvested.unread:
+        raise DataError(f"the rest is harvested, but {unread_line(harvested.unread)}")

@@ -197,7 +197,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def _taken(verb: Callable[..., None], options: Mapping[str, str]) -> dict[str, str]:
-    """Those of the options that a command takes."""
+    """The options that a command accepts."""
     names = inspect.signature(verb).parameters
     return {
         name: value
@@ -237,7 +237,7 @@ def _is_surprise(error: OSError, words: Sequence[str]) -> bool:
 
 
 def _requirement(package: str) -> str:
-    """What to install if a dependency is missing: one of our extras, or the package; empty if it is none."""
+    """The requirement that installs a missing dependency: one of our extras, or the package; else empty."""
     from importlib import metadata
 
     line_of_package = re.compile(

@@ -194,7 +194,7 @@ def prompts(
 def _split_again(
     workspace: "Workspace", share: float, out: Path | None, as_json: bool
 ) -> None:
-    from vlmdistill.pipelines.data.prompts.importing import resplit
+    from vlmdistill.pipelines.data.prompts.splitting import resplit
     from vlmdistill.pipelines.data.responses import dataset
 
     summary = resplit(

@@ -1,6 +1,7 @@
 """`vlmdistill report`: all evaluations of a workspace as a page and tables, or what changed between two."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,13 +10,12 @@ import typer
 
 from vlmdistill.cli import console
 from vlmdistill.cli.evaluate import known
-from vlmdistill.cli.serve import LOCAL_NAMES, until_stopped
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.report.changes import Change
+    from vlmdistill.pipelines.report.changes import Change, ChangedDrafter, Changes
+    from vlmdistill.pipelines.report.comparison import Group
     from vlmdistill.pipelines.report.page import ReportPage
-    from vlmdistill.pipelines.report.results import DrafterResult
-    from vlmdistill.pipelines.workspace.workspace import Workspace
+    from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
 
 HIGHER, LOWER = "++", "--"
 
@@ -69,21 +69,6 @@ def report(
             help="Print the result as JSON, whatever the --format of the file.",
         ),
     ] = False,
-    serve: Annotated[
-        bool,
-        typer.Option(
-            "--serve",
-            help="Serve the page to this machine, following what runs in the workspace.",
-        ),
-    ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="Port of --serve; default 8001, and 0 takes a free one.",
-        ),
-    ] = None,
 ) -> None:
     """Write an HTML page of the evaluations and print their table.
 
@@ -95,230 +80,235 @@ def report(
 
     With A and B, drafters are compared on the same prompts, by name and temperature: a rate has changed if
     the 95% interval of its ratio, over prompts, excludes 1. The exit status is 0 whatever has changed.
-
-    With --serve, nothing is written: the page is at the printed address and follows trainings and
-    evaluations while they run, until Ctrl-C or SIGTERM.
     """
-    if port is not None and not serve:
-        raise typer.BadParameter("it needs --serve", param_hint="--port")
-    if serve:
-        if two or out or plots or as_json or form != "html":
-            raise typer.BadParameter(
-                "it goes with --where, --model and --runs alone", param_hint="--serve"
-            )
-        _serve(
-            console.workspace(model, runs), where or [], 8001 if port is None else port
-        )
-        return
     if two:
         if len(two) != 2:
             raise typer.BadParameter(
-                "name two, to compare them, or none", param_hint="A B"
+                "give two evaluations to compare, or none", param_hint="A B"
             )
         if out or plots or form not in ("html", "json"):
             raise typer.BadParameter(
-                "they go with one report; two have only --json",
+                "not available when two are compared: use --json",
                 param_hint="--format, --out, --plots",
             )
         _compare(two[0], two[1], where or [], as_json or form == "json")
         return
+    if plot_format != "svg" and plots is None:
+        raise typer.BadParameter("requires --plots", param_hint="--plot-format")
+
     from vlmdistill.pipelines.report import selection
 
-    if plot_format != "svg" and plots is None:
-        raise typer.BadParameter("it needs --plots", param_hint="--plot-format")
     workspace = console.workspace(model, runs)
-    selection.check(workspace.reports, model)
+    selection.check(workspace.reports, model)  # before torch
     from vlmdistill.pipelines.report import page as pipeline
 
     read = pipeline.make if form == "html" else pipeline.read
-    found = read(workspace, out, where or [])
+    page = read(workspace, out, where or [])
     written: dict[str, str] = {}
     if form == "html":
-        written["page"] = str(found.page)
+        written["page"] = str(page.page)
     elif out is not None:
-        pipeline.write(_text(found, form), out)
+        pipeline.write(_text(page, form), out)
         written[form] = str(out)
     if plots is not None:
-        pipeline.plot(found, plots, plot_format)
+        pipeline.plot(page, plots, plot_format)
         written["plots"] = str(plots)
+
     if as_json:
-        console.result({**written, **_all_facts(found)}, as_json=True)
-    elif form != "html" and out is None:
-        typer.echo(_text(found, form), nl=False)
-    else:
-        if form == "html":
-            _show(found)
+        console.result({**written, **_report_facts(page)}, as_json=True)
+    elif form == "html":
+        _show(page)
         console.result(written, as_json=False)
+    elif out is not None:
+        console.result(written, as_json=False)
+    else:
+        typer.echo(_text(page, form), nl=False)
 
 
-def _serve(workspace: "Workspace", where: list[str], port: int) -> None:
-    """Serve the page until a signal comes."""
-    import socket
-
-    from vlmdistill.pipelines.endpoint.following import build_page_app
-    from vlmdistill.pipelines.report.live import LiveReport
-
-    app = build_page_app(LiveReport(workspace, where), LOCAL_NAMES)
-    with socket.create_server(("127.0.0.1", port)) as listener:
-        until_stopped(
-            app, listener, f"the report on {workspace.root.name} is at http://127.0.0.1"
-        )
-
-
-def _text(found: "ReportPage", form: str) -> str:
-    """The report in a form that is no page."""
+def _text(page: "ReportPage", form: str) -> str:
+    """The report in a format other than HTML."""
     from vlmdistill.pipelines.report import documents
     from vlmdistill.pipelines.report.latex import latex
 
-    forms = {"md": documents.markdown, "latex": latex, "csv": documents.csv}
-    return forms[form](found) if form in forms else json.dumps(_all_facts(found)) + "\n"
+    if form == "md":
+        return documents.markdown(page)
+    if form == "csv":
+        return documents.csv(page)
+    if form == "latex":
+        return latex(page)
+    return json.dumps(_report_facts(page)) + "\n"
 
 
-def _show(found: "ReportPage") -> None:
-    """Print a table for each group."""
+def _show(page: "ReportPage") -> None:
+    """Print a table for each group, and one for serving engines."""
     from vlmdistill.pipelines.report.comparison import differing
-    from vlmdistill.pipelines.report.tables import (
-        COLUMNS,
-        PARTS,
-        SERVED,
-        divided,
-        served,
-    )
+    from vlmdistill.pipelines.report.tables import SERVED, served
 
-    if apart := differing(found.groups):
+    conditions = differing(page.groups)
+    if conditions:
         console.echo(
-            f"{len(found.groups)} groups that do not compare; they differ in {', '.join(apart)}"
+            f"{len(page.groups)} groups that do not compare; they differ in {', '.join(conditions)}"
         )
-    for group in found.groups:
-        conditions = ", ".join(
-            f"{name} {value}" for name, value in group.conditions.items()
-        )
-        console.echo(f"\ngroup {group.number}: {conditions}" if apart else conditions)
-        console.rows(
-            [*COLUMNS],
-            [[cell(one) for cell in COLUMNS.values()] for one in group.results],
-        )
-        if parts := divided(group.results):
-            console.rows(PARTS, parts)
-        for text in (*(ranking.text for ranking in group.rankings), group.verdict.text):
-            console.echo(text)
-        for warning in group.warnings:
-            console.note(f"warning: {warning}")
-    if found.served:
+    for group in page.groups:
+        title = _joined(group.conditions)
+        if conditions:
+            title = f"\ngroup {group.number}: {title}"
+        console.echo(title)
+        _show_group(group)
+    if page.served:
         console.echo("\nserving engines, by eval --engine")
-        console.rows(SERVED, served(found.served))
-    if apart:
+        console.rows(SERVED, served(page.served))
+    if conditions:
         typer.echo()
 
 
-def _all_facts(found: "ReportPage") -> dict[str, Any]:
+def _joined(conditions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in conditions.items())
+
+
+def _show_group(group: "Group") -> None:
+    """Print the tables of a group, its conclusions, and its warnings on stderr."""
+    from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, divided, result_rows
+
+    console.rows([*COLUMNS], result_rows(group.results))
+    part_rows = divided(group.results)
+    if part_rows:
+        console.rows(PARTS, part_rows)
+    for ranking in group.rankings:
+        console.echo(ranking.text)
+    console.echo(group.verdict.text)
+    for warning in group.warnings:
+        console.note(f"warning: {warning}")
+
+
+def _report_facts(page: "ReportPage") -> dict[str, Any]:
     """The report as JSON."""
     from vlmdistill.pipelines.report.comparison import differing
 
     rows = [
-        {"group": group.number, **_facts(one), "conditions": group.conditions}
-        for group in found.groups
-        for one in group.results
+        {"group": group.number, **_facts(result), "conditions": group.conditions}
+        for group in page.groups
+        for result in group.results
     ]
-    served = [
-        known(
-            {
-                **asdict(load),
-                "name": one.name,
-                "software": one.software and asdict(one.software),
-            }
-        )
-        for one, load in (
-            (result.evaluation, result.figures) for result in found.served
-        )
-    ]
-    return {"differing": differing(found.groups), "rows": rows, "served": served}
+    served = [_served_facts(result) for result in page.served]
+    return {"differing": differing(page.groups), "rows": rows, "served": served}
 
 
 def _facts(result: "DrafterResult") -> dict[str, Any]:
-    """A row as JSON."""
-    one = result.evaluation
-    facts = {
-        "name": one.name,
-        "drafter": one.drafter,
-        "tree": one.tree,
-        "parameters": one.parameters,
-    }
-    facts |= {
-        "title": one.title,
-        "measured": one.measured,
-        "software": one.software and asdict(one.software),
-    }
-    return {**facts, "temperature": result.temperature, **asdict(result.figures)}
+    """A result of a drafter as JSON."""
+    evaluation = result.evaluation
+    facts: dict[str, Any] = {"name": evaluation.name, "drafter": evaluation.drafter}
+    facts["tree"] = evaluation.tree
+    facts["parameters"] = evaluation.parameters
+    facts["title"] = evaluation.title
+    facts["measured"] = evaluation.measured
+    facts["software"] = evaluation.software and asdict(evaluation.software)
+    facts["temperature"] = result.temperature
+    return {**facts, **asdict(result.figures)}
+
+
+def _served_facts(result: "ServerResult") -> Any:
+    """A result of a server as JSON, without numbers that it does not report."""
+    facts = asdict(result.figures)
+    software = result.evaluation.software
+    facts["name"] = result.evaluation.name
+    facts["software"] = software and asdict(software)
+    return known(facts)
 
 
 def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None:
     """Print what changed."""
     from vlmdistill.pipelines.report import changes
 
-    found = changes.compare(before, after, where)
+    compared = changes.compare(before, after, where)
     if as_json:
-        facts = asdict(found)
-        for drafter, one in zip(facts["drafters"], found.drafters, strict=True):
-            for rate, change in zip(drafter["rates"], one.rates, strict=True):
-                rate["verdict"] = change.verdict
-        console.result(
-            {"before": str(before), "after": str(after), **facts}, as_json=True
-        )
+        facts = {"before": str(before), "after": str(after)}
+        console.result({**facts, **_change_facts(compared)}, as_json=True)
         return
     console.echo(f"A  {before}\nB  {after}")
-    for fact in found.differing:
-        some = (
-            ""
-            if len(fact.drafters) == len(found.both)
-            else f" ({', '.join(fact.drafters)})"
-        )
-        console.echo(f"{fact.name}: {fact.before} -> {fact.after}{some}")
-    for side, names in (("A", found.only_before), ("B", found.only_after)):
-        if names:
-            console.echo(f"only in {side}: {', '.join(names)}")
-    for what, differing in (("", found.refused), ("times of ", found.untimed)):
-        for reason in dict.fromkeys(map(tuple, differing.values())):
-            names = [name for name, one in differing.items() if tuple(one) == reason]
-            console.echo(
-                f"{what}{', '.join(names)} do not compare: {' and '.join(reason)}"
-            )
-    if not found.drafters:
+    _show_differences(compared)
+    if compared.drafters:
+        _show_rates(compared, (*changes.COUNTED, *changes.TIMED))
+        _show_changed(compared)
+    else:
         console.echo("nothing compares")
-        return
-    rates = (*changes.COUNTED, *changes.TIMED)
+
+
+def _change_facts(compared: "Changes") -> dict[str, Any]:
+    """A comparison as JSON, with the verdict on each rate."""
+    facts = asdict(compared)
+    for drafter_facts, drafter in zip(
+        facts["drafters"], compared.drafters, strict=True
+    ):
+        for rate, change in zip(drafter_facts["rates"], drafter.rates, strict=True):
+            rate["verdict"] = change.verdict
+    return facts
+
+
+def _show_differences(compared: "Changes") -> None:
+    """Print the facts that differ, and what does not compare."""
+    for fact in compared.differing:
+        drafters = ""
+        if len(fact.drafters) < len(compared.both):
+            drafters = f" ({', '.join(fact.drafters)})"
+        console.echo(f"{fact.name}: {fact.before} -> {fact.after}{drafters}")
+    if compared.only_before:
+        console.echo(f"only in A: {', '.join(compared.only_before)}")
+    if compared.only_after:
+        console.echo(f"only in B: {', '.join(compared.only_after)}")
+    for reason, drafters in _by_reason(compared.refused).items():
+        console.echo(f"{drafters} do not compare: {reason}")
+    for reason, drafters in _by_reason(compared.untimed).items():
+        console.echo(f"times of {drafters} do not compare: {reason}")
+
+
+def _by_reason(reasons: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """By reason, the names of the drafters; `reasons` are by drafter."""
+    names: dict[str, list[str]] = {}
+    for drafter, texts in reasons.items():
+        names.setdefault(" and ".join(texts), []).append(drafter)
+    return {reason: ", ".join(drafters) for reason, drafters in names.items()}
+
+
+def _show_rates(compared: "Changes", rates: Sequence[Any]) -> None:
+    """Print a table of both values of each rate; warnings on stderr."""
     typer.echo()
-    console.rows(
-        ["drafter", "T", *(rate.replace("_", " ") for rate in rates)],
-        [
-            [
-                one.name,
-                f"{one.temperature:g}",
-                *(_change(one.of(rate)) for rate in rates),
-            ]
-            for one in found.drafters
-        ],
-    )
+    header = ["drafter", "T", *(rate.replace("_", " ") for rate in rates)]
+    rows = [_rates_row(drafter, rates) for drafter in compared.drafters]
+    console.rows(header, rows)
     console.echo(
         f"A -> B; in parentheses the 95% interval of the ratio, over prompts; {HIGHER} higher, {LOWER} lower"
     )
-    for one in found.drafters:
-        for warning in one.warnings:
-            console.note(
-                f"warning: {one.name} at temperature {one.temperature:g} in {warning}"
-            )
-    count = sum(len(one.rates) for one in found.drafters)
-    console.echo(f"\n{len(found.changed)} of {count} rates changed by more than noise")
-    for one, rate in found.changed:
-        console.echo(f"{one.name} at temperature {one.temperature:g}: {rate.sentence}")
+    for drafter in compared.drafters:
+        for warning in drafter.warnings:
+            console.note(f"warning: {_at_temperature(drafter)} in {warning}")
+
+
+def _rates_row(drafter: "ChangedDrafter", rates: Sequence[Any]) -> list[str]:
+    cells = [_change(drafter.of(rate)) for rate in rates]
+    return [drafter.name, f"{drafter.temperature:g}", *cells]
 
 
 def _change(change: "Change | None") -> str:
     """Both values, the interval of their ratio, and a mark if they differ, as one cell."""
     if change is None:
         return "-"
-    within = (
-        f" ({change.ratio.low:.2f}-{change.ratio.high:.2f})" if change.ratio else ""
-    )
-    mark = {"higher": f" {HIGHER}", "lower": f" {LOWER}"}.get(change.verdict, "")
-    return f"{change.before:.2f} -> {change.after:.2f}{within}{mark}"
+    cell = f"{change.before:.2f} -> {change.after:.2f}"
+    if change.ratio:
+        cell += f" ({change.ratio.low:.2f}-{change.ratio.high:.2f})"
+    if change.verdict == "higher":
+        return f"{cell} {HIGHER}"
+    return f"{cell} {LOWER}" if change.verdict == "lower" else cell
+
+
+def _show_changed(compared: "Changes") -> None:
+    """Print the rates that changed, in sentences."""
+    count = sum(len(drafter.rates) for drafter in compared.drafters)
+    changed = compared.changed
+    console.echo(f"\n{len(changed)} of {count} rates changed by more than noise")
+    for drafter, change in changed:
+        console.echo(f"{_at_temperature(drafter)}: {change.sentence}")
+
+
+def _at_temperature(drafter: "ChangedDrafter") -> str:
+    return f"{drafter.name} at temperature {drafter.temperature:g}"

@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-LOCAL_NAMES = (
-    "localhost",
-    "127.0.0.1",
-)  # by which a browser may reach a server without a key
+LOCAL_NAMES = ("localhost", "127.0.0.1")
+"""By which a browser may reach a server without a key."""
 
 
 def serve(
@@ -62,7 +60,7 @@ def serve(
     record_for: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Remove what was recorded longer ago, such as 30d."
+            metavar="TIME", help="Remove records older than this, such as 30d."
         ),
     ] = None,
     reload: Annotated[
@@ -89,7 +87,7 @@ def serve(
 
     The page compares plain with speculative decoding. Requests are decoded one at a time. Ctrl-C and
     SIGTERM let running responses end for 10 seconds. A newer version of the drafter takes over between two
-    requests; what it responds stays the target's.
+    requests; all responses remain the target's.
     """
     import socket
     from contextlib import nullcontext
@@ -99,9 +97,7 @@ def serve(
     from vlmdistill.stores.errors import DataError
     from vlmdistill.stores.schema import seconds
 
-    if key is not None and not (
-        key.isascii() and key.isprintable() and key.strip() == key and key
-    ):
+    if key is not None and not _is_valid_key(key):
         raise DataError(
             "the key must be printable ASCII without spaces around it, and not empty"
         )
@@ -112,8 +108,9 @@ def serve(
     if media is not None and not media.is_dir():
         raise DataError(f"--media {media}: there is no such folder")
     if record_for is not None and record is None:
-        raise typer.BadParameter("it needs --record", param_hint="--record-for")
+        raise typer.BadParameter("requires --record", param_hint="--record-for")
     keep = None if record_for is None else seconds(record_for, "--record-for")
+
     workspace = console.workspace(model, runs)
     followed = drafter is not None and reload > 0 and "/" not in drafter
     used = versions.current(workspace, drafter) if drafter and followed else drafter
@@ -137,9 +134,7 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         hosts = ["*"] if key else [*LOCAL_NAMES, name]
         switch = Switch(decoder, workspace if followed else None, drafter or "", trial)
-        what = (
-            f"serving {decoder.model} with {decoder.drafter_name or 'plain decoding'}"
-        )
+        drafting = decoder.drafter_name or "plain decoding"
         with (
             Recorder(record, keep) if record else nullcontext() as recorder,
             switch.following(reload if followed else 0),
@@ -152,20 +147,27 @@ def serve(
                 queue_limit=queue,
                 hosts=hosts,
             )
-            until_stopped(app, listener, f"{what} at http://{name}")
+            message = f"serving {decoder.model} with {drafting} at http://{name}"
+            _serve_until_stopped(app, listener, message)
 
 
-def until_stopped(app: "FastAPI", listener: "socket", what: str) -> None:
-    """Say `what` with the port, and serve until a signal ends it.
+def _is_valid_key(key: str) -> bool:
+    """Whether a header can carry it as it is."""
+    is_printable = key.isascii() and key.isprintable()
+    return bool(key) and is_printable and key.strip() == key
 
-    SIGTERM ends the process as a signal does, but only once the command has closed what it holds.
+
+def _serve_until_stopped(app: "FastAPI", listener: "socket", message: str) -> None:
+    """Print the message with the port, and serve until a signal ends it.
+
+    SIGTERM ends the process as a signal does, but only once the command has closed its files.
     """
     from vlmdistill.pipelines.cluster.session import terminable
     from vlmdistill.pipelines.endpoint.hosting import server
 
     try:
         with terminable():  # the server raises the signal again when it has ended
-            console.echo(f"{what}:{listener.getsockname()[1]}; Ctrl-C stops")
+            console.echo(f"{message}:{listener.getsockname()[1]}; Ctrl-C stops")
             server(app).run(sockets=[listener])
     except KeyboardInterrupt:
         raise console.CommandStopped(console.SIGINT_STATUS, "stopped") from None

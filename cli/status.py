@@ -1,8 +1,14 @@
 """`vlmdistill status`: what is in a workspace, what is missing, and what comes next."""
 
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from vlmdistill.cli import console, hints
+
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.planning.status import DrafterStatus, WorkspaceStatus
+
+HEADER = ("drafter", "method", "steps", "samples", "measured", "tau", "speedup", "")
 
 
 def status(
@@ -14,48 +20,50 @@ def status(
     from vlmdistill.pipelines.planning.status import status as read
 
     workspace = console.workspace(model, runs)
-    found = read(workspace)
-    found = replace(found, next=hints.completed(found.next))
+    contents = read(workspace)
+    contents = replace(contents, next=hints.completed(contents.next))
     if as_json:
-        console.result(asdict(found), as_json)
+        console.result(asdict(contents), as_json)
         return
-    reasons = ", ".join(f"{reason} {count}" for reason, count in found.dropped.items())
-    facts = {
-        "workspace": found.root,
-        "target": found.target,
-        "prompts": f"{found.prompts} to train on, {found.held_out} held out",
-        "responses": f"{found.responses} of {found.prompts}"
-        + (f"; dropped: {reasons}" if reasons else ""),
-        "features": f"{found.samples} samples"
-        + (f": {', '.join(found.features)}" if found.samples else ""),
-        "evaluations": found.evaluations,
-        "report": found.report or "none",
-    }
-    if found.uncaptured:
-        facts["features"] = (
-            f"{facts['features']}; {found.uncaptured} responses without features"
-        )
-    console.result(facts, as_json)
-    if found.drafters:
+    console.result(_facts(contents), as_json)
+    if contents.drafters:
         console.echo("")
-        console.rows(
-            ("drafter", "method", "steps", "samples", "measured", "tau", "speedup", ""),
-            [
-                (
-                    one.name,
-                    one.method,
-                    one.steps,
-                    one.samples,
-                    one.measured[:16].replace("T", " ") or "never",
-                    "-" if one.tau is None else f"{one.tau:.2f}",
-                    "-" if one.speedup is None else f"{one.speedup:.2f}",
-                    "; ".join(one.remarks),
-                )
-                for one in found.drafters
-            ],
-        )
-    for line in found.stale:
-        console.note(f"stale: {line}")
-    console.echo(f"\nnext: {found.next}" if found.next else "\nnothing is missing")
+        console.rows(HEADER, [_row(drafter) for drafter in contents.drafters])
+    for text in contents.stale:
+        console.note(f"stale: {text}")
+    if contents.next:
+        console.echo(f"\nnext: {contents.next}")
+    else:
+        console.echo("\nnothing is missing")
     if beside := workspace.beside():
         console.note(beside)
+
+
+def _facts(status: "WorkspaceStatus") -> dict[str, Any]:
+    """The contents of the workspace apart from its drafters."""
+    prompts = f"{status.prompts} to train on, {status.held_out} held out"
+    responses = f"{status.responses} of {status.prompts}"
+    if status.dropped:
+        reasons = [f"{reason} {count}" for reason, count in status.dropped.items()]
+        responses += f"; dropped: {', '.join(reasons)}"
+    features = f"{status.samples} samples"
+    if status.samples:
+        features += f": {', '.join(status.features)}"
+    if status.uncaptured:
+        features += f"; {status.uncaptured} responses without features"
+    facts: dict[str, Any] = {"workspace": status.root, "target": status.target}
+    facts |= {"prompts": prompts, "responses": responses, "features": features}
+    facts["evaluations"] = status.evaluations
+    facts["report"] = status.report or "none"
+    return facts
+
+
+def _row(drafter: "DrafterStatus") -> list[Any]:
+    measured = drafter.measured[:16].replace("T", " ") or "never"
+    trained = [drafter.name, drafter.method, drafter.steps, drafter.samples]
+    rates = [_rate(drafter.tau), _rate(drafter.speedup)]
+    return [*trained, measured, *rates, "; ".join(drafter.remarks)]
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.2f}"

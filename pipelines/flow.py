@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def trained(self) -> list[str]:
-        """Those of its drafters that are trained."""
+        """Its drafters that need training."""
         return [name for name in self.drafters if catalogue.is_trained(name)]
 
     def trainings(self, workspace: Workspace) -> dict[str, Run]:
@@ -142,7 +142,7 @@ def run(
 def dry_run(
     workspace: Workspace, plan: Plan, speeds: forecast.Speeds
 ) -> forecast.RunForecast:
-    """What `run` would do; nothing is written. DataError if there are no prompts."""
+    """Forecast `run`; nothing is written. DataError if there are no prompts."""
     trainings = plan.trainings(workspace)
     capture = forecast.capture(plan.capture(workspace), speeds)
     evaluation = forecast.evaluation(

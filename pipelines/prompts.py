@@ -75,17 +75,19 @@ def import_evaluation_sets(
     if limit is not None and limit < 1:
         raise DataError(f"--limit {limit}: give a number of prompts above 0")
     names = list(dict.fromkeys(names))
-    known = [name for name in names if name != evaluation_sets.DEMO]
-    found = {name: evaluation_sets.find(name) for name in known}  # before any is read
+    published_names = [name for name in names if name != evaluation_sets.DEMO]
+    # All names before any set is read: a wrong one fails at once.
+    found_sets = {name: evaluation_sets.find(name) for name in published_names}
     folder = workspace.root / "benchmarks"
-    out = folder / f"{names[0] if len(names) == 1 else content_hash(names)}.parquet"
+    file_name = names[0] if len(names) == 1 else content_hash(names)
+    out = folder / f"{file_name}.parquet"
     with only_writer(folder):
         out.unlink(missing_ok=True)
-        prompts = 0
+        count = 0
         for name in names:
-            if name in found:
-                published, paper = found[name]
-                prompts += import_set(
+            if name in found_sets:
+                published, paper = found_sets[name]
+                count += import_set(
                     published,
                     paper,
                     out,
@@ -96,20 +98,13 @@ def import_evaluation_sets(
                     frames=frames,
                     progress=progress,
                 )
-            else:
-                rows = evaluation_rows(
-                    folder / "demo",
-                    videos=AMOUNTS.get(workspace.model, AMOUNTS["demo"]).videos > 0,
-                )
-                choices = Choices(
-                    images=folder / "demo",
-                    split="eval",
-                    limit=limit,
-                    fps=fps,
-                    frames=frames,
-                )
-                (folder / "demo").mkdir(parents=True, exist_ok=True)
-                prompts += import_rows(
-                    [(name, rows, "chat")], out, choices, progress
-                ).added
-    return out, prompts
+                continue
+            demo = folder / "demo"
+            size = AMOUNTS.get(workspace.model, AMOUNTS["demo"])
+            rows = evaluation_rows(demo, videos=size.videos > 0)
+            choices = Choices(
+                images=demo, split="eval", limit=limit, fps=fps, frames=frames
+            )
+            demo.mkdir(parents=True, exist_ok=True)
+            count += import_rows([(name, rows, "chat")], out, choices, progress).added
+    return out, count

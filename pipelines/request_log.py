@@ -37,6 +37,8 @@ log = logging.getLogger("vlmdistill.pipelines")
 
 Keep = Callable[[bytes], str]
 """Keeps an image, and says under which name."""
+MakeLine = Callable[[Keep], Mapping[str, Any]]
+"""Makes a line, and keeps its images."""
 Headers = Iterable[tuple[str, str]]
 """Names and values, a name for each of its values."""
 
@@ -52,22 +54,19 @@ class Recorder:
         self.folder, self.keep_seconds = folder, keep_seconds
         self.header_names = named_headers(folder / POLICY)
         self.recorded = self.lost = 0
-        self._ahead: str | None = (
-            None  # how far the clock is ahead, None before it was looked at
-        )
+        self._ahead: str | None = None
+        """How far the clock is ahead; None before it was looked at."""
         if not folder.is_dir():
             folder.mkdir(PRIVATE_FOLDER, parents=True)
         (folder / MEDIA).mkdir(PRIVATE_FOLDER, exist_ok=True)
         for path in (folder / MEDIA, *folder.glob(DAYS)):  # of an earlier version
             with suppress(OSError):  # it is another user's, a link, or gone
                 _make_private(path)
-        self._waiting = queue.Queue[
-            tuple[float, Callable[[Keep], Mapping[str, Any]]] | None
-        ](WAITING)
+        self._waiting = queue.Queue[tuple[float, MakeLine] | None](WAITING)
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
-    def add(self, make: Callable[[Keep], Mapping[str, Any]]) -> None:
+    def add(self, make: MakeLine) -> None:
         """Record what `make` returns, later and in the other thread; what cannot wait is lost."""
         try:
             self._waiting.put_nowait((time.time(), make))
@@ -92,23 +91,25 @@ class Recorder:
                 self._remove(time.time())
                 removed = time.monotonic()
             try:
-                found = self._waiting.get(timeout=HOUR)
+                waiting = self._waiting.get(timeout=HOUR)
             except queue.Empty:
                 continue
-            if found is None:
+            if waiting is None:
                 return
-            self._write(*found)
+            self._write(*waiting)
 
-    def _write(self, now: float, make: Callable[[Keep], Mapping[str, Any]]) -> None:
+    def _write(self, now: float, make: MakeLine) -> None:
         try:
-            made = dict(make(self._keep))
-            headers = self._named(made.pop("headers", ()))
-            kept = {"headers": headers, "header_names": sorted(self.header_names)}
-            line = json.dumps(
-                {"time": round(now, 3), **kept, **made}, ensure_ascii=False
-            )
+            exchange = dict(make(self._keep))
+            line = {
+                "time": round(now, 3),
+                "headers": self._named(exchange.pop("headers", ())),
+                "header_names": sorted(self.header_names),
+                **exchange,
+            }
+            text = json.dumps(line, ensure_ascii=False)
             day = time.strftime("%Y-%m-%d", time.gmtime(now))
-            _append(self.folder / f"{day}.jsonl", line.encode(errors="replace") + b"\n")
+            _append(self.folder / f"{day}.jsonl", text.encode(errors="replace") + b"\n")
             self.recorded += 1
         except Exception as error:  # noqa: BLE001 (one response must not end the record of all later ones)
             self._lose(one_line(error))
@@ -155,9 +156,8 @@ class Recorder:
                 if file.stem < first:
                     file.unlink(missing_ok=True)
             for file in media:
-                if (
-                    file.stat().st_mtime < oldest - DAY
-                ):  # the lines of that day still name it
+                # The lines of the day of its last use still name it.
+                if file.stat().st_mtime < oldest - DAY:
                     file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("what is too old stays in %s: %s", self.folder, one_line(error))
@@ -174,10 +174,10 @@ def named_headers(policy: Path) -> frozenset[str]:
         return frozenset()
     except (OSError, ValueError) as error:
         raise DataError(f"{policy} cannot be used: {one_line(error)}") from None
-    lists = [rules.get(name, {}) for name in ("allow", "deny")]
-    if not all(isinstance(one, dict) for one in lists):
+    tables = [rules.get(name, {}) for name in ("allow", "deny")]
+    if not all(isinstance(table, dict) for table in tables):
         raise DataError(f"{policy} cannot be used: allow and deny are tables")
-    return frozenset(name.strip().lower() for one in lists for name in one)
+    return frozenset(name.strip().lower() for table in tables for name in table)
 
 
 def _make_private(path: Path) -> None:

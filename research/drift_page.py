@@ -24,7 +24,8 @@ from research.methods import spread
 from vlmdistill.pipelines.bench.records import Measurement, PromptResult
 from vlmdistill.pipelines.bench.statistics import advantage, figures, rates
 from vlmdistill.pipelines.report import charts
-from vlmdistill.pipelines.report.page import as_svg, write
+from vlmdistill.pipelines.report.chart_files import as_svg
+from vlmdistill.pipelines.report.page import write
 
 GAIN, SHARE, REACHED = (
     1.15,

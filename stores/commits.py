@@ -55,7 +55,7 @@ def commit(backend: Backend, record: Commit, publish: Callable[[], None]) -> Com
     first = record if created else find_record(backend, name, Commit)
     if first is not None and first.folder != record.folder:
         # The name is taken: these files can never be committed.
-        backend.remove(record.named)
+        backend.remove(record.path)
     if first is not None and is_complete(backend, first):
         note(backend, name, first)
         return first
@@ -75,7 +75,7 @@ def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -
     """Note the records that have no copy: their writer died in between."""
 
     def complete(record: Commit | TableRecord) -> None:
-        name = record_name(record.named)
+        name = record_name(record.path)
         try:
             copy = find_copy(backend, name, type(record))
         except VersionError:
@@ -84,7 +84,7 @@ def complete_ledger(backend: Backend, records: Iterable[Commit | TableRecord]) -
             copy = None
         if copy == record or not is_complete(backend, record):
             return
-        if find_naming(backend, record.named) == record:  # it still counts
+        if find_naming(backend, record.path) == record:  # it still counts
             note(backend, name, record)
 
     for _ in backend.map(complete, records):
@@ -97,7 +97,7 @@ def find_naming(backend: Backend, name: str) -> Commit | TableRecord | None:
     if not record_file:
         return None
     record = find_record(backend, record_file, kind_of(record_file))
-    return record if record is not None and record.named == name else None
+    return record if record is not None and record.path == name else None
 
 
 def record_name(name: str) -> str:
@@ -114,8 +114,8 @@ def record_name(name: str) -> str:
 def is_complete(backend: Backend, record: Commit | TableRecord) -> bool:
     """Whether all files that a record names exist, by their sizes."""
     if isinstance(record, TableRecord):
-        return bool(backend.size(record.named) == record.entry[0])
-    sizes = backend.list_files(record.named)
+        return bool(backend.size(record.path) == record.entry[0])
+    sizes = backend.list_files(record.path)
     return all(sizes.get(file) == size for file, (size, _) in record.files.items())
 
 

@@ -117,8 +117,8 @@ class Commit(Record, frozen=True, kw_only=True):
     """Of int8 features: summed squared error, summed squares."""
 
     @property
-    def named(self) -> str:
-        """The folder that counts by this record."""
+    def path(self) -> str:
+        """The folder that counts by this record, below the store."""
         return f"{SHARDS}/{self.folder}"
 
     def size(self, file: str) -> int:
@@ -156,8 +156,8 @@ class TableRecord(Record, frozen=True, kw_only=True):
         return "index"
 
     @property
-    def named(self) -> str:
-        """The file that counts by this record."""
+    def path(self) -> str:
+        """The file that counts by this record, below the store."""
         return self.file
 
     def file_of(self, entry: Entry) -> str:

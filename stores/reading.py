@@ -46,7 +46,7 @@ class ShardRows:
 
     def read(self, spec: ArraySpec, line: Line, out: Array | None = None) -> Array:
         """The rows of one array, as stored, in `out` if given."""
-        folder = self._commit(line["shard"]).named
+        folder = self._commit(line["shard"]).path
         span = self.span(spec.rows, line)
         expected = line[XXH3 + spec.name]
         try:
@@ -94,7 +94,7 @@ class ShardRows:
             for spec in specs:
                 span = self.span(spec.rows, line)
                 if span:
-                    folder = self._commit(line["shard"]).named
+                    folder = self._commit(line["shard"]).path
                     self._backend.prefetch(*byte_range(folder, spec, span))
 
     def buffer(
@@ -109,7 +109,7 @@ class ShardRows:
         return buffers[feature][:size].view(storage).reshape(rows, width)
 
     def _place(self, spec: ArraySpec, line: Line) -> str:
-        folder = self._commit(line["shard"]).named
+        folder = self._commit(line["shard"]).path
         return f"{self._backend.url}/{folder}: {spec.name} of sample {line['key']}"
 
 

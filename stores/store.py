@@ -528,7 +528,7 @@ class Store:
                 f"a shard has no array '{name}'{did_you_mean(name, names)}: {', '.join(names)}"
             )
         try:
-            folder = f"{self.path}/{self.commit(shard).named}"
+            folder = f"{self.path}/{self.commit(shard).path}"
             return zarr.open_array(f"{folder}/{name}", mode="r")
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise StoreError(

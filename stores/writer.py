@@ -197,7 +197,7 @@ class Writer:
             )
 
         def publish() -> None:
-            self._backend.publish(folder, record.named)
+            self._backend.publish(folder, record.path)
 
         if self._hold:
             publish()
@@ -245,7 +245,7 @@ class Writer:
         if self._backend.size(name) is not None:
             return
         try:
-            index = f"{copy.named}/{INDEX}"
+            index = f"{copy.path}/{INDEX}"
             table = read_arrow(self._backend, index, copy.files[INDEX])
         except (StoreError, OSError):  # lost files cannot be read either
             return

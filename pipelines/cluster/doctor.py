@@ -38,7 +38,7 @@ DRIVER = "driver"  # the name of a report on what is wrong where the command run
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What a machine has, and what is wrong with it."""
+    """The software and hardware of a machine, and the checks that failed there."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     free_bytes: int = 0  # where shards are built
@@ -256,7 +256,7 @@ def _usable() -> int:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, with the GPUs that Ray hides from its task; empty if it fails."""
+    """The output of a command that sees the GPUs which Ray hides from its task; empty if it fails."""
     environment = dict(os.environ)
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     try:

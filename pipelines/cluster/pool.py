@@ -70,7 +70,7 @@ class Worker(Protocol[In, Out]):
     """Does the tasks, in an actor or in this process."""
 
     def facts(self) -> Any:
-        """What the driver needs to plan; equal for all workers."""
+        """Facts by which the driver plans; equal for all workers."""
         ...
 
     def work(self, task: In) -> Out:

@@ -1,4 +1,4 @@
-"""What a stage reports: its progress while it runs, and an error when too many prompts failed."""
+"""The reports of a stage: its progress while it runs, and an error when too many prompts failed."""
 
 import time
 from collections.abc import Mapping

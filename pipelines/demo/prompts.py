@@ -14,7 +14,7 @@ from vlmdistill.pipelines.data.prompts.importing import (
     import_prompts,
 )
 from vlmdistill.pipelines.data.prompts.prompt_table import Split
-from vlmdistill.pipelines.data.prompts.sources import Row
+from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.demo import files as data
 from vlmdistill.pipelines.demo import narration, wording
 from vlmdistill.pipelines.demo.chats import chat

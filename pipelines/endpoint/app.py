@@ -31,7 +31,6 @@ from vlmdistill.pipelines.endpoint.gate import (
 from vlmdistill.pipelines.endpoint.hosting import (
     STOPPABLE,
     application,
-    explained,
     page,
 )
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
@@ -45,7 +44,10 @@ from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.stores.errors import DataError, PromptError
 
 CLIENT_GONE = 499  # nginx's status for it
-COUNTS = (  # of `bench.records.Decoding`, that a response tells
+ROUTES = "POST /v1/chat/completions, GET /v1/models, /metrics, /health and the page /"
+REFUSALS = (QueueFullError, QueueClosedError, HTTPException, DataError, PromptError)
+"""Errors that are not of the server."""
+COUNTS = (  # of `bench.records.Decoding`, in the JSON of a response
     *("tokens", "calls", "accepted", "seconds", "prefill_seconds", "decode_seconds"),
     *("chain_tried", "chain_accepted"),
 )
@@ -91,16 +93,11 @@ def build_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {
-            "id": name,
-            "object": "model",
-            "created": started,
-            "owned_by": "vlmdistill",
-        }
-        return {
-            "object": "list",
-            "data": [{**model, "drafter": switch.current.drafter_name}],
-        }
+        model: dict[str, Any] = {"id": name, "object": "model"}
+        model["created"] = started
+        model["owned_by"] = "vlmdistill"
+        model["drafter"] = switch.current.drafter_name
+        return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -108,17 +105,16 @@ def build_app(
             message = f"there is no model '{body.model}': this server has '{name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
         response = ServedResponse(switch.current, body, media)
-        completion, stream = _Completion(response), measured(response, request)
+        completion = _Completion(response)
+        stream = measured(response, request)
         try:
             if not body.stream:
-                return json_response(
-                    await _unless_gone(request, completion.whole(stream))
-                )
+                content = await _unless_gone(request, completion.whole(stream))
+                return json_response(content)
             first = await _unless_gone(request, anext(stream, None))
             unbuffered = {"X-Accel-Buffering": "no"}  # by nginx
-            return StreamingResponse(
-                completion.events(first, stream), 200, unbuffered, "text/event-stream"
-            )
+            events = completion.events(first, stream)
+            return StreamingResponse(events, 200, unbuffered, "text/event-stream")
         except QueueFullError:
             message = f"{queue_limit} requests are waiting: try again later"
             raise ApiError(429, message, code="queue_full") from None
@@ -130,30 +126,24 @@ def build_app(
     async def measured(
         response: ServedResponse, request: Request
     ) -> AsyncGenerator[Piece]:
-        start, outcome = time.perf_counter(), "disconnected"
+        """The pieces of a response, which is counted and recorded when it ends."""
+        start = time.perf_counter()
+        has_text = False
+        outcome = "disconnected"
+        pieces = queue.stream(response.pieces(), response.abandoned)
         try:
-            async with aclosing(
-                queue.stream(response.pieces(), response.abandoned)
-            ) as pieces:
+            async with aclosing(pieces):
                 async for piece in pieces:
-                    if start:
+                    if not has_text:
                         metrics.first_text.observe(time.perf_counter() - start)
-                        start = 0
+                        has_text = True
                     yield piece
             outcome = response.finish
             switch.ended(response)
             if recorder:
                 recorder.add(partial(exchange, response, request.headers.items()))
         except Exception as error:
-            refusals = (
-                QueueFullError,
-                QueueClosedError,
-                HTTPException,
-                DataError,
-                PromptError,
-            )
-            known = isinstance(error, refusals)
-            outcome = "refused" if known else "error"
+            outcome = "refused" if isinstance(error, REFUSALS) else "error"
             raise
         finally:
             metrics.ended(response, outcome)
@@ -162,7 +152,7 @@ def build_app(
 
 
 class _ClientGoneError(Exception):
-    """No one waits for the response any more."""
+    """The client has disconnected before its response."""
 
 
 async def _unless_gone(request: Request, work: Awaitable[Value]) -> Value:
@@ -172,10 +162,8 @@ async def _unless_gone(request: Request, work: Awaitable[Value]) -> Value:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = working, _ = (
-        asyncio.ensure_future(work),
-        asyncio.ensure_future(disconnected()),
-    )
+    working = asyncio.ensure_future(work)
+    tasks = working, asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -188,54 +176,45 @@ async def _unless_gone(request: Request, work: Awaitable[Value]) -> Value:
 
 def _api_error(error: Exception) -> HTTPException:
     """An error as the client sees it."""
-    if (
-        isinstance(error, HTTPException)
-        and not isinstance(error, ApiError)
-        and error.status_code in (404, 405)
-    ):
-        routes = "POST /v1/chat/completions, GET /v1/models, /metrics, /health and the page /"
-        return ApiError(error.status_code, f"this server has {routes}")
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        if error.status_code in (404, 405):
+            return ApiError(error.status_code, f"this server has {ROUTES}")
+        return error
     if isinstance(error, DataError | PromptError):
         return ApiError(400, str(error), param="messages")
     if isinstance(error, QueueClosedError):
         return server_stopped()
-    if not isinstance(error, RequestValidationError):
-        return explained(error)
-    return refusal(error.errors()[0])
+    if isinstance(error, RequestValidationError):
+        return refusal(error.errors()[0])
+    return ApiError(500, "the server failed; its log has the error")
 
 
 class _Completion:
     """A response in the JSON of the OpenAI API, with the additions of docs/serve.md."""
 
     def __init__(self, response: ServedResponse) -> None:
-        self._response, decoder = response, response.decoder
-        self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": decoder.model,
-        }
+        self._response = response
+        self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}"}
+        self._head["created"] = int(time.time())
+        self._head["model"] = response.decoder.model
 
     async def whole(self, pieces: AsyncGenerator[Piece]) -> dict[str, Any]:
         """The response at once."""
         text = "".join([piece.text async for piece in pieces])
-        message = {"role": "assistant", "content": text}
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": self._response.finish,
-        }
-        kind = {"object": "chat.completion", "choices": [choice]}
-        return {
-            **self._head,
-            **kind,
-            "usage": self._usage(),
-            "decoding": self._decoding(),
-        }
+        choice: dict[str, Any] = {"index": 0}
+        choice["message"] = {"role": "assistant", "content": text}
+        choice["finish_reason"] = self._response.finish
+        body = {**self._head, "object": "chat.completion", "choices": [choice]}
+        body["usage"] = self._usage()
+        body["decoding"] = self._decoding()
+        return body
 
     async def events(
         self, first: Piece | None, rest: AsyncGenerator[Piece]
     ) -> AsyncGenerator[str]:
-        """The response as server-sent events, a chunk for each piece; what fails later is the last event."""
+        """The response as server-sent events, a chunk for each piece; a later error is the last event."""
         yield self._chunk({"role": "assistant", "content": ""})
         async with aclosing(rest):
             piece = first
@@ -257,26 +236,23 @@ class _Completion:
     def _chunk(
         self, delta: dict[str, str], finish: str | None = None, **more: Any
     ) -> str:
-        return self._event(
-            choices=[{"index": 0, "delta": delta, "finish_reason": finish}], **more
-        )
+        choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        return self._event(choices=[choice], **more)
 
     def _event(self, **more: Any) -> str:
-        return f"data: {json.dumps({**self._head, 'object': 'chat.completion.chunk', **more})}\n\n"
+        event = {**self._head, "object": "chat.completion.chunk", **more}
+        return f"data: {json.dumps(event)}\n\n"
 
     def _usage(self) -> dict[str, int]:
-        prompt, tokens = self._response.prompt_tokens, self._response.decoding.tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": tokens,
-            "total_tokens": prompt + tokens,
-        }
+        prompt = self._response.prompt_tokens
+        tokens = self._response.decoding.tokens
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens}
+        usage["total_tokens"] = prompt + tokens
+        return usage
 
     def _decoding(self) -> dict[str, Any]:
-        counts = self._response.decoding
-        tokens_per_call = (counts.tokens - 1) / max(1, counts.calls)
-        return {
-            "drafter": self._response.drafter_name,
-            **{name: getattr(counts, name) for name in COUNTS},
-            "tokens_per_call": tokens_per_call,
-        }
+        decoding = self._response.decoding
+        facts: dict[str, Any] = {"drafter": self._response.drafter_name}
+        facts |= {name: getattr(decoding, name) for name in COUNTS}
+        facts["tokens_per_call"] = (decoding.tokens - 1) / max(1, decoding.calls)
+        return facts

@@ -1,4 +1,4 @@
-"""A request for a chat completion: which parameters are supported, and the conversation that it holds."""
+"""A request for a chat completion: its supported parameters, and its conversation."""
 
 import base64
 import io
@@ -13,49 +13,63 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from vlmdistill.pipelines.endpoint.gate import ApiError
 from vlmdistill.pipelines.media.images import large_images, open_image, upright
 
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "WEBP",
-    "GIF",
-)  # not all that Pillow reads: for EPS it starts Ghostscript
+# Not all formats that Pillow reads: for EPS it starts Ghostscript.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 64 * 1024**2  # all images of a request together; 200 MB once decoded
 MIN_PIXELS = 512**2  # that an image counts as: processors enlarge a smaller one
-MAX_STOP = (
-    256  # characters of a stop string: as many are searched after each piece of text
-)
+MAX_STOP = 256
+"""Characters of a stop string: as many are searched after each piece of text."""
 MAX_FIELDS = 64  # of an object: each unknown one is an error to report
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+
+Neutral = dict[str, tuple[Any, ...]]
+"""By unsupported parameter, the values that change nothing: clients send them by default."""
+
+_SAMPLING: Neutral = {
     "n": (1,),
     "best_of": (1,),
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
+}
+_PENALTIES: Neutral = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
+}
+_TOKENS: Neutral = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "logit_bias": ({},),
+}
+_TOOLS: Neutral = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),  # without tools
     "functions": ([],),
     "function_call": ("none", "auto"),
+}
+_SERVICE: Neutral = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "store": (False,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
 }
-"""Values of unsupported parameters that change nothing; clients send them by default."""
-
-
-IN_MESSAGES: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
+NEUTRAL: Neutral = _SAMPLING | _PENALTIES | _TOKENS | _TOOLS | _SERVICE
+IN_MESSAGES: Neutral = {"annotations": ([],), "tool_calls": ([],)}
 """The same in turns: clients send an earlier response back with them."""
+
+
+def _without(fields: Mapping[str, Any], neutral: Neutral) -> dict[str, Any]:
+    """The fields whose values are not neutral."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if value not in neutral.get(name, ())
+    }
 
 
 class StrictModel(BaseModel):
@@ -72,7 +86,7 @@ class StrictModel(BaseModel):
             raise ValueError(
                 f"an object of a request has at most {MAX_FIELDS} fields, not {len(data)}"
             )
-        return {k: v for k, v in data.items() if v is not None}
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class ImageUrl(StrictModel):
@@ -91,7 +105,8 @@ class ContentPart(StrictModel):
 
     @model_validator(mode="after")
     def _has_its_content(self) -> "ContentPart":
-        if self.type not in self.model_fields_set or len(self.model_fields_set) > 2:
+        fields = self.model_fields_set
+        if self.type not in fields or len(fields) > 2:
             raise ValueError(
                 f"a part of type {self.type} needs the field {self.type} and no other"
             )
@@ -99,7 +114,7 @@ class ContentPart(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """What a stream ends with."""
+    """The contents of the end of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False  # padding that hides lengths; no event has it
@@ -116,11 +131,7 @@ class ChatMessage(StrictModel):
     def _text_is_a_part(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        kept = {
-            name: value
-            for name, value in data.items()
-            if value not in IN_MESSAGES.get(name, ())
-        }
+        kept = _without(data, IN_MESSAGES)
         if isinstance(kept.get("content"), str):
             kept["content"] = [{"type": "text", "text": kept["content"]}]
         return kept
@@ -149,11 +160,7 @@ class ChatRequest(StrictModel):
     def _without_neutral_values(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        kept = {
-            name: value
-            for name, value in data.items()
-            if value not in NEUTRAL.get(name, ())
-        }
+        kept = _without(data, NEUTRAL)
         if isinstance(kept.get("stop"), str):
             kept["stop"] = [kept["stop"]]
         return kept
@@ -163,7 +170,8 @@ class ChatRequest(StrictModel):
 
         Files are read below `media` only. To be called in one thread at a time (see `large_images`).
         """
-        turns, pixels = [], MAX_PIXELS
+        turns: list[dict[str, Any]] = []
+        pixels = MAX_PIXELS  # that are left
         for i, message in enumerate(self.messages):
             parts: list[dict[str, Any]] = []
             for j, part in enumerate(message.content):
@@ -171,20 +179,17 @@ class ChatRequest(StrictModel):
                     parts.append({"type": "text", "text": part.text})
                     continue
                 try:
-                    image = _image(image_source(part.image_url.url, media), pixels)
+                    source = image_source(part.image_url.url, media)
+                    image = _image(source, pixels)
                 except (ValueError, OSError) as error:
                     param = f"messages.{i}.content.{j}.image_url.url"
                     raise ApiError(
                         400, f"{param}: {error}", param=param, code="invalid_image"
                     ) from None
-                pixels -= max(image.width * image.height, MIN_PIXELS)
+                pixels -= _counted_pixels(image)
                 parts.append({"type": "image", "image": image})
-            turns.append(
-                {
-                    "role": "system" if message.role == "developer" else message.role,
-                    "content": parts,
-                }
-            )
+            role = "system" if message.role == "developer" else message.role
+            turns.append({"role": role, "content": parts})
         return turns
 
 
@@ -194,9 +199,8 @@ def image_source(url: str, media: Path | None) -> Path | io.BytesIO:
         header, comma, data = url.partition(",")
         if not comma or not header.endswith(";base64"):
             raise ValueError("a data URL looks like data:image/png;base64,...")
-        return io.BytesIO(
-            base64.b64decode("".join(data.split()), validate=True)
-        )  # lines may be broken
+        on_one_line = "".join(data.split())
+        return io.BytesIO(base64.b64decode(on_one_line, validate=True))
     parts = urlsplit(url)
     if parts.scheme != "file":
         raise ValueError("images are not downloaded: send a data URL")
@@ -205,7 +209,7 @@ def image_source(url: str, media: Path | None) -> Path | io.BytesIO:
             "the server reads no files (it runs without --media): send a data URL"
         )
     file = Path(unquote(parts.path)).resolve()
-    # The same message for both: it does not show which files exist elsewhere.
+    # One message for both cases, so that it does not tell which files exist elsewhere.
     if not (file.is_relative_to(media.resolve()) and file.is_file()):
         raise ValueError("there is no such file in the server's media folder")
     return file
@@ -221,9 +225,14 @@ def _image(source: Path | io.BytesIO, pixels: int) -> Image.Image:
                 "this is no PNG, JPEG, WebP or GIF, or it is damaged"
             ) from None
         with opened as image:
-            if max(image.width * image.height, MIN_PIXELS) > pixels:
+            if _counted_pixels(image) > pixels:
                 raise ValueError(
                     f"{image.width} x {image.height} pixels are too many: the images of a request may have "
                     f"{MAX_PIXELS} pixels together, each counted as at least {MIN_PIXELS}"
                 )
             return upright(image)
+
+
+def _counted_pixels(image: Image.Image) -> int:
+    """The pixels that an image takes of those of a request."""
+    return max(image.width * image.height, MIN_PIXELS)

@@ -12,30 +12,29 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vlmdistill.pipelines.endpoint.gate import RETRY_SECONDS, ApiError, error_body
 
 HEADER_SECONDS = 10  # for the headers of a request, from the end of the one before it
-UNREAD_SECONDS = 60  # in which a client reads none of what waits for it
-MOST_CONNECTIONS, MOST_AT_ONCE = 4096, 128
+UNREAD_SECONDS = 60  # in which a client reads nothing of its response
+MOST_CONNECTIONS = 4096
+MOST_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a server accepts, by the descriptors that this process has left."""
+    """How many connections a server accepts, by the descriptors that this process has left."""
 
     connections: int
-    at_once: (
-        int  # accepted in one turn of the event loop, before any of them is counted
-    )
+    at_once: int
+    """Accepted in one turn of the event loop, before any of them is counted."""
 
     @classmethod
     def now(cls) -> "Capacity":
         """Of descriptors, three times `at_once` are left for files, and for connections that are closing."""
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = (
-            MOST_CONNECTIONS
-            if allowed == resource.RLIM_INFINITY
-            else allowed - _open_descriptors()
-        )
+        free = MOST_CONNECTIONS
+        if allowed != resource.RLIM_INFINITY:
+            free = allowed - _open_descriptors()
         at_once = max(1, min(MOST_AT_ONCE, free // 5))
-        return cls(max(1, min(MOST_CONNECTIONS, free - 3 * at_once)), at_once)
+        connections = min(MOST_CONNECTIONS, free - 3 * at_once)
+        return cls(max(1, connections), at_once)
 
 
 def _open_descriptors() -> int:
@@ -57,23 +56,23 @@ class Connection(H11Protocol):
         """Start the time for the first request, and keep the number of connections."""
         super().connection_made(transport)
         self._await_request()
-        if (
-            self.limit_concurrency is not None
-            and len(self.connections) >= self.limit_concurrency
-        ):
-            waiting = [
-                one
-                for one in self.connections
-                if isinstance(one, Connection) and one.waits
-            ]
-            oldest = min(waiting, key=lambda one: one._waits_since)
-            if oldest is self:
-                self.transport.write(_refusal())
-            oldest._end()
+        limit = self.limit_concurrency
+        if limit is None or len(self.connections) < limit:
+            return
+        oldest = min(self._waiting, key=lambda connection: connection._waits_since)
+        if oldest is self:
+            self.transport.write(_refusal())
+        oldest._end()
+
+    @property
+    def _waiting(self) -> "list[Connection]":
+        """The connections without a request, this one included."""
+        own = [one for one in self.connections if isinstance(one, Connection)]
+        return [connection for connection in own if connection.waits]
 
     @property
     def waits(self) -> bool:
-        """Whether no request of it is answered now."""
+        """Whether it has no request that is being answered."""
         running: Any = self.cycle
         return running is None or running.response_complete
 
@@ -133,6 +132,13 @@ def _refusal() -> bytes:
         503, "the server has too many connections: try again later", code="busy"
     )
     body = json.dumps(error_body(error))
-    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    head += f"Retry-After: {RETRY_SECONDS}\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    lines = [
+        "HTTP/1.1 503 Service Unavailable",
+        "Content-Type: application/json",
+        "Connection: close",
+        f"Retry-After: {RETRY_SECONDS}",
+        f"Content-Length: {len(body)}",
+        "",
+        body,
+    ]
+    return "\r\n".join(lines).encode()

@@ -12,11 +12,11 @@ Item = TypeVar("Item")
 
 
 class QueueFullError(Exception):
-    """As many requests wait as are allowed to."""
+    """The queue has as many waiting requests as it may have."""
 
 
 class QueueClosedError(Exception):
-    """The queue is closed: nothing begins any more, or what ran has not ended in time."""
+    """The queue is closed: no request begins any more, or a running one has not ended in time."""
 
 
 class DecoderQueue:
@@ -24,9 +24,8 @@ class DecoderQueue:
 
     def __init__(self, limit: int, thread: Executor) -> None:
         self.limit = limit
-        self.turn = (
-            asyncio.Lock()
-        )  # held while a generator runs; asyncio's lock is fair
+        self.turn = asyncio.Lock()
+        """Held while a generator runs; asyncio's lock is fair."""
         self._thread = thread
         self._closed = asyncio.Event()
         self._waiting: set[asyncio.Task[Any]] = set()
@@ -34,35 +33,39 @@ class DecoderQueue:
 
     @property
     def waiting(self) -> int:
-        """How many wait for their turn."""
+        """The number of requests that wait for their turn."""
         return len(self._waiting)
 
     def close(self) -> None:
-        """Begin nothing any more: who waits, or comes, gets QueueClosedError."""
+        """Begin no more requests: those that wait, and later ones, get QueueClosedError."""
         self._closed.set()
         for task in self._waiting:
             task.cancel()
 
     def give_up(self) -> None:
-        """Whose generator runs gets QueueClosedError, and it is closed after its current step."""
+        """End the running request with QueueClosedError; its generator is closed after its current step."""
         for arrived in self._running:
             arrived.put_nowait(QueueClosedError())
 
     async def stream(
         self, items: Generator[Item], abandoned: threading.Event | None = None
     ) -> AsyncGenerator[Item]:
-        """The items of a generator that runs in the decoder's thread; QueueFullError when too many wait.
-
-        QueueClosedError after `close` and `give_up`.
+        """The items of a generator that runs in the decoder's thread.
 
         The generator does not wait for a slow reader. It is closed after its current step when the reader
         closes this stream or is cancelled; a reader that still waits for its turn gives it up. `abandoned` is
         set then, for a generator that works for long without an item.
+
+        Raises:
+            QueueFullError: Too many requests wait.
+            QueueClosedError: After `close` or `give_up`.
         """
         if self.turn.locked() and self.waiting >= self.limit:
             raise QueueFullError
         await self._take_turn()
-        loop, abandoned = asyncio.get_running_loop(), abandoned or threading.Event()
+        loop = asyncio.get_running_loop()
+        if abandoned is None:
+            abandoned = threading.Event()
         arrived: asyncio.Queue[Item | QueueClosedError | None] = asyncio.Queue()
 
         def work() -> None:
@@ -78,9 +81,8 @@ class DecoderQueue:
                 loop.call_soon_threadsafe(arrived.put_nowait, None)
 
         done = loop.run_in_executor(self._thread, work)
-        done.add_done_callback(
-            lambda ended: ended.cancelled() or ended.exception()
-        )  # the reader may be gone
+        # The reader may be gone: an exception is looked up here, else asyncio logs it.
+        done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._running.add(arrived)
         try:
             while (item := await arrived.get()) is not None:

@@ -1,4 +1,4 @@
-"""What every HTTP server of vlmdistill has: the gate, time limits, errors, and pages that load nothing."""
+"""The HTTP server around the endpoint: its gate, time limits and errors, and a page that loads nothing."""
 
 import asyncio
 import socket
@@ -12,12 +12,12 @@ from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 
 from vlmdistill.pipelines.endpoint.connections import Capacity, Connection
-from vlmdistill.pipelines.endpoint.gate import ApiError, Gate, error_response
+from vlmdistill.pipelines.endpoint.gate import Gate, error_response
 from vlmdistill.stores.errors import DataError
 
 GRACE_SECONDS = 10  # for running responses, after SIGINT or SIGTERM
-ANSWER_SECONDS = 5  # to send what they are answered if that is not enough
-STOPPABLE = "stoppable"
+ANSWER_SECONDS = 5  # after them, to tell clients that the server ends
+STOPPABLE = "stoppable"  # the attribute of `app.state` that is told of the end
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src '{}'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,9 +31,8 @@ def application(
 
     Without a `key` anyone may use it; a request's Host header must be one of `hosts`.
     """
-    app = FastAPI(
-        title="vlmdistill", docs_url=None, redoc_url=None
-    )  # pages that load scripts from a CDN
+    # FastAPI's own pages of documentation load scripts from elsewhere.
+    app = FastAPI(title="vlmdistill", docs_url=None, redoc_url=None)
     app.add_middleware(Gate, key=key, hosts=tuple(host.lower() for host in hosts))
 
     async def reported(_: Request, error: Exception) -> Response:
@@ -44,36 +43,25 @@ def application(
     return app
 
 
-def explained(error: Exception) -> HTTPException:
-    """An error as the client sees it."""
-    if isinstance(error, HTTPException):
-        return error
-    return ApiError(500, "the server failed; its log has the error")
-
-
-def page(html: str, script: str, **headers: str) -> Response:
+def page(html: str, script: str) -> Response:
     """A page, and the policy that allows no script but the one with the hash `script`."""
-    safe = {
-        "Content-Security-Policy": POLICY.format(script),
-        "X-Content-Type-Options": "nosniff",
-    }
-    return HTMLResponse(
-        html.encode(errors="replace"), headers=safe | headers
-    )  # of JSON
+    headers = {"Content-Security-Policy": POLICY.format(script)}
+    headers["X-Content-Type-Options"] = "nosniff"
+    return HTMLResponse(html.encode(errors="replace"), headers=headers)
 
 
 class Stoppable(Protocol):
-    """What answers requests, and is told that the server ends."""
+    """Answers requests, and is told that the server ends."""
 
     def close(self) -> None:
-        """Answer what waits, and take no more."""
+        """Refuse the requests that wait, and new ones."""
 
     def give_up(self) -> None:
-        """Answer what is running."""
+        """End the responses that are running."""
 
 
 class Server(uvicorn.Server):
-    """Ends at SIGINT or SIGTERM: what waits is answered, running responses have GRACE_SECONDS more."""
+    """Ends at SIGINT or SIGTERM: waiting requests are refused, running responses have GRACE_SECONDS more."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer all requests, then close their connections."""

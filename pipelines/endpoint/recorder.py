@@ -10,50 +10,47 @@ from vlmdistill.stores.input_files import read_bytes
 
 
 def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str, Any]:
-    """The line of a response that has ended, with its tokens."""
+    """The line of a response that has ended, with its tokens; `keep` stores the request's images."""
     counts = response.decoding
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": response.text},
-        "finish_reason": response.finish,
-        "token_ids": [token for cycle in response.cycles for token in cycle.ids],
-    }
-    usage = {
-        "prompt_tokens": response.prompt_tokens,
-        "completion_tokens": counts.tokens,
-    }
+    decoding: dict[str, Any] = {"drafter": response.drafter_name}
+    decoding["calls"] = counts.calls
+    decoding["accepted"] = counts.accepted
+    decoding["seconds"] = round(counts.seconds, 6)
     return {
         "headers": headers,
         "request": _request(response, keep),
-        "response": {
-            "model": response.decoder.model,
-            "choices": [choice],
-            "usage": usage,
-        },
-        "decoding": {
-            "drafter": response.drafter_name,
-            "calls": counts.calls,
-            "accepted": counts.accepted,
-            "seconds": round(counts.seconds, 6),
-        },
+        "response": _completion(response),
+        "decoding": decoding,
     }
+
+
+def _completion(response: ServedResponse) -> dict[str, Any]:
+    """The response in the form of the OpenAI API, with the ids of its tokens."""
+    choice: dict[str, Any] = {"index": 0}
+    choice["message"] = {"role": "assistant", "content": response.text}
+    choice["finish_reason"] = response.finish
+    choice["token_ids"] = [token for cycle in response.cycles for token in cycle.ids]
+    usage = {"prompt_tokens": response.prompt_tokens}
+    usage["completion_tokens"] = response.decoding.tokens
+    return {"model": response.decoder.model, "choices": [choice], "usage": usage}
 
 
 def _request(response: ServedResponse, keep: Keep) -> dict[str, Any]:
-    """The request with its images as files of the log, and its temperature: other servers' default is 1."""
+    """The request, with its images as files of the log.
+
+    Its temperature is written even if the request leaves it out: other servers' default is 1.
+    """
     request = response.request
-    found = {
-        "temperature": request.temperature,
-        **request.model_dump(exclude_unset=True),
-    }
-    for turn, message in zip(found["messages"], request.messages, strict=True):
-        for part, given in zip(turn["content"], message.content, strict=True):
-            if given.image_url is not None:
-                source = image_source(given.image_url.url, response.media)
-                content = (
-                    read_bytes(source)
-                    if isinstance(source, Path)
-                    else source.getvalue()
-                )
-                part["image_url"] = {"url": keep(content)}
-    return found
+    row: dict[str, Any] = {"temperature": request.temperature}
+    row |= request.model_dump(exclude_unset=True)
+    for turn, message in zip(row["messages"], request.messages, strict=True):
+        for part, content in zip(turn["content"], message.content, strict=True):
+            if content.image_url is not None:
+                image = _image_bytes(content.image_url.url, response.media)
+                part["image_url"] = {"url": keep(image)}
+    return row
+
+
+def _image_bytes(url: str, media: Path | None) -> bytes:
+    source = image_source(url, media)
+    return read_bytes(source) if isinstance(source, Path) else source.getvalue()

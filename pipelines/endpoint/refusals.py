@@ -1,13 +1,14 @@
-"""What is wrong with a request, in the words and codes of the OpenAI API."""
+"""The error of an invalid request, in the words and codes of the OpenAI API."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 from vlmdistill.pipelines.endpoint.chat import NEUTRAL
 from vlmdistill.pipelines.endpoint.gate import ApiError
 
-EXPECTED = {  # by the type of an error
+EXPECTED: Final = {  # by the type of an error
     "string_type": "a string",
     "int_type": "an integer",
     "float_type": "a decimal",
@@ -17,7 +18,7 @@ EXPECTED = {  # by the type of an error
     "model_attributes_type": "an object",
     "finite_number": "a finite number",
 }
-GIVEN = {
+SENT: Final = {
     type(None): "null",
     bool: "a boolean",
     int: "an integer",
@@ -26,84 +27,147 @@ GIVEN = {
     list: "an array",
     dict: "an object",
 }
-BOUNDS = {  # the sign, what to say, and the end of the code
-    "greater_than_equal": (">=", "below minimum", "below_min_value"),
-    "less_than_equal": ("<=", "above maximum", "above_max_value"),
-    "greater_than": (">", "below minimum", "below_min_value"),
-    "less_than": ("<", "above maximum", "above_max_value"),
+SHOWN: Final = 80  # characters of a value that a message quotes
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A limit of a number."""
+
+    sign: str
+    violation: str
+    code: str  # after the kind of the number
+
+
+BOUNDS: Final = {
+    "greater_than_equal": _Bound(">=", "below minimum", "below_min_value"),
+    "less_than_equal": _Bound("<=", "above maximum", "above_max_value"),
+    "greater_than": _Bound(">", "below minimum", "below_min_value"),
+    "less_than": _Bound("<", "above maximum", "above_max_value"),
 }
-LENGTHS = {
-    "too_long": (
-        "array too long",
-        "an array with maximum length",
-        "array_above_max_length",
-    ),
-    "too_short": (
-        "array too short",
-        "an array with minimum length",
-        "array_below_min_length",
-    ),
-    "string_too_long": (
-        "string too long",
-        "a string with maximum length",
-        "string_above_max_length",
-    ),
-    "string_too_short": (
-        "string too short",
-        "a string with minimum length",
-        "string_below_min_length",
-    ),
+
+
+@dataclass(frozen=True)
+class _Length:
+    """A limit of an array or string."""
+
+    kind: str
+    violation: str
+    end: str  # "minimum" or "maximum"
+
+    @property
+    def code(self) -> str:
+        """The code of the API."""
+        side = "below_min" if self.end == "minimum" else "above_max"
+        return f"{self.kind}_{side}_length"
+
+
+LENGTHS: Final = {
+    "too_long": _Length("array", "too long", "maximum"),
+    "too_short": _Length("array", "too short", "minimum"),
+    "string_too_long": _Length("string", "too long", "maximum"),
+    "string_too_short": _Length("string", "too short", "minimum"),
 }
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    """An error of pydantic."""
+
+    kind: str
+    param: str  # the name of the parameter
+    value: Any
+    context: Mapping[str, Any]
+    message: str
+
+    @classmethod
+    def of(cls, error: Mapping[str, Any]) -> "_Mistake":
+        """From the error's facts, whose location begins with the word body."""
+        param = ".".join(map(str, error["loc"][1:]))
+        kind, message = str(error["type"]), str(error["msg"])
+        return cls(kind, param, error.get("input"), error.get("ctx") or {}, message)
+
+    def refused(self, text: str, code: str) -> ApiError:
+        """The error that the client sees."""
+        return ApiError(400, text, param=self.param, code=code)
 
 
 def refusal(error: Mapping[str, Any]) -> ApiError:
     """The first error of a validation as the client sees it."""
-    kind, value, facts = str(error["type"]), error.get("input"), error.get("ctx") or {}
-    param = ".".join(map(str, error["loc"][1:]))
-    if kind == "json_invalid" or not param:
+    mistake = _Mistake.of(error)
+    if mistake.kind == "json_invalid" or not mistake.param:
         return ApiError(
             400, "the body is not a JSON object of Content-Type application/json"
         )
-    if kind == "extra_forbidden":
-        instead = (
-            f", or send {json.dumps(NEUTRAL[param][0])}" if param in NEUTRAL else ""
-        )
-        text, code = (
-            f"'{param}' is not supported: leave it out{instead}",
-            "unsupported_parameter",
-        )
-    elif kind == "missing":
-        text, code = (
-            f"Missing required parameter: '{param}'.",
-            "missing_required_parameter",
-        )
-    elif kind in EXPECTED:
-        given = GIVEN.get(type(value), "another type")
-        text, code = (
-            f"Invalid type for '{param}': expected {EXPECTED[kind]}, but got {given} instead.",
-            "invalid_type",
-        )
-    elif kind in BOUNDS:
-        sign, where, end = BOUNDS[kind]
-        limit = next(iter(facts.values()))
-        number = "integer" if isinstance(limit, int) else "decimal"
-        expected = f"Expected a value {sign} {limit}, but got {value} instead."
-        text, code = (
-            f"Invalid '{param}': {number} {where} value. {expected}",
-            f"{number}_{end}",
-        )
-    elif kind in LENGTHS:
-        what, expected, code = LENGTHS[kind]
-        limit = facts.get("max_length", facts.get("min_length"))
-        length = len(value) if isinstance(value, str | list) else 0
-        text = f"Invalid '{param}': {what}. Expected {expected} {limit}, but got length {length} instead."
-    elif kind == "literal_error":
-        shown = json.dumps(value)[:80]
-        text, code = (
-            f"Invalid value: {shown}. Supported values are: {facts['expected']}.",
-            "invalid_value",
-        )
-    else:
-        said = str(facts["error"]) if "error" in facts else str(error["msg"])
-        text, code = f"Invalid '{param}': {said}.", "invalid_value"
-    return ApiError(400, text, param=param, code=code)
+    return _reporter(mistake.kind)(mistake)
+
+
+def _reporter(kind: str) -> Callable[[_Mistake], ApiError]:
+    """The function that words errors of a kind."""
+    if kind in EXPECTED:
+        return _other_type
+    if kind in BOUNDS:
+        return _out_of_bounds
+    if kind in LENGTHS:
+        return _other_length
+    return REPORTERS.get(kind, _invalid)
+
+
+def _unsupported(mistake: _Mistake) -> ApiError:
+    text = f"'{mistake.param}' is not supported: leave it out"
+    if mistake.param in NEUTRAL:
+        text += f", or send {json.dumps(NEUTRAL[mistake.param][0])}"
+    return mistake.refused(text, "unsupported_parameter")
+
+
+def _missing(mistake: _Mistake) -> ApiError:
+    text = f"Missing required parameter: '{mistake.param}'."
+    return mistake.refused(text, "missing_required_parameter")
+
+
+def _other_type(mistake: _Mistake) -> ApiError:
+    expected = EXPECTED[mistake.kind]
+    sent = SENT.get(type(mistake.value), "another type")
+    text = f"Invalid type for '{mistake.param}': expected {expected}, but got {sent} instead."
+    return mistake.refused(text, "invalid_type")
+
+
+def _out_of_bounds(mistake: _Mistake) -> ApiError:
+    bound = BOUNDS[mistake.kind]
+    limit = next(iter(mistake.context.values()))
+    number = "integer" if isinstance(limit, int) else "decimal"
+    expected = f"Expected a value {bound.sign} {limit}"
+    text = f"Invalid '{mistake.param}': {number} {bound.violation} value. "
+    text += f"{expected}, but got {mistake.value} instead."
+    return mistake.refused(text, f"{number}_{bound.code}")
+
+
+def _other_length(mistake: _Mistake) -> ApiError:
+    rule = LENGTHS[mistake.kind]
+    limit = mistake.context.get("max_length", mistake.context.get("min_length"))
+    is_sized = isinstance(mistake.value, str | list)
+    length = len(mistake.value) if is_sized else 0
+    article = "an" if rule.kind == "array" else "a"
+    expected = f"{article} {rule.kind} with {rule.end} length {limit}"
+    text = f"Invalid '{mistake.param}': {rule.kind} {rule.violation}. "
+    text += f"Expected {expected}, but got length {length} instead."
+    return mistake.refused(text, rule.code)
+
+
+def _other_value(mistake: _Mistake) -> ApiError:
+    sent = json.dumps(mistake.value)[:SHOWN]
+    supported = mistake.context["expected"]
+    text = f"Invalid value: {sent}. Supported values are: {supported}."
+    return mistake.refused(text, "invalid_value")
+
+
+def _invalid(mistake: _Mistake) -> ApiError:
+    why = str(mistake.context.get("error", mistake.message))
+    return mistake.refused(f"Invalid '{mistake.param}': {why}.", "invalid_value")
+
+
+REPORTERS: Final = {
+    "extra_forbidden": _unsupported,
+    "missing": _missing,
+    "literal_error": _other_value,
+}

@@ -26,7 +26,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace, checkpoint_folde
 def decoder_thread() -> Executor:
     """A thread that a target is warmed up and decodes in.
 
-    The CUDA graphs of compiled steps can be replayed in the thread alone that has recorded them.
+    CUDA graphs of compiled steps can only be replayed in the thread that has recorded them.
     """
     return ThreadPoolExecutor(1, "decoder")
 
@@ -48,9 +48,9 @@ class ServedDecoder:
     ) -> tuple[int, Iterator[Cycle]]:
         """The length of the prompt and the cycles; DataError or ApiError when the prompt cannot be used."""
         prompt = self.target.encode(request.conversation(media))
-        limit = (
-            request.max_completion_tokens or request.max_tokens or self.max_new_tokens
-        )
+        requested = request.max_completion_tokens or request.max_tokens
+        limit = requested or self.max_new_tokens
+        free_positions = room(self.target.info, prompt.length)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         generator = torch.Generator(self.target.device).manual_seed(seed)
         cycles = decode(
@@ -58,7 +58,7 @@ class ServedDecoder:
             self.drafter if request.speculate else None,
             prompt,
             tree=self.tree,
-            max_new_tokens=min(limit, room(self.target.info, prompt.length)),
+            max_new_tokens=min(limit, free_positions),
             temperature=request.temperature,
             generator=generator,
         )
@@ -76,20 +76,22 @@ class ServedResponse:
     cycles: list[Cycle] = field(default_factory=list)
     text: str = ""
     abandoned: Event = field(default_factory=Event)  # set: decode no further
-    finish: str = (
-        "length"  # or "stop": the target ended the response, or a stop string occurred
-    )
+    finish: str = "length"
+    """Or "stop": the target ended the response, or a stop string occurred."""
 
     @property
     def decoding(self) -> Decoding:
-        """What it took so far; the EOS counts as a token."""
-        seconds = sum(cycle.seconds for cycle in self.cycles)
-        prefill = sum(cycle.seconds for cycle in self.cycles[:1])
-        tried, accepted = chain_counts([cycle.chain for cycle in self.cycles[1:]])
+        """Its counts and times so far; the EOS counts as a token."""
+        cycles, after_prefill = self.cycles, self.cycles[1:]
+        seconds = sum(cycle.seconds for cycle in cycles)
+        prefill = cycles[0].seconds if cycles else 0
+        tried, accepted = chain_counts([cycle.chain for cycle in after_prefill])
+        tokens = sum(len(cycle.ids) for cycle in cycles)
+        accepted_tokens = sum(cycle.accepted for cycle in cycles)
         return Decoding(
-            tokens=sum(len(cycle.ids) for cycle in self.cycles),
-            calls=max(0, len(self.cycles) - 1),
-            accepted=sum(cycle.accepted for cycle in self.cycles),
+            tokens=tokens,
+            calls=len(after_prefill),
+            accepted=accepted_tokens,
             seconds=seconds,
             prefill_seconds=prefill,
             decode_seconds=seconds - prefill,
@@ -133,27 +135,41 @@ def until_stop(
 
     Pieces whose text may begin a stop string are held back until that is decided.
     """
-    held: list[Piece] = []
+    held_back: list[Piece] = []
     for piece in pieces:
-        held.append(piece)
-        text = "".join(one.text for one in held)
-        found = [at for word in stop if (at := text.find(word)) >= 0]
-        open_ends = [
-            n
-            for word in stop
-            for n in range(1, min(len(word), len(text) + 1))
-            if text.endswith(word[:n])
-        ]
-        ready = min(found) if found else len(text) - max(open_ends, default=0)
-        while held and (len(held[0].text) <= ready or found):
-            first = held.pop(0)
-            if ready > 0:
-                yield replace(first, text=first.text[:ready])
-            ready -= len(first.text)
-        if found:
+        held_back.append(piece)
+        text = "".join(waiting.text for waiting in held_back)
+        starts = [text.find(word) for word in stop if word in text]
+        if starts:
+            yield from _cut(held_back, min(starts))
             return True
-    yield from held
+        decided = len(text) - _undecided(text, stop)
+        while held_back and len(held_back[0].text) <= decided:
+            first = held_back.pop(0)
+            if decided > 0:
+                yield first
+            decided -= len(first.text)
+    yield from held_back
     return False
+
+
+def _undecided(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of a text may begin a stop string."""
+    longest = 0
+    for word in stop:
+        for count in range(1, min(len(word), len(text) + 1)):
+            if text.endswith(word[:count]):
+                longest = max(longest, count)
+    return longest
+
+
+def _cut(pieces: Iterable[Piece], length: int) -> Iterator[Piece]:
+    """The pieces of so many first characters."""
+    for piece in pieces:
+        if length <= 0:
+            return
+        yield replace(piece, text=piece.text[:length])
+        length -= len(piece.text)
 
 
 def open_decoder(
@@ -166,7 +182,7 @@ def open_decoder(
 ) -> ServedDecoder:
     """Load a target and a drafter, see `open_pair`, and decode a few tokens in the decoder's thread.
 
-    They compile and allocate what the first request would wait for.
+    These tokens compile steps and allocate memory, for which the first request would wait otherwise.
     """
     target, proposer, shape = open_pair(workspace, drafter, tree, how)
     local = checkpoint_folder(workspace.model)
@@ -178,17 +194,15 @@ def open_decoder(
         shape,
         max_new_tokens,
     )
-    hello = {
-        "model": decoder.model,
-        "messages": [{"role": "user", "content": "Hello"}],
-        "max_tokens": 8,
-    }
+    message = {"role": "user", "content": "Hello"}
+    hello = {"model": decoder.model, "messages": [message], "max_tokens": 8}
     abandoned = Event()
 
     def warm_up() -> None:
-        for speculative in (False, True) if drafter else (False,):
-            request = ChatRequest.model_validate({**hello, "speculate": speculative})
-            for _ in ServedResponse(decoder, request, abandoned=abandoned).pieces():
+        for speculate in (False, True) if drafter else (False,):
+            request = ChatRequest.model_validate({**hello, "speculate": speculate})
+            response = ServedResponse(decoder, request, abandoned=abandoned)
+            for _ in response.pieces():
                 pass
 
     try:

@@ -1,7 +1,7 @@
-"""The decoder that requests get: a new version of its drafter takes over between two requests.
+"""The decoder of a server: a new version of its drafter takes over between two requests.
 
-A request keeps the decoder that it came with, so a switch changes no output: all versions verify with the
-same target.
+A request keeps the decoder in use when it arrived. A switch changes no output: all versions verify with
+the same target.
 """
 
 import logging
@@ -15,7 +15,7 @@ from vlmdistill.pipelines.endpoint.trial import Trials
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import FOR_USER, VlmdistillError, one_line
 
-WAITED = 10.0  # seconds at the end, for a look at the versions
+WAITED = 10.0  # seconds for the last look at the versions, when the server ends
 log = logging.getLogger("vlmdistill.pipelines")
 
 
@@ -35,11 +35,12 @@ class Switch:
         self._before = current
 
     def look(self) -> None:
-        """Tell the workspace of a withdrawal, and switch to the version that is in use by now."""
+        """Record a withdrawal in the workspace, and switch to the version that is in use by now."""
         if self.workspace is None:
             return
         self.trials.tell(self.workspace)
-        if (wanted := self.trials.wanted(self.workspace)) is None:
+        wanted = self.trials.wanted(self.workspace)
+        if wanted is None:
             return
         try:
             proposer = self.current.target.drafter(self.workspace.drafter(wanted))
@@ -53,15 +54,17 @@ class Switch:
 
     def ended(self, response: ServedResponse) -> None:
         """Count a response; withdraw the current version if it accepts less than the one before."""
-        name, counts = response.drafter_name, response.decoding
-        if name is None or not counts.calls:
+        version, counts = response.drafter_name, response.decoding
+        if version is None or not counts.calls:
             return
-        if self.trials.add(name, (counts.tokens - 1) / counts.calls):
+        tokens_per_call = (counts.tokens - 1) / counts.calls
+        withdrawal = self.trials.add(version, tokens_per_call)
+        if withdrawal is not None:
             self.current = self._before
 
     @contextmanager
     def following(self, seconds: float) -> Iterator[None]:
-        """Look for new versions every so many seconds; 0: never. What is untold at the end is told then."""
+        """Look for new versions every so many seconds; 0: never. A withdrawal is recorded by the end."""
         ended = threading.Event()
         thread = threading.Thread(
             target=follow,
@@ -75,9 +78,7 @@ class Switch:
         finally:
             ended.set()
             if seconds:
-                thread.join(
-                    WAITED
-                )  # not for ever: a disk of the network may not answer
+                thread.join(WAITED)  # not for ever: a network's disk may not answer
             if self.workspace:
                 self.trials.tell(self.workspace)
 
@@ -85,7 +86,7 @@ class Switch:
 def follow(
     look: Callable[[], None], wait: Callable[[float], bool], seconds: float, name: str
 ) -> None:
-    """Call `look` every so many seconds, until `wait` says that this has ended; what fails is tried again."""
+    """Call `look` every so many seconds, until `wait` returns True; a failed look is repeated then."""
     while not wait(seconds):
         try:
             look()

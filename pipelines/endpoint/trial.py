@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, variance
 
@@ -26,7 +27,7 @@ class Withdrawal:
 
 @dataclass
 class Trials:
-    """The version in use, and what each has gained: tokens for each call of the target, by sample.
+    """The version in use, and the tokens for each call of the target of each version, by sample.
 
     `size` samples of a new version decide whether it stays.
     """
@@ -36,17 +37,15 @@ class Trials:
     size: int = 64
     swaps: int = 0
     rollbacks: int = 0
-    refused: set[str] = field(
-        default_factory=set
-    )  # versions that cannot be used, or were withdrawn here
-    _before: str | None = (
-        None  # the last that was not on trial, while the current one is
-    )
-    _untold: Withdrawal | None = None  # what the workspace does not know yet
+    refused: set[str] = field(default_factory=set)
+    """Versions that cannot be used, or were withdrawn here."""
+    _before: str | None = None
+    """The last version that was not on trial, while the current one is."""
+    _unrecorded: Withdrawal | None = None  # not yet in the workspace
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._gained: dict[str, deque[float]] = {}
+        self._samples: dict[str, deque[float]] = {}
 
     @property
     def running(self) -> bool:
@@ -55,90 +54,95 @@ class Trials:
 
     def wanted(self, workspace: Workspace) -> str | None:
         """The version to switch to, None if that in use is the right one; DataError on a damaged record."""
-        found = versions.current(workspace, self.name, again=True)
-        return None if found == self.current or found in self.refused else found
+        version = versions.current(workspace, self.name, again=True)
+        is_settled = version == self.current or version in self.refused
+        return None if is_settled else version
 
     def refuse(self, version: str, why: Exception) -> None:
         """Do not try a version again."""
         self.refused.add(version)
-        log.warning(
-            "the published drafter %s cannot be used: %s", version, one_line(why)
-        )
+        reason = one_line(why)
+        log.warning("the published drafter %s cannot be used: %s", version, reason)
 
     def begin(self, version: str) -> None:
-        """A version drafts from now on, and the last that was not on trial is what it is compared with."""
+        """Put a version in use; it is compared with the last one that was not on trial."""
         with self._lock:
-            before, self.current = self.current, version
-            passed = self._before or before
+            replaced, self.current = self.current, version
+            passed = self._before or replaced
             self._before = None if version == passed else passed
             if self._before is not None:
-                self._gained[version] = deque(maxlen=self.size)
+                self._samples[version] = deque(maxlen=self.size)
             self.swaps += 1
-        if before is not None:
-            log.info("%s drafts from now on, in place of %s", version, before)
+        if replaced is not None:
+            log.info("%s drafts from now on, in place of %s", version, replaced)
 
     def add(self, version: str, tokens_per_call: float) -> Withdrawal | None:
-        """Count a sample; a withdrawal if the version is on trial and accepts less than it is allowed to."""
+        """Count a sample; a withdrawal if the version is on trial and accepts less than the one before."""
         with self._lock:
-            gained = self._gained.setdefault(version, deque(maxlen=self.size))
-            gained.append(tokens_per_call)
+            samples = self._samples.setdefault(version, deque(maxlen=self.size))
+            samples.append(tokens_per_call)
             before = self._before
             if before is None or version != self.current:
                 return None
-            why = less(gained, self._gained.get(before, deque()))
-            if not why and len(gained) == self.size:
-                self._before = None  # it stays
+            why = less(samples, self._samples.get(before, ()))
             if not why:
+                if len(samples) == self.size:
+                    self._before = None  # it stays
                 return None
             self.current, self._before = before, None
             self.refused.add(version)
             self.rollbacks += 1
-            self._untold = gone = Withdrawal(version, before, why)
+            withdrawal = Withdrawal(version, before, why)
+            self._unrecorded = withdrawal
         log.warning("%s is withdrawn, and %s drafts again: %s", version, before, why)
-        return gone
+        return withdrawal
 
     def tell(self, workspace: Workspace) -> None:
-        """Tell the workspace of a withdrawal, which other servers and the next round read.
+        """Record a withdrawal in the workspace, where other servers and the next round read it.
 
         If that fails, as while another process writes there, the next call tries again.
         """
-        if (gone := self._untold) is None:
+        withdrawal = self._unrecorded
+        if withdrawal is None:
             return
         try:
             versions.record(
                 workspace,
                 self.name,
-                gone.before,
-                base=gone.version,
+                withdrawal.before,
+                base=withdrawal.version,
                 published=True,
-                why=gone.why,
+                why=withdrawal.why,
             )
         except FOR_USER as error:
             log.warning(
                 "the workspace is not told that %s is withdrawn: %s",
-                gone.version,
+                withdrawal.version,
                 one_line(error),
             )
         else:
-            self._untold = None
+            self._unrecorded = None
 
     def means(self) -> dict[str, float]:
         """Of each version, the mean over its last samples."""
         with self._lock:
             return {
-                name: fmean(gained) for name, gained in self._gained.items() if gained
+                version: fmean(samples)
+                for version, samples in self._samples.items()
+                if samples
             }
 
 
-def less(new: "deque[float]", old: "deque[float]") -> str:
-    """Why the new version accepts less than the old one, beyond what samples differ by; empty if it may not.
+def less(new: Sequence[float], old: Sequence[float]) -> str:
+    """Why the new version accepts less than the old one, beyond the spread of samples; empty if it does not.
 
     The two met different requests, so that their means are compared by Welch's standard error.
     """
     if min(len(new), len(old)) < FEWEST:
         return ""
-    error = (variance(new) / len(new) + variance(old) / len(old)) ** 0.5
-    if fmean(old) - fmean(new) <= SURE * error:
+    new_error, old_error = variance(new) / len(new), variance(old) / len(old)
+    standard_error = (new_error + old_error) ** 0.5
+    if fmean(old) - fmean(new) <= SURE * standard_error:
         return ""
     return (
         f"{fmean(new):.2f} tokens for each call over {len(new)} samples, and {fmean(old):.2f} over the "

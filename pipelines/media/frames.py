@@ -28,7 +28,7 @@ from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.stores.input_files import regular
 from vlmdistill.stores.schema import Array
 
-SIGN = r"(?:(?<=[_=])|^)-"  # elsewhere a minus separates
+SIGN = r"(?:(?<=[_=])|^)-"  # elsewhere a minus is a separator
 NUMBER = re.compile(rf"((?:{SIGN})?\d+(?:\.\d+)?)")
 WHOLE_NUMBER = re.compile(rf"((?:{SIGN})?\d+)")
 FRACTION = re.compile(r"\d\.(\d+)")
@@ -68,18 +68,25 @@ def read(source: Any, choose: Choose) -> SampledFrames:
         return _path(Path(source).expanduser(), choose)
     if isinstance(source, list | tuple):
         return _images(source, f"a video of {len(source)} images", choose)
+    return _array(source, choose)
+
+
+def _array(source: Any, choose: Choose) -> SampledFrames:
+    """The frames of an array, or of what numpy makes one of."""
     try:
-        array = np.asarray(source)
+        frames_FHWC = np.asarray(source)
     except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(source).__name__
+        raise MediaError(f"a video cannot be a {kind}: {error}") from None
+    is_rgb = frames_FHWC.ndim == 4 and frames_FHWC.shape[-1] == 3
+    if not is_rgb or frames_FHWC.dtype != np.uint8:
         raise MediaError(
-            f"a video cannot be a {type(source).__name__}: {error}"
-        ) from None
-    if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
-        raise MediaError(
-            f"a video as an array is uint8 [frames, height, width, 3], not {array.dtype} {list(array.shape)}"
+            "a video as an array is uint8 [frames, height, width, 3], not "
+            f"{frames_FHWC.dtype} {list(frames_FHWC.shape)}"
         )
-    indices = _chosen(Footage(len(array), None), choose, "a video as an array")
-    return SampledFrames(array[list(indices)], indices, Footage(len(array), None))
+    footage = Footage(len(frames_FHWC), None)
+    indices = _chosen(footage, choose, "a video as an array")
+    return SampledFrames(frames_FHWC[list(indices)], indices, footage)
 
 
 def probe(path: Path) -> Footage:
@@ -135,9 +142,12 @@ def digest(path: Path) -> str:
 
 def media_file(part: Mapping[str, Any]) -> Path:
     """The file of an image or a video. The copy of a URL is fetched again if it is not what was imported."""
-    path, imported = part["path"], part.get("digest")
-    stale = is_url(path) and (imported is None or digest(at_hand(path)) != imported)
-    return at_hand(path, again=stale)
+    path = part["path"]
+    if not is_url(path):
+        return at_hand(path)
+    digest_then = part.get("digest")
+    is_stale = digest_then is None or digest(at_hand(path)) != digest_then
+    return at_hand(path, again=is_stale)
 
 
 def check_unchanged(part: Mapping[str, Any]) -> None:
@@ -163,52 +173,50 @@ def _path(path: Path, choose: Choose) -> SampledFrames:
     return _film(path, choose)
 
 
-def _chosen(footage: Footage, choose: Choose, what: str) -> tuple[int, ...]:
+def _chosen(footage: Footage, choose: Choose, name: str) -> tuple[int, ...]:
     if not footage.total:
-        raise MediaError(f"{what} has no frames")
+        raise MediaError(f"{name} has no frames")
     return tuple(int(index) for index in choose(footage))
 
 
-def _stacked(frames: Iterable[Array], most: int, what: str) -> Array:
+def _stacked(frames: Iterable[Array], most: int, name: str) -> Array:
     """The frames, at most so many, as one array, filled as they come: a list would take as much again."""
-    frames_FHWC, count = np.empty((0, 0, 0, 3), np.uint8), 0
-    for count, frame in enumerate(frames, 1):
+    frames_FHWC = np.empty((0, 0, 0, 3), np.uint8)
+    count = 0
+    for count, frame_HWC in enumerate(frames, 1):
         if count == 1:
-            frames_FHWC = np.empty((most, *frame.shape), np.uint8)
-        if frame.shape != frames_FHWC.shape[1:]:
-            (height, width), (h, w) = frames_FHWC.shape[1:3], frame.shape[:2]
+            frames_FHWC = np.empty((most, *frame_HWC.shape), np.uint8)
+        if frame_HWC.shape != frames_FHWC.shape[1:]:
+            first_height, first_width = frames_FHWC.shape[1:3]
+            height, width = frame_HWC.shape[:2]
             raise MediaError(
-                f"{what}: frame {count - 1} is {w}x{h}, the first {width}x{height}"
+                f"{name}: frame {count - 1} is {width}x{height}, the first {first_width}x{first_height}"
             )
-        frames_FHWC[count - 1] = frame
+        frames_FHWC[count - 1] = frame_HWC
     return frames_FHWC[:count]
 
 
-def _images(images: Sequence[Any], what: str, choose: Choose) -> SampledFrames:
+def _images(images: Sequence[Any], name: str, choose: Choose) -> SampledFrames:
     """Images as frames, without a frame rate."""
     footage = Footage(len(images), None)
-    indices = _chosen(footage, choose, what)
-    frames = (_image(images[index], what) for index in indices)
-    return SampledFrames(_stacked(frames, len(indices), what), indices, footage)
+    indices = _chosen(footage, choose, name)
+    frames = (_image(images[index], name) for index in indices)
+    return SampledFrames(_stacked(frames, len(indices), name), indices, footage)
 
 
-def _image(source: Any, what: str) -> Array:
+def _image(source: Any, video_name: str) -> Array:
+    is_file = isinstance(source, str | Path)
     try:
-        if isinstance(source, str | Path):
+        if is_file:
             with open_image(source) as image:
                 return _pixels(image)
         with decoding():
-            image = (
-                source
-                if isinstance(source, Image.Image)
-                else Image.fromarray(np.asarray(source))
-            )
+            is_image = isinstance(source, Image.Image)
+            image = source if is_image else Image.fromarray(np.asarray(source))
         return _pixels(image)
     except OSError as error:
-        name = (
-            source if isinstance(source, str | Path) else f"a {type(source).__name__}"
-        )
-        raise MediaError(f"{what}: {name} cannot be read: {error}") from None
+        name = source if is_file else f"a {type(source).__name__}"
+        raise MediaError(f"{video_name}: {name} cannot be read: {error}") from None
 
 
 def _pixels(image: Image.Image) -> Array:
@@ -217,6 +225,7 @@ def _pixels(image: Image.Image) -> Array:
 
 def _animation(image: Image.Image, path: Path, choose: Choose) -> SampledFrames:
     """An animated GIF, WebP or PNG; a still image is a video of one frame."""
+    name = f"video {path}"
     milliseconds = 0.0
     with decoding():
         total = int(getattr(image, "n_frames", 1))
@@ -225,7 +234,7 @@ def _animation(image: Image.Image, path: Path, choose: Choose) -> SampledFrames:
             image.load()  # a WebP has the duration only after this
             milliseconds += image.info.get("duration") or GIF_MILLISECONDS
     footage = Footage(total, 1000 * total / milliseconds if total > 1 else None)
-    indices = _chosen(footage, choose, f"video {path}")
+    indices = _chosen(footage, choose, name)
 
     def frames() -> Iterator[Array]:
         for index in indices:
@@ -233,9 +242,7 @@ def _animation(image: Image.Image, path: Path, choose: Choose) -> SampledFrames:
                 image.seek(index)
             yield _pixels(image)
 
-    return SampledFrames(
-        _stacked(frames(), len(indices), f"video {path}"), indices, footage
-    )
+    return SampledFrames(_stacked(frames(), len(indices), name), indices, footage)
 
 
 def _film(path: Path, choose: Choose) -> SampledFrames:
@@ -246,88 +253,102 @@ def _film(path: Path, choose: Choose) -> SampledFrames:
         raise NoDecoderError(
             f"reading the video {path} needs PyAV: pip install 'vlmdistill[video]'"
         ) from None
+    name = f"video {path}"
     try:
-        stream, footage = _count(av, path)
-        indices = _chosen(footage, choose, f"video {path}")
-        frames_FHWC, seen = _decode(av, path, stream, indices)
-        if len(frames_FHWC) < len(
-            set(indices)
-        ):  # the header promised more frames than can be decoded
-            footage = Footage(seen, footage.fps)
-            indices = _chosen(footage, choose, f"video {path}")
-            frames_FHWC, seen = _decode(av, path, stream, indices)
+        stream, footage = _film_stream(av, path)
+        indices = _chosen(footage, choose, name)
+        frames_FHWC, decoded = _decode(av, path, stream, indices)
+        if len(frames_FHWC) < len(set(indices)):
+            # The header promised more frames than can be decoded.
+            footage = Footage(decoded, footage.fps)
+            indices = _chosen(footage, choose, name)
+            frames_FHWC, decoded = _decode(av, path, stream, indices)
     except OSError as error:
-        raise MediaError(f"video {path} cannot be read: {error}") from None
-    if (distinct := sorted(set(indices))) != list(indices):
+        raise MediaError(f"{name} cannot be read: {error}") from None
+    distinct = sorted(set(indices))
+    if distinct != list(indices):
         frames_FHWC = frames_FHWC[np.searchsorted(distinct, indices)]
     return SampledFrames(frames_FHWC, indices, footage)
 
 
-def _count(av: Any, path: Path) -> tuple[int, Footage]:
-    """The index of the stream that is the film, and the number of its frames.
+@dataclass(frozen=True)
+class _Packet:
+    """When a frame is shown and for how long, and when it is decoded, in ticks of its stream."""
+
+    shown_at: int | None
+    duration: int
+    decoded_at: int | None
+
+
+def _film_stream(av: Any, path: Path) -> tuple[int, Footage]:
+    """The index of the stream that is the film, and its frames.
 
     They are counted by the packets, since headers may be wrong or missing.
     """
     with decoding(), av.open(str(regular(path))) as container:
         if not container.streams.video:
             raise OSError("it holds no video stream")
-        streams = [
-            stream for stream in container.streams.video if not _is_picture(av, stream)
-        ]
+        all_streams = container.streams.video
+        streams = [stream for stream in all_streams if not _is_picture(av, stream)]
         if not streams:
             raise OSError("it holds no video stream, only a picture such as cover art")
-        packets: dict[int, list[tuple[int | None, ...]]] = {
-            stream.index: [] for stream in streams
-        }
+        packets: dict[int, list[_Packet]] = {stream.index: [] for stream in streams}
         for packet in container.demux(streams):
             if packet.size:
-                packets[packet.stream.index].append(
-                    (packet.pts, packet.duration, packet.dts)
-                )
-        # The first stream may be a preview; the best one by FFmpeg's rules may be one, too.
-        best = container.streams.best("video")
-        order = sorted(
-            streams, key=lambda stream: best is None or stream.index != best.index
-        )
-        film = next(
-            (stream for stream in order if len(packets[stream.index]) > 1), order[0]
-        )
+                times = _Packet(packet.pts, packet.duration or 0, packet.dts)
+                packets[packet.stream.index].append(times)
+        film = _longer_than_a_preview(container, streams, packets)
         header = film.average_rate or film.guessed_rate
-        index, tick = (
-            film.index,
-            film.time_base,
-        )  # the stream is freed with the container
-    its = packets[index]
-    return index, Footage(len(its), _rate(its, tick, float(header) if header else None))
+        # Copied, since the stream is freed with the container.
+        index, tick = film.index, film.time_base
+    film_packets = packets[index]
+    rate = _rate(film_packets, tick, float(header) if header else None)
+    return index, Footage(len(film_packets), rate)
+
+
+def _longer_than_a_preview(
+    container: Any, streams: Sequence[Any], packets: Mapping[int, Sequence[_Packet]]
+) -> Any:
+    """The best stream by FFmpeg's rules, unless it is a preview of one frame; else the first other one."""
+    best = container.streams.best("video")
+    best_first = sorted(
+        streams, key=lambda stream: best is None or stream.index != best.index
+    )
+    films = (stream for stream in best_first if len(packets[stream.index]) > 1)
+    return next(films, best_first[0])
 
 
 def _is_picture(av: Any, stream: Any) -> bool:
     """Whether a video stream is cover art or thumbnails, by what its container says."""
     kinds = av.stream.Disposition
-    return bool(
-        stream.disposition
-        & (kinds.attached_pic | kinds.timed_thumbnails | kinds.still_image)
-    )
+    pictures = kinds.attached_pic | kinds.timed_thumbnails | kinds.still_image
+    return bool(stream.disposition & pictures)
 
 
-def _rate(
-    packets: Sequence[tuple[int | None, ...]], tick: Any, header: float | None
-) -> float | None:
+def _rate(packets: Sequence[_Packet], tick: Any, header: float | None) -> float | None:
     """Average frames per second: the header's rate, unless the times of the packets contradict it.
 
-    A Matroska header has one rate even if the rate varies. A packet is pts, duration and dts, in ticks.
+    A Matroska header has one rate even if the rate varies.
     """
-    times = [(pts, duration or 0) for pts, duration, _ in packets if pts is not None]
-    order = [dts for _, _, dts in packets if dts is not None]
-    if len(times) < max(2, len(packets)) or order != sorted(
-        order
-    ):  # no times, or times that restart
-        return header
-    first, (last, shown) = min(times)[0], max(times)
-    shown = shown or (last - first) // (len(times) - 1)
-    seconds = float((last + shown - first) * tick)
+    times = [
+        (packet.shown_at, packet.duration)
+        for packet in packets
+        if packet.shown_at is not None
+    ]
+    decoding_order = [
+        packet.decoded_at for packet in packets if packet.decoded_at is not None
+    ]
+    has_all_times = len(times) >= max(2, len(packets))
+    if not has_all_times or decoding_order != sorted(decoding_order):
+        return header  # no times, or times that restart
+    first = min(times)[0]
+    last, duration = max(times)
+    duration = duration or (last - first) // (len(times) - 1)
+    seconds = float((last + duration - first) * tick)
     rounding = max(2 * float(tick), 0.01 * seconds)
-    if seconds <= 0 or (header and abs(len(packets) / header - seconds) <= rounding):
+    if seconds <= 0:
+        return header
+    if header and abs(len(packets) / header - seconds) <= rounding:
         return header
     return len(packets) / seconds
 
@@ -340,13 +361,14 @@ def _matrix(av: Any, frame: Any) -> tuple[int, ...]:
 
 def _turned(frame_HWC: Array, matrix: Sequence[int]) -> Array:
     """A frame upright, and mirrored where its matrix says so."""
-    right, down = (
-        matrix[:2],
-        matrix[3:5],
-    )  # where steps to the right and down lead on the display
-    if right[0] * down[1] < right[1] * down[0]:
-        frame_HWC, right = frame_HWC[:, ::-1], (-right[0], -right[1])
-    clockwise = math.degrees(math.atan2(right[1], right[0]))
+    # Where steps to the right and down lead on the display.
+    right_x, right_y = matrix[:2]
+    down_x, down_y = matrix[3:5]
+    is_mirrored = right_x * down_y < right_y * down_x
+    if is_mirrored:
+        frame_HWC = frame_HWC[:, ::-1]
+        right_x, right_y = -right_x, -right_y
+    clockwise = math.degrees(math.atan2(right_y, right_x))
     return np.rot90(frame_HWC, -round(clockwise / 90))
 
 
@@ -354,18 +376,21 @@ def _decode(
     av: Any, path: Path, index: int, indices: Sequence[int]
 ) -> tuple[Array, int]:
     """The frames of a stream at these indices, each once, in order and upright, and how many were decoded."""
-    wanted, seen = set(indices), 0
+    wanted = set(indices)
+    last = max(wanted, default=0)
+    decoded = 0
 
     def frames() -> Iterator[Array]:
-        nonlocal seen
+        nonlocal decoded
         with decoding(), av.open(str(regular(path))) as container:
             stream = container.streams[index]
             stream.thread_type = "AUTO"
             for frame in container.decode(stream):
-                seen += 1
-                if seen - 1 in wanted:
-                    yield _turned(frame.to_ndarray(format="rgb24"), _matrix(av, frame))
-                if seen > max(wanted, default=0):
+                decoded += 1
+                if decoded - 1 in wanted:
+                    frame_HWC = frame.to_ndarray(format="rgb24")
+                    yield _turned(frame_HWC, _matrix(av, frame))
+                if decoded > last:
                     break
 
-    return _stacked(frames(), len(wanted), f"video {path}"), seen
+    return _stacked(frames(), len(wanted), f"video {path}"), decoded

@@ -51,9 +51,10 @@ def of_the_web(name: object) -> MediaError:
 def kind_of(name: str) -> str:
     """Whether a file is an image or a video, by its ending; empty for all others."""
     ending = Path(name).suffix[1:].lower()
-    return next(
-        (kind for kind, endings in KINDS.items() if ending in endings.split()), ""
-    )
+    for kind, endings in KINDS.items():
+        if ending in endings.split():
+            return kind
+    return ""
 
 
 def name_of(content: bytes) -> str:
@@ -169,11 +170,9 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    # `convert` would clip brighter pixels at 255.
-    if image.mode.startswith("I;16") or (image.mode, image.format) == (
-        "I",
-        "PPM",
-    ):  # scaled to 16 by Pillow
+    # `convert` would clip brighter pixels at 255. Pillow scales a PPM to 16 bits.
+    is_ppm = image.mode == "I" and image.format == "PPM"
+    if is_ppm or image.mode.startswith("I;16"):
         grey_HW = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):

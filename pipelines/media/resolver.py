@@ -48,56 +48,56 @@ class MediaResolver:
         self.images = images
         self.keep = keep
         self._checked: dict[tuple[str, Path], str | BadRowError] = {}
-        self._named = set[
-            Path
-        ]()  # copies of URLs that rows name, which are fetched anew
+        self._named: set[Path] = set()
+        """Copies of URLs that rows name, which are fetched anew."""
 
     def check_all(self, wanted: Iterable[tuple[dict[str, Any], Path]]) -> None:
         """Check the files of many parts in parallel, ahead of `resolve`."""
-        found = [
-            (part["type"], self._find(part["type"], part["media"], folder))
-            for part, folder in wanted
-        ]
-        paths = {(kind, path) for kind, path in found if isinstance(path, Path)}
-        fresh = sorted(paths - self._checked.keys())
+        files = set()
+        for part, folder in wanted:
+            found = self._find(part["type"], part["media"], folder)
+            if isinstance(found, Path):
+                files.add((part["type"], found))
+        fresh = sorted(files - self._checked.keys())
         with ThreadPoolExecutor(THREADS) as pool:
-            self._checked.update(
-                zip(fresh, pool.map(lambda one: self._digest(*one), fresh), strict=True)
-            )
+            digests = pool.map(lambda file: self._digest(*file), fresh)
+            self._checked.update(zip(fresh, digests, strict=True))
 
     def resolve(self, part: dict[str, Any], folder: Path) -> str:
         """Set the `path` and `digest` of a part and return the digest; BadRowError if it cannot be used."""
-        kind, found = part["type"], self._find(part["type"], part["media"], folder)
-        if isinstance(found, BadRowError):
-            raise found
-        if isinstance(found, bytes):
-            found = self._store(found)
-        if (kind, found) not in self._checked:
-            self._checked[kind, found] = self._digest(kind, found)
-        digest = self._checked[kind, found]
+        kind = part["type"]
+        path = self._find(kind, part["media"], folder)
+        if isinstance(path, BadRowError):
+            raise path
+        if isinstance(path, bytes):
+            path = self._store(path)
+        if (kind, path) not in self._checked:
+            self._checked[kind, path] = self._digest(kind, path)
+        digest = self._checked[kind, path]
         if isinstance(digest, BadRowError):
             raise digest
-        part["path"], part["digest"] = address(found), digest
+        part["path"] = address(path)
+        part["digest"] = digest
         return digest
 
     def _digest(self, kind: str, path: Path) -> str | BadRowError:
         """The hash of a file, after decoding an image fully or the first frame of a video; or the problem."""
         try:
             path = at_hand(address(path), again=path in self._named)
-            if kind == "video":
-                if frames.probe(path).total < 2 and kind_of(path.name) == "image":
-                    return BadRowError(
-                        "an image as a video",
-                        f"{path} is a still picture: name it an image",
-                    )
-            else:
+            if kind == "image":
                 _decode(path)
+            elif frames.probe(path).total < 2 and kind_of(path.name) == "image":
+                return BadRowError(
+                    "an image as a video",
+                    f"{path} is a still picture: name it an image",
+                )
             return frames.digest(path)
         except frames.NoDecoderError:  # not a problem of one row
             raise
-        except (DataError, OSError) as error:
-            where = "" if isinstance(error, DataError) else f"{path}: "
-            return BadRowError(f"unreadable {kind}", f"{where}{error}")
+        except DataError as error:
+            return BadRowError(f"unreadable {kind}", str(error))
+        except OSError as error:
+            return BadRowError(f"unreadable {kind}", f"{path}: {error}")
 
     def _find(
         self, kind: str, media: Media, folder: Path
@@ -106,45 +106,40 @@ class MediaResolver:
         if isinstance(media, bytes):
             return media
         if is_url(media):
-            try:
-                self._named.add(copy := copy_of(media))
-            except DataError as error:
-                return BadRowError(f"missing {kind}", str(error))
-            return copy
+            return self._copy_of(kind, media)
         if "://" in media:
             return BadRowError(
                 f"{kind} is a URL", f"{media[:200]}: download it and give its path"
             )
-        paths = [one / media for one in (self.images, folder) if one]
+        folders = [self.images, folder] if self.images else [folder]
+        paths = [searched / media for searched in folders]
         try:
             for path in paths:
-                if lone_surrogate(str(path)):
-                    return BadRowError("name not UTF-8", f"{kind} {path}")
-                if path.is_file() or (kind == "video" and path.is_dir()):
-                    if lone_surrogate(str(found := path.resolve())):
-                        return BadRowError(
-                            "name not UTF-8", f"{kind} {path}: it leads to {found}"
-                        )
+                found = _usable(kind, path)
+                if found is not None:
                     return found
         except OSError as error:  # for example a name that is too long
-            hint = (
-                "write base64 as a data URL"
-                if error.errno == errno.ENAMETOOLONG
-                else "give a path"
-            )
+            is_long = error.errno == errno.ENAMETOOLONG
+            hint = "write base64 as a data URL" if is_long else "give a path"
             return BadRowError(
                 f"missing {kind}", f"{media[:80]}: {error.strerror}: {hint}"
             )
-        similar = next(
-            (other for path in paths if (other := _other_spelling(path))), None
-        )
+        similar = next(filter(None, map(_other_spelling, paths)), None)
         if similar:
             return BadRowError(
                 f"{kind} of another spelling", f"{media}: there is {similar}"
             )
-        return BadRowError(
-            f"missing {kind}", " and ".join(map(str, dict.fromkeys(paths)))
-        )
+        searched_paths = " and ".join(dict.fromkeys(map(str, paths)))
+        return BadRowError(f"missing {kind}", searched_paths)
+
+    def _copy_of(self, kind: str, url: str) -> Path | BadRowError:
+        """Where the copy of a URL is, or will be."""
+        try:
+            copy = copy_of(url)
+        except DataError as error:
+            return BadRowError(f"missing {kind}", str(error))
+        self._named.add(copy)
+        return copy
 
     def _store(self, data: bytes) -> Path:
         """Write bytes into a file named by their hash, unless it exists."""
@@ -156,20 +151,33 @@ class MediaResolver:
         return path
 
 
+def _usable(kind: str, path: Path) -> Path | BadRowError | None:
+    """The file, or the folder of frames, that a path leads to; None if there is none."""
+    if lone_surrogate(str(path)):
+        return BadRowError("name not UTF-8", f"{kind} {path}")
+    if not path.is_file() and not (kind == "video" and path.is_dir()):
+        return None
+    resolved = path.resolve()
+    if lone_surrogate(str(resolved)):
+        return BadRowError("name not UTF-8", f"{kind} {path}: it leads to {resolved}")
+    return resolved
+
+
 def _other_spelling(path: Path) -> Path | None:
     """The file that a name means on another system or in a URL; None if there is none.
 
     It has backslashes, percent signs, other letters of a case, or another Unicode form of the same letters.
     """
-    names = unquote(str(path)).replace("\\", "/").replace("\0", "").split("/")
-    found = Path(names[0] or "/")
-    for name in names[1:]:
-        if not (found / name).exists():
-            name = _names_in(found).get(_folded(name), "")
+    plain = unquote(str(path)).replace("\\", "/").replace("\0", "")
+    root, *names = plain.split("/")
+    similar = Path(root or "/")
+    for name in names:
+        if not (similar / name).exists():
+            name = _names_in(similar).get(_folded(name), "")
         if not name:
             return None
-        found = found / name
-    return found if found.is_file() else None
+        similar = similar / name
+    return similar if similar.is_file() else None
 
 
 @lru_cache(64)
@@ -204,6 +212,8 @@ def _decode(path: Path) -> None:
                 f"it has {count} pages or frames, of which targets see the first: name it a video, or save "
                 "each as an image"
             )
-        with decoding():  # a JPEG is read fully, but decoded at an eighth of its size
-            image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
+        # A JPEG is read fully, but decoded at an eighth of its size.
+        small = (max(1, image.width // 8), max(1, image.height // 8))
+        with decoding():
+            image.draft("RGB", small)
         upright(image)

@@ -13,16 +13,8 @@ from vlmdistill.stores.backends.local import atomic_folder, atomic_write
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError, one_line
 
-PROTOCOLS = (
-    "s3",
-    "s3a",
-    "gs",
-    "gcs",
-    "az",
-    "abfs",
-    "abfss",
-    "memory",
-)  # object stores, not the web
+PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+"""Of object stores, not of the web."""
 VARIABLE = "VLMDISTILL_CACHE"
 
 
@@ -34,7 +26,8 @@ def cache() -> Path:
 
 def is_url(name: str | Path) -> bool:
     """Whether this names an object of an object store."""
-    return str(name).partition("://")[0] in PROTOCOLS and "://" in str(name)
+    protocol, separator, _ = str(name).partition("://")
+    return bool(separator) and protocol in PROTOCOLS
 
 
 def copy_of(url: str) -> Path:
@@ -51,17 +44,17 @@ def copy_of(url: str) -> Path:
 def address(path: str | Path) -> str:
     """The URL of a copy; the absolute path of any other file, without symbolic links."""
     full = os.path.realpath(path)
-    protocol, _, rest = full.removeprefix(f"{cache()}/").partition("/")
-    return (
-        f"{protocol}://{rest}"
-        if full.startswith(f"{cache()}/") and protocol in PROTOCOLS
-        else full
-    )
+    copies = f"{cache()}/"
+    if not full.startswith(copies):
+        return full
+    protocol, _, rest = full.removeprefix(copies).partition("/")
+    return f"{protocol}://{rest}" if protocol in PROTOCOLS else full
 
 
 def shown(path: Path) -> str:
     """The URL of a copy; else the path as it is."""
-    return address(path) if is_url(address(path)) else str(path)
+    name = address(path)
+    return name if is_url(name) else str(path)
 
 
 def at_hand(name: str | Path, again: bool = False) -> Path:
@@ -73,38 +66,39 @@ def at_hand(name: str | Path, again: bool = False) -> Path:
         if "://" in str(name):
             raise of_the_web(name)
         return Path(name)
-    url, path = str(name), copy_of(str(name))
-    if path.exists() and not again:
-        return path
-    fetch(url, path)
+    url = str(name)
+    path = copy_of(url)
+    if again or not path.exists():
+        fetch(url, path)
     return path
 
 
 def fetch(url: str, path: Path) -> None:
     """Copy a file, or a folder of images, from a URL to a path; MediaError if it cannot be read."""
+    folder, _, leaf = url.rpartition("/")
     try:
-        there = open_backend(url.rpartition("/")[0])
-        leaf = url.rpartition("/")[2]
-        if (size := there.size(leaf)) is not None:
-            _fetch(there, leaf, size, path)
-        elif frames := there.list_files(leaf):
-            _fetch_all(there, url, frames, path)
-        else:
+        backend = open_backend(folder)
+        size = backend.size(leaf)
+        if size is not None:
+            _fetch(backend, leaf, size, path)
+            return
+        frames = backend.list_files(leaf)
+        if not frames:
             raise MediaError(f"{url} does not exist")
+        _fetch_all(backend, url, frames, path)
     except (OSError, StoreError) as error:
         raise MediaError(f"{url} cannot be read: {one_line(error)}") from None
 
 
-def _fetch_all(there: Backend, url: str, sizes: dict[str, int], folder: Path) -> None:
-    with (
-        contextlib.suppress(FileExistsError),
-        atomic_folder(folder) as aside,
-    ):  # another process was faster
+def _fetch_all(backend: Backend, url: str, sizes: dict[str, int], folder: Path) -> None:
+    leaf = url.rpartition("/")[2]
+    # If another process is faster, its folder stays.
+    with contextlib.suppress(FileExistsError), atomic_folder(folder) as aside:
         for name, size in sizes.items():
             inside = copy_of(f"{url}/{name}").relative_to(copy_of(url))
-            _fetch(there, f"{url.rpartition('/')[2]}/{name}", size, aside / inside)
+            _fetch(backend, f"{leaf}/{name}", size, aside / inside)
 
 
-def _fetch(there: Backend, name: str, size: int, path: Path) -> None:
+def _fetch(backend: Backend, name: str, size: int, path: Path) -> None:
     with atomic_write(path) as new:
-        there.copy(name, size, new)
+        backend.copy(name, size, new)

@@ -1,1 +1,1 @@
-"""What a stage will cost, what the machine has, and what a workspace still needs."""
+"""The cost of a stage, the resources of the machine, and the next steps of a workspace."""

@@ -91,7 +91,7 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureForecast:
-    """What `responses` and `features` would do for some prompts.
+    """The work of `responses` and `features` for some prompts.
 
     Tokens of responses that are missing are estimated by the mean of those that exist, dropped ones included;
     None where none exists.
@@ -140,7 +140,7 @@ class _PlannedResponses:
 
     @classmethod
     def of(cls, job: CaptureJob) -> "_PlannedResponses":
-        """Those of a job."""
+        """The responses of a job."""
         facts = job.generated()
         sampling = job.sampling or dataset.read_settings(job.responses)[0]
         missing = len(job.prompts) - len(facts)
@@ -185,7 +185,7 @@ class _PlannedResponses:
 
 @dataclass(frozen=True)
 class _PlannedCapture:
-    """What a store, or an annex of it, would get; tokens None if no response exists to estimate them by."""
+    """The samples that a store, or an annex of it, would get; tokens None if no response exists."""
 
     features: frozenset[Feature]
     samples: int
@@ -275,7 +275,7 @@ def _captured_features(captures: Sequence[_PlannedCapture]) -> list[str]:
 
 
 def _capture_bytes(captures: Sequence[_PlannedCapture], hidden_size: int) -> int | None:
-    """What the store and its annexes grow by; None if no response exists to estimate it by."""
+    """The growth of the store and its annexes; None if no response exists to estimate it by."""
     if any(capture.tokens is None for capture in captures):
         return None
     return sum(capture.bytes(hidden_size) for capture in captures)
@@ -328,7 +328,7 @@ def _described(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainForecast:
-    """What a training would do."""
+    """The work of a training."""
 
     samples: int  # with images or videos, and without
     text_samples: int
@@ -366,7 +366,7 @@ PLANNED_TOKENS = 2048  # of a prompt with its response, in `fits`
 
 
 def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
-    """What each stage needs of one process in bfloat16, beside what so many GPUs of that size have.
+    """The memory of a process of each stage in bfloat16, beside that of so many GPUs of a size.
 
     Stages run with their defaults, responses with `PLANNED_TOKENS` for each prompt; a training of each method
     is one rank per GPU, before ZeRO.
@@ -455,7 +455,7 @@ def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainFor
 
 @dataclass(frozen=True, kw_only=True)
 class EvalForecast:
-    """What an evaluation would do."""
+    """The work of an evaluation."""
 
     prompts: int
     decodings: int
@@ -544,7 +544,7 @@ def _decoding_seconds(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTraining:
-    """What is known of a training before there is a store."""
+    """The work of a training, as far as it is known before the store exists."""
 
     steps: int | None  # None: the recipe counts epochs
     parameters: int
@@ -576,7 +576,7 @@ class PlannedTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class RunForecast:
-    """What the whole flow would do."""
+    """The work of the whole flow."""
 
     capture: CaptureForecast
     training: dict[str, PlannedTraining]

@@ -136,7 +136,7 @@ def of_training(
 
 @dataclass(frozen=True)
 class _Machine:
-    """What computes here."""
+    """The device that computes here, and its free memory."""
 
     dtype: str  # never `auto`
     width: int  # bytes of a number

@@ -1,9 +1,9 @@
-"""What a workspace holds, what is missing or stale in it, and the command that comes next."""
+"""The contents of a workspace, its gaps and stale parts, and the command that comes next."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 import polars as pl
@@ -20,10 +20,13 @@ from vlmdistill.stores.errors import TargetError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance
 from vlmdistill.stores.store import Store
 
-FIRST = "wren"  # the drafter that is suggested where none is trained
-SHARE = (
-    0.8  # of the samples of a store; a drafter that was trained on fewer missed some
-)
+FIRST: Final = "wren"  # the drafter that is suggested where none is trained
+SHARE: Final = 0.8
+"""Of the samples of a store; a drafter that was trained on fewer missed some."""
+
+DrafterState = Literal["trained", "unfinished", "damaged"]
+"""Unfinished: its training has saved no drafter yet. Damaged: its files cannot be read."""
+ReportState = Literal["none", "current", "stale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +35,21 @@ class DrafterStatus:
 
     name: str
     method: str
+    state: DrafterState
     steps: int  # that its weights have seen
-    samples: int  # that it was trained on, without those kept apart
-    measured: str  # when it was evaluated last, empty if never
+    samples: int  # that it was trained on, without held-out ones
+    measured: str  # the time of its last evaluation, empty if never
     tau: float | None  # at its lowest temperature, in the latest evaluation
     speedup: float | None  # None also if it is in doubt
-    remarks: tuple[str, ...]  # what is stale, or not finished
+    remarks: tuple[str, ...]  # for the user: what is stale, unfinished or in doubt
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkspaceStatus:
-    """What a workspace holds. Counts of prompts and responses are those of the split to train on."""
+    """The contents of a workspace. Counts of prompts and responses are those of the split to train on."""
 
     root: str
-    target: str  # where its weights are, or why they cannot be loaded
+    target: str  # the folder of its weights, or why they cannot be loaded
     prompts: int
     held_out: int
     responses: int  # of these prompts, dropped ones included
@@ -56,48 +60,48 @@ class WorkspaceStatus:
     drafters: tuple[DrafterStatus, ...]
     evaluations: int
     report: str  # the page; empty if there is none
-    stale: tuple[str, ...]
+    report_state: ReportState
+    stale: tuple[str, ...]  # for the user: what is out of date
     next: str  # the next command; empty if nothing is missing
 
 
 def status(workspace: Workspace) -> WorkspaceStatus:
     """Read the records of a workspace; neither the target nor a drafter is loaded."""
     splits = _splits(workspace.prompts)
-    train = set(splits.filter(pl.col("split") == "train")["key"])
-    responses = dataset.facts(workspace.responses).filter(pl.col("key").is_in(train))
-    kept = set(responses.filter("keep")["key"])
+    train_keys = set(splits.filter(pl.col("split") == "train")["key"])
+    all_responses = dataset.facts(workspace.responses)
+    responses = all_responses.filter(pl.col("key").is_in(train_keys))
+    kept_keys = set(responses.filter("keep")["key"])
     store = Store.find(workspace.features)
-    stored = store.keys() if store else set[str]()
-    measured = selection.last_of_each(workspace.reports)
-    drafters = tuple(
-        _drafter(workspace, name, store, measured.get(name, []))
-        for name in workspace.drafters()
-    )
-    files = records.files_in(workspace.reports)
+    stored_keys = store.keys() if store else set[str]()
+    features = tuple(feature.name for feature in store.features) if store else ()
+
     page = workspace.reports / "index.html"
-    stale = []
-    if store is not None and (gone := len(stored - train)):
-        stale.append(f"{gone} samples of the store are of no prompt to train on")
-    newest = max((file.stat().st_mtime for file in files), default=0.0)
-    if page.exists() and page.stat().st_mtime < newest:
-        stale.append("the report is older than the latest evaluation")
-    found = WorkspaceStatus(
+    evaluations = records.files_in(workspace.reports)
+    served = records.files_in(workspace.reports / "served")
+    report_state = _report_state(page, evaluations)
+
+    held_out = len(splits) - len(train_keys)
+    dropped = dict(dataset.counted(responses["reason"]))
+    uncaptured, unlisted = len(kept_keys - stored_keys), len(stored_keys - train_keys)
+    contents = WorkspaceStatus(
         root=workspace.parts.url if workspace.parts else str(workspace.root),
         target=_target(workspace.model),
-        prompts=len(train),
-        held_out=len(splits) - len(train),
+        prompts=len(train_keys),
+        held_out=held_out,
         responses=len(responses),
-        dropped=dict(dataset.counted(responses["reason"])),
-        samples=len(stored),
-        uncaptured=len(kept - stored),
-        features=tuple(feature.name for feature in store.features) if store else (),
-        drafters=drafters,
-        evaluations=len(files) + len(records.files_in(workspace.reports / "served")),
-        report=str(page) if page.exists() else "",
-        stale=tuple(stale),
+        dropped=dropped,
+        samples=len(stored_keys),
+        uncaptured=uncaptured,
+        features=features,
+        drafters=_drafters(workspace, store),
+        evaluations=len(evaluations) + len(served),
+        report="" if report_state == "none" else str(page),
+        report_state=report_state,
+        stale=_stale(unlisted, report_state),
         next="",
     )
-    return replace(found, next=_next(found, workspace.model))
+    return replace(contents, next=_next(contents, workspace.model))
 
 
 def _splits(file: Path) -> pl.DataFrame:
@@ -115,6 +119,32 @@ def _target(model: str) -> str:
     return location.lacking or str(location.folder)
 
 
+def _report_state(page: Path, evaluations: Sequence[Path]) -> ReportState:
+    """Whether the page is older than an evaluation."""
+    if not page.exists():
+        return "none"
+    newest = max((file.stat().st_mtime for file in evaluations), default=0.0)
+    return "stale" if page.stat().st_mtime < newest else "current"
+
+
+def _stale(unlisted: int, report: ReportState) -> tuple[str, ...]:
+    """Texts for the user; `unlisted` samples of the store belong to no prompt to train on."""
+    texts = []
+    if unlisted:
+        texts.append(f"{unlisted} samples of the store are of no prompt to train on")
+    if report == "stale":
+        texts.append("the report is older than the latest evaluation")
+    return tuple(texts)
+
+
+def _drafters(workspace: Workspace, store: Store | None) -> tuple[DrafterStatus, ...]:
+    measured = selection.last_of_each(workspace.reports)
+    return tuple(
+        _drafter(workspace, name, store, measured.get(name, []))
+        for name in workspace.drafters()
+    )
+
+
 def _drafter(
     workspace: Workspace,
     name: str,
@@ -123,48 +153,36 @@ def _drafter(
 ) -> DrafterStatus:
     """`latest` are the results of its last evaluation."""
     folder = workspace.drafter(name)
-    result = min(latest, key=lambda one: one.temperature, default=None)
-    shown = result.facts if result else {}
-    method, training, remarks = name, dict[str, Any](), list[str]()
+    state: DrafterState = "trained"
+    method, training = name, dict[str, Any]()
+    remarks: list[str] = []
     try:
         description = describe(folder)
         method, training = description["drafter"], description["training"]
         if store and training:
-            origin = msgspec.convert(description["provenance"], Provenance)
-            if odd := origin.mismatch(
-                msgspec.structs.replace(store.provenance, features=origin.features)
-            ):
-                remarks.append(f"trained on another store ({odd})")
-        if (
-            store
-            and training
-            and not training.get("view")
-            and training["samples"] < SHARE * len(store)
-        ):
-            remarks.append(f"trained on {training['samples']} of {len(store)} samples")
-        if latest and latest[0].evaluation.training.signature != training.get(
-            "signature"
-        ):
-            remarks.append("measured before it was trained again")
-        elif latest and latest[0].evaluation.weights not in (
-            None,
-            weights_hash(folder),
-        ):
-            remarks.append("measured with other weights")
+            remarks += _other_samples(store, description)
+        if latest:
+            remarks += _other_weights(latest[0], training, folder)
     except (TrainingError, msgspec.ValidationError) as error:
-        begun = not (folder / "config.json").exists()
-        remarks.append(
-            f"not finished: `vlmdistill train {name}` continues"
-            if begun
-            else one_line(error)
-        )
-    if result and (why := _doubt(result)):
+        if (folder / "config.json").exists():
+            state = "damaged"
+            remarks.append(one_line(error))
+        else:
+            state = "unfinished"
+            remarks.append(f"not finished: `vlmdistill train {name}` continues")
+
+    coldest = min(latest, key=lambda result: result.temperature, default=None)
+    shown = coldest.facts if coldest else {}
+    doubt = _doubt(coldest) if coldest else ""
+    if doubt:
         shown["speedup"] = None
-        remarks.append(f"no speedup: {why}")
+        remarks.append(f"no speedup: {doubt}")
+    steps = training.get("saved_step", training.get("steps", 0))
     return DrafterStatus(
         name=name,
         method=method,
-        steps=training.get("saved_step", training.get("steps", 0)),
+        state=state,
+        steps=steps,
         samples=training.get("samples", 0),
         measured=shown.get("measured", ""),
         tau=shown.get("tau"),
@@ -173,8 +191,33 @@ def _drafter(
     )
 
 
+def _other_samples(store: Store, description: Mapping[str, Any]) -> Iterator[str]:
+    """Remarks if a drafter was trained on another store, or on few samples of this one."""
+    trained_on = msgspec.convert(description["provenance"], Provenance)
+    same_features = msgspec.structs.replace(
+        store.provenance, features=trained_on.features
+    )
+    mismatch = trained_on.mismatch(same_features)
+    if mismatch:
+        yield f"trained on another store ({mismatch})"
+    training = description["training"]
+    if not training.get("view") and training["samples"] < SHARE * len(store):
+        yield f"trained on {training['samples']} of {len(store)} samples"
+
+
+def _other_weights(
+    result: DrafterResult, training: Mapping[str, Any], folder: Path
+) -> Iterator[str]:
+    """A remark if the evaluation is of other weights than the drafter's present ones."""
+    evaluation = result.evaluation
+    if evaluation.training.signature != training.get("signature"):
+        yield "measured before it was trained again"
+    elif evaluation.weights not in (None, weights_hash(folder)):
+        yield "measured with other weights"
+
+
 def _doubt(result: DrafterResult) -> str:
-    """Why no verdict rests on the speedup of a result; empty if nothing speaks against it."""
+    """Why no verdict rests on a speedup; empty if nothing speaks against it."""
     if not result.evaluation.lossless:
         return "it is not lossless"
     if result.failures:
@@ -182,27 +225,28 @@ def _doubt(result: DrafterResult) -> str:
     return result.doubts[0] if result.doubts else ""
 
 
-def _next(found: WorkspaceStatus, model: str) -> str:
-    """The command for the first thing that is missing."""
-    of = "" if model == "demo" else f" --model {model}"
-    if not found.prompts and not found.held_out:
-        return f"vlmdistill prompts {'demo' if model in EMBEDDED else 'FILE...'}{of}"
-    if not found.prompts or not found.held_out:
-        return f"vlmdistill prompts --resplit 0.2{of}"
-    if found.responses < found.prompts or found.uncaptured:
-        return f"vlmdistill features{of}"
-    if not found.drafters:
-        return f"vlmdistill train {FIRST}{of}"
-    if begun := [
-        one.name
-        for one in found.drafters
-        if any("not finished" in line for line in one.remarks)
-    ]:
-        return f"vlmdistill train {begun[0]}{of}"
-    if unmeasured := [
-        one.name for one in found.drafters if one.steps and not one.measured
-    ]:
-        return f"vlmdistill eval {' '.join(unmeasured)}{of}"
-    if not found.report or any("report" in line for line in found.stale):
-        return f"vlmdistill report{of}"
+def _next(contents: WorkspaceStatus, model: str) -> str:
+    """The command for the first gap."""
+    options = "" if model == "demo" else f" --model {model}"
+    if not contents.prompts and not contents.held_out:
+        source = "demo" if model in EMBEDDED else "FILE..."
+        return f"vlmdistill prompts {source}{options}"
+    if not contents.prompts or not contents.held_out:
+        return f"vlmdistill prompts --resplit 0.2{options}"
+    if contents.responses < contents.prompts or contents.uncaptured:
+        return f"vlmdistill features{options}"
+    if not contents.drafters:
+        return f"vlmdistill train {FIRST}{options}"
+    for drafter in contents.drafters:
+        if drafter.state == "unfinished":
+            return f"vlmdistill train {drafter.name}{options}"
+    unmeasured = [
+        drafter.name
+        for drafter in contents.drafters
+        if drafter.steps and not drafter.measured
+    ]
+    if unmeasured:
+        return f"vlmdistill eval {' '.join(unmeasured)}{options}"
+    if contents.report_state != "current":
+        return f"vlmdistill report{options}"
     return ""

@@ -1,36 +1,42 @@
-"""What the page says first: which drafter to use, what it gains on each kind of prompts, and how sure."""
+"""The first thing on the page: the drafter to use, its speedup on each kind of prompts, how sure that is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.report.comparison import Group, Ranking, ranked
 from vlmdistill.pipelines.report.results import DrafterResult
 
-KINDS = {
+KINDS: Final = {
     "text": "text",
     "image": "images",
     "images": "several images",
     "video": "video",
 }
-MOST = 3  # drafters that are named
+MOST: Final = 3  # drafters that are named
+HEADLINES: Final = {
+    "slower": "Plain decoding is faster",
+    "equal": "No drafter is clearly faster",
+    "unknown": "Too few prompts to tell",
+}
+"""Headlines where no drafter is to be used, by how the fastest compares with plain decoding."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """The drafter to use at one temperature.
 
-    It yields to what speaks against it: without the CPU, without losslessness, with too few prompts or
-    below a speedup of 1 there is none, and beside a warning it is a guess.
+    There is none if responses are not lossless, other programs had the CPU, prompts are too few, or no
+    drafter is faster than plain decoding. With a warning, it is a guess.
     """
 
     ranking: Ranking
-    kinds: dict[
-        str, Ranking
-    ]  # the same on the prompts of each kind, if there are several
+    kinds: dict[str, Ranking]  # on the prompts of each kind, if there are several
     warned: bool
-    broken: bool  # responses differ, or counts contradict each other: no number can be relied on
+    broken: (
+        bool  # responses differ or counts contradict each other: no number is reliable
+    )
 
     @property
     def level(self) -> Literal["sure", "unsure", "none"]:
@@ -45,47 +51,31 @@ class Answer:
         if self.broken:
             return "No verdict: do not rely on these numbers"
         if not self.ranking.leaders:
-            doubted = any(one.doubts for one in self.ranking.results)
-            return (
-                "No verdict: the numbers are in doubt"
-                if doubted
-                else "No drafter to use"
-            )
+            is_doubted = any(result.doubts for result in self.ranking.results)
+            if is_doubted:
+                return "No verdict: the numbers are in doubt"
+            return "No drafter to use"
         if self.ranking.disturbed:
             return "No verdict: other programs had the CPU"
-        if self._used:
-            verb = "Perhaps" if self.warned else "Use"
-            slower = [kind for kind, one in self.kinds.items() if self._slower(one)]
-            but = f", but plain decoding for {' and '.join(slower)}" if slower else ""
-            return f"{verb} {self._used}{but}"
-        return {
-            "slower": "Plain decoding is faster",
-            "equal": "No drafter is clearly faster",
-            "unknown": "Too few prompts to tell",
-        }[self.ranking.against_plain]
+        if not self._used:
+            return HEADLINES[self.ranking.against_plain]
+        verb = "Perhaps" if self.warned else "Use"
+        slower = [kind for kind, ranking in self.kinds.items() if self._slower(ranking)]
+        exception = f", but plain decoding for {' and '.join(slower)}" if slower else ""
+        return f"{verb} {self._used}{exception}"
 
     @property
     def columns(self) -> dict[str, dict[str, DrafterResult]]:
         """The results to show, by the prompts they are on and by drafter; none without a verdict."""
         if self._unusable:
             return {}
-        named = [*self.ranking.leaders[:MOST]]
+        shown = [*self.ranking.leaders[:MOST]]
         if self.ranking.against_plain != "faster":
-            named += [
-                one
-                for ranking in self._helped.values()
-                for one in ranking.leaders[:MOST]
-            ]
-        names = list(dict.fromkeys(one.name for one in named))
-        everything = {"all prompts": self.ranking, **self.kinds}
-        found = {
-            kind: {one.name: one for one in at.results}
-            for kind, at in everything.items()
-        }
-        return {
-            kind: {name: at[name] for name in names if name in at}
-            for kind, at in found.items()
-        }
+            for ranking in self._helped.values():
+                shown += ranking.leaders[:MOST]
+        names = list(dict.fromkeys(result.name for result in shown))
+        rankings = {"all prompts": self.ranking, **self.kinds}
+        return {kind: _by_name(ranking, names) for kind, ranking in rankings.items()}
 
     @property
     def _unusable(self) -> bool:
@@ -93,61 +83,72 @@ class Answer:
 
     @property
     def _used(self) -> str:
-        """The drafters to use, and what for; empty if there is none."""
+        """The drafters to use, and for which kinds of prompts; empty if there are none."""
         if self._unusable:
             return ""
         if self.ranking.against_plain == "faster":
             return _named(self.ranking.leaders)
-        return ", ".join(
-            f"{_named(one.leaders)} for {kind}" for kind, one in self._helped.items()
-        )
+        drafters = []
+        for kind, ranking in self._helped.items():
+            drafters.append(f"{_named(ranking.leaders)} for {kind}")
+        return ", ".join(drafters)
 
     @property
     def _helped(self) -> dict[str, Ranking]:
         """The kinds of prompts on which a drafter is faster than plain decoding."""
         return {
-            kind: one
-            for kind, one in self.kinds.items()
-            if one.against_plain == "faster"
+            kind: ranking
+            for kind, ranking in self.kinds.items()
+            if ranking.against_plain == "faster"
         }
 
     def _slower(self, kind: Ranking) -> bool:
-        """Whether none of the drafters to use is fast enough on these prompts."""
-        leaders = {one.name for one in self.ranking.leaders}
-        used = [one for one in kind.results if one.name in leaders]
-        all_slower = all(one.against_plain(kind.speed) == "slower" for one in used)
-        return kind.against_plain != "faster" and all_slower
+        """Whether all drafters to use are slower than plain decoding on these prompts."""
+        if kind.against_plain == "faster":
+            return False
+        leaders = {result.name for result in self.ranking.leaders}
+        used = [result for result in kind.results if result.name in leaders]
+        return all(result.against_plain(kind.speed) == "slower" for result in used)
 
 
 def answers(group: Group) -> list[Answer]:
     """An answer for each temperature, the lowest first."""
-    parts = [
-        (KINDS.get(kind, kind), ranked(some))
-        for kind, some in group.by(LABELS["kind"]).items()
+    is_warned = bool(group.warnings)
+    is_broken = group.verdict.level == "broken"
+    by_kind = _rankings_by_kind(group)
+    return [
+        Answer(ranking, by_kind.get(ranking.temperature, {}), is_warned, is_broken)
+        for ranking in group.rankings
     ]
-    warned, broken = bool(group.warnings), group.verdict.level == "broken"
-    found = []
-    for ranking in group.rankings:
-        alike = [
-            (kind, at)
-            for kind, some in parts
-            for at in some
-            if at.temperature == ranking.temperature
-        ]
-        kinds = {kind: at for kind, at in alike if _compare(at.results)}
-        found.append(Answer(ranking, kinds if len(kinds) > 1 else {}, warned, broken))
-    return found
 
 
-def _compare(some: Sequence[DrafterResult]) -> bool:
-    """Whether all are on the same prompts: records may differ in what kind a prompt is of."""
-    return (
-        len({tuple(prompt.key for prompt in one.measurement.prompts) for one in some})
-        == 1
-    )
+def _rankings_by_kind(group: Group) -> dict[float, dict[str, Ranking]]:
+    """By temperature, the ranking on the prompts of each kind; of those with several kinds."""
+    by_temperature: dict[float, dict[str, Ranking]] = {}
+    for label, results in group.by(LABELS["kind"]).items():
+        kind = KINDS.get(label, label)
+        for ranking in ranked(results):
+            if _compare(ranking.results):
+                by_temperature.setdefault(ranking.temperature, {})[kind] = ranking
+    return {at: kinds for at, kinds in by_temperature.items() if len(kinds) > 1}
+
+
+def _compare(results: Sequence[DrafterResult]) -> bool:
+    """Whether all are on the same prompts: records may disagree on the kind of a prompt."""
+    prompt_sets = {
+        tuple(prompt.key for prompt in result.measurement.prompts) for result in results
+    }
+    return len(prompt_sets) == 1
+
+
+def _by_name(ranking: Ranking, names: Sequence[str]) -> dict[str, DrafterResult]:
+    """The results of these drafters, in this order."""
+    results = {result.name: result for result in ranking.results}
+    return {name: results[name] for name in names if name in results}
 
 
 def _named(leaders: Sequence[DrafterResult]) -> str:
-    names = [one.name for one in leaders]
-    more = [f"{len(names) - MOST} more"] if len(names) > MOST else []
-    return " or ".join([*names[:MOST], *more])
+    names = [leader.name for leader in leaders[:MOST]]
+    if len(leaders) > MOST:
+        names.append(f"{len(leaders) - MOST} more")
+    return " or ".join(names)

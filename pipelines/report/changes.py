@@ -5,47 +5,28 @@ has changed if the interval of its ratio excludes 1. Times are compared only on 
 threads, attention and compilation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, stages_run
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, advantage, figures
-from vlmdistill.pipelines.report.results import CONDITIONS, DrafterResult, of_drafters
+from vlmdistill.pipelines.report.results import (
+    UNKNOWN,
+    DrafterResult,
+    conditions,
+    of_drafters,
+)
 from vlmdistill.pipelines.report.selection import Kept, distinguished
 from vlmdistill.pipelines.targets.software import PACKAGES
 from vlmdistill.stores.errors import DataError
 
 COUNTED: Final[tuple[Rate, ...]] = ("tau", "accepted")
 TIMED: Final[tuple[Rate, ...]] = ("decode_speedup", "speedup")
-NEEDED: Final[dict[str, Callable[[Evaluation], Any]]] = {
-    "target": lambda one: one.target.fingerprint,
-    "prompts": lambda one: sorted(one.keys),
-    "max new tokens": lambda one: one.max_new_tokens,
-    "thinking": lambda one: one.thinking,
-}
-"""What must be equal to compare counts."""
-NEEDED_FOR_TIMES: Final[tuple[str, ...]] = (
-    "hardware",
-    "dtype",
-    "threads",
-    "attention",
-    "compiled",
-)
-FACTS: Final[dict[str, Callable[[Evaluation], str]]] = {
-    **{name: value for name, value in CONDITIONS.items() if name not in PACKAGES},
-    "seed": lambda one: str(one.seed),
-    "drafter": lambda one: one.drafter,
-    "tree": lambda one: one.tree,
-    "parameters": lambda one: str(one.parameters),
-    "training": lambda one: _training(one),
-    "weights": lambda one: one.weights or "not recorded",
-    "software": lambda one: "recorded" if one.software else "not recorded",
-}
-"""What is said if it differs, with what both recorded of their software."""
-RECORDED: Final = ("python", *PACKAGES, "commit")
+NEEDED_FOR_TIMES: Final = ("hardware", "dtype", "threads", "attention", "compiled")
+SOFTWARE: Final = ("python", *PACKAGES, "commit")
 
 
 @dataclass(frozen=True)
@@ -55,35 +36,27 @@ class Change:
     rate: Rate
     before: float
     after: float
-    ratio: (
-        Interval | None
-    )  # of after over before; None: too few prompts, or nothing was accepted before
+    ratio: Interval | None
+    """After over before; None: too few prompts, or nothing was accepted before."""
 
     @property
     def verdict(self) -> Literal["higher", "lower", "equal", "unknown"]:
         """Whether it has changed by more than noise."""
         if self.ratio is None:
             return "unknown"
-        return (
-            "higher"
-            if self.ratio.low > 1
-            else "lower"
-            if self.ratio.high < 1
-            else "equal"
-        )
+        if self.ratio.low > 1:
+            return "higher"
+        return "lower" if self.ratio.high < 1 else "equal"
 
     @property
     def sentence(self) -> str:
         """The change in words."""
-        within = (
-            f" (95%: {self.ratio.low:.3f} to {self.ratio.high:.3f} times)"
-            if self.ratio
-            else ""
-        )
         rate = self.rate.replace("_", " ")
-        return (
-            f"{rate} is {self.verdict}, {self.before:.2f} -> {self.after:.2f}{within}"
-        )
+        change = f"{rate} is {self.verdict}, {self.before:.2f} -> {self.after:.2f}"
+        if self.ratio is None:
+            return change
+        low, high = self.ratio.low, self.ratio.high
+        return f"{change} (95%: {low:.3f} to {high:.3f} times)"
 
 
 @dataclass(frozen=True)
@@ -98,7 +71,7 @@ class ChangedDrafter:
 
     def of(self, rate: Rate) -> Change | None:
         """The change of a rate."""
-        return next((one for one in self.rates if one.rate == rate), None)
+        return next((change for change in self.rates if change.rate == rate), None)
 
 
 @dataclass(frozen=True)
@@ -118,22 +91,22 @@ class Changes:
     both: list[str]  # names
     drafters: list[ChangedDrafter] = field(default_factory=list)
     differing: list[ChangedFact] = field(default_factory=list)
-    refused: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # drafters that do not compare: why
-    untimed: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # whose times do not compare: why
+    refused: dict[str, list[str]] = field(default_factory=dict)
+    """By drafter that does not compare: why not."""
+    untimed: dict[str, list[str]] = field(default_factory=dict)
+    """By drafter whose times do not compare: why not."""
     only_before: list[str] = field(default_factory=list)
     only_after: list[str] = field(default_factory=list)
 
     @property
     def changed(self) -> list[tuple[ChangedDrafter, Change]]:
         """The rates that changed by more than noise."""
-        pairs = [(one, rate) for one in self.drafters for rate in one.rates]
-        return [
-            (one, rate) for one, rate in pairs if rate.verdict in ("higher", "lower")
-        ]
+        changed = []
+        for drafter in self.drafters:
+            for change in drafter.rates:
+                if change.verdict in ("higher", "lower"):
+                    changed.append((drafter, change))
+        return changed
 
 
 def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
@@ -142,130 +115,187 @@ def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
     Of each kind, the latest counts (`selection.Kept`). DataError if there are none, or if a file is not an
     evaluation.
     """
-    sides = [*distinguished([_read(before, where), _read(after, where)])]
+    sides = distinguished([_read(before, where), _read(after, where)])
     if before.is_file() and after.is_file():
-        names = dict.fromkeys(one.name for side in sides for one in side)
-        sides = [
-            [
-                replace(
-                    one, evaluation=replace(one.evaluation, name=" -> ".join(names))
-                )
-                for one in side
-            ]
-            for side in sides
-        ]
-    olds, news = (_by_name(side) for side in sides)
-    found = Changes(
-        both=[name for name in olds if name in news],
-        only_before=[name for name in olds if name not in news],
-        only_after=[name for name in news if name not in olds],
-    )
-    facts: dict[tuple[str, str, str], dict[str, None]] = {}
-    for name in found.both:
-        at = [temperature for temperature in olds[name] if temperature in news[name]]
-        found.only_before += [
-            f"{name} at T={one:g}" for one in olds[name] if one not in at
-        ]
-        found.only_after += [
-            f"{name} at T={one:g}" for one in news[name] if one not in at
-        ]
-        for temperature in at:
-            _compare(found, facts, olds[name][temperature], news[name][temperature])
-    found.differing = [
-        ChangedFact(*fact, tuple(names)) for fact, names in facts.items()
-    ]
-    return found
+        sides = _under_one_name(sides)
+    before_side, after_side = sides
+    old_results, new_results = _by_name(before_side), _by_name(after_side)
+    both = [name for name in old_results if name in new_results]
+    only_before = [name for name in old_results if name not in new_results]
+    only_after = [name for name in new_results if name not in old_results]
+    changes = Changes(both, only_before=only_before, only_after=only_after)
+    facts = _DifferingFacts()
+    for name in both:
+        old, new = old_results[name], new_results[name]
+        changes.only_before += _temperatures(name, old.keys() - new.keys())
+        changes.only_after += _temperatures(name, new.keys() - old.keys())
+        for temperature in old:
+            if temperature in new:
+                _compare(changes, facts, old[temperature], new[temperature])
+    changes.differing = facts.listed
+    return changes
+
+
+def _under_one_name(
+    sides: Sequence[Sequence[DrafterResult]],
+) -> list[list[DrafterResult]]:
+    """The results of two files, renamed so that they compare."""
+    names = dict.fromkeys(result.name for side in sides for result in side)
+    name = " -> ".join(names)
+    return [[_renamed(result, name) for result in side] for side in sides]
+
+
+def _renamed(result: DrafterResult, name: str) -> DrafterResult:
+    return replace(result, evaluation=replace(result.evaluation, name=name))
+
+
+def _temperatures(name: str, temperatures: Iterable[float]) -> list[str]:
+    return [f"{name} at T={temperature:g}" for temperature in sorted(temperatures)]
+
+
+class _DifferingFacts:
+    """The facts that differ, and for which drafters, in the order in which they are found."""
+
+    def __init__(self) -> None:
+        self._drafters: dict[tuple[str, str, str], dict[str, None]] = {}
+
+    def add(self, fact: str, before: str, after: str, drafter: str) -> None:
+        """A fact of a drafter that differs."""
+        self._drafters.setdefault((fact, before, after), {})[drafter] = None
+
+    @property
+    def listed(self) -> list[ChangedFact]:
+        """All of them."""
+        changed = []
+        for (fact, before, after), drafters in self._drafters.items():
+            changed.append(ChangedFact(fact, before, after, tuple(drafters)))
+        return changed
 
 
 def _compare(
-    found: Changes,
-    facts: dict[tuple[str, str, str], dict[str, None]],
+    changes: Changes,
+    facts: _DifferingFacts,
     before: DrafterResult,
     after: DrafterResult,
 ) -> None:
     """Add how one drafter has changed at one temperature, and which facts differ."""
-    old, new, name = before.evaluation, after.evaluation, before.name
-    values = {fact: (value(old), value(new)) for fact, value in FACTS.items()}
-    if old.software and new.software:
-        was, now = asdict(old.software), asdict(new.software)
-        values |= {
-            fact: (was[fact] or "none", now[fact] or "none") for fact in RECORDED
-        }
-    differing = [fact for fact, (one, other) in values.items() if one != other]
-    for fact in differing:
-        facts.setdefault((fact, *values[fact]), {})[name] = None
-    sides = (("A", before), ("B", after))
-    refused = [
-        f"other {fact}" for fact, value in NEEDED.items() if value(old) != value(new)
-    ]
-    refused += [f"{side}: {text}" for side, one in sides for text in one.failures]
+    name = before.name
+    differing = _differing(before.evaluation, after.evaluation)
+    for fact, (old_value, new_value) in differing.items():
+        facts.add(fact, old_value, new_value, name)
+    refused = _reasons_not_to_compare(before.evaluation, after.evaluation)
+    refused += [f"A: {text}" for text in before.failures]
+    refused += [f"B: {text}" for text in after.failures]
     if refused:
-        found.refused[name] = refused
+        changes.refused[name] = refused
         return
     untimed = [f"other {fact}" for fact in NEEDED_FOR_TIMES if fact in differing]
-    untimed += [f"{side}: {text}" for side, one in sides for text in one.doubts]
+    untimed += [f"A: {text}" for text in before.doubts]
+    untimed += [f"B: {text}" for text in after.doubts]
     if untimed:
-        found.untimed[name] = untimed
+        changes.untimed[name] = untimed
     rates = COUNTED if untimed else (*COUNTED, *TIMED)
-    found.drafters.append(_changes(name, before, after, rates))
+    changes.drafters.append(_changed(name, before, after, rates))
 
 
-def _changes(
+def _differing(old: Evaluation, new: Evaluation) -> dict[str, tuple[str, str]]:
+    """The facts that differ, with both values; of software, if both recorded it."""
+    before, after = _facts(old), _facts(new)
+    if old.software and new.software:
+        old_software, new_software = asdict(old.software), asdict(new.software)
+        before |= {name: old_software[name] or "none" for name in SOFTWARE}
+        after |= {name: new_software[name] or "none" for name in SOFTWARE}
+    differing = {}
+    for fact, value in before.items():
+        if value != after[fact]:
+            differing[fact] = value, after[fact]
+    return differing
+
+
+def _facts(evaluation: Evaluation) -> dict[str, str]:
+    """The facts of an evaluation that are named if they differ, apart from its software."""
+    facts = conditions(evaluation)
+    for package in PACKAGES:
+        facts.pop(package, None)
+    facts["seed"] = str(evaluation.seed)
+    facts["drafter"] = evaluation.drafter
+    facts["tree"] = evaluation.tree
+    facts["parameters"] = str(evaluation.parameters)
+    facts["training"] = _training(evaluation)
+    facts["weights"] = evaluation.weights or UNKNOWN
+    facts["software"] = "recorded" if evaluation.software else UNKNOWN
+    return facts
+
+
+def _training(evaluation: Evaluation) -> str:
+    """How the drafter was trained, in words."""
+    training = evaluation.training
+    if not training.steps:
+        return "none"
+    facts = [f"{training.steps} steps on {training.samples} samples"]
+    if training.seed is not None:
+        facts.append(f"seed {training.seed}")
+    if training.signature is not None:
+        facts.append(f"settings and samples {training.signature}")
+    if training.view is not None:
+        facts.append(f"view {training.view}")
+    return ", ".join([*facts, *stages_run(training, evaluation.config)])
+
+
+def _reasons_not_to_compare(old: Evaluation, new: Evaluation) -> list[str]:
+    """The conditions of counts that differ."""
+    reasons = []
+    if old.target.fingerprint != new.target.fingerprint:
+        reasons.append("other target")
+    if sorted(old.keys) != sorted(new.keys):
+        reasons.append("other prompts")
+    if old.max_new_tokens != new.max_new_tokens:
+        reasons.append("other max new tokens")
+    if old.thinking != new.thinking:
+        reasons.append("other thinking")
+    return reasons
+
+
+def _changed(
     name: str, before: DrafterResult, after: DrafterResult, rates: Sequence[Rate]
 ) -> ChangedDrafter:
+    """How these rates have changed."""
     old, new = _by_key(before.measurement), _by_key(after.measurement)
-    was, now = figures(old), figures(new)
-    changes = [
-        Change(rate, getattr(was, rate), getattr(now, rate), advantage(new, old, rate))
-        for rate in rates
-    ]
-    warnings = [
-        f"{when}: {text}"
-        for when, of in (("A", was), ("B", now))
-        for text in of.warnings
-    ]
+    old_figures, new_figures = figures(old), figures(new)
+    changes = []
+    for rate in rates:
+        values = getattr(old_figures, rate), getattr(new_figures, rate)
+        changes.append(Change(rate, *values, advantage(new, old, rate)))
+    warnings = [f"A: {text}" for text in old_figures.warnings]
+    warnings += [f"B: {text}" for text in new_figures.warnings]
     return ChangedDrafter(
-        name, old.temperature, was.prompts, tuple(changes), tuple(warnings)
+        name, old.temperature, old_figures.prompts, tuple(changes), tuple(warnings)
     )
 
 
 def _by_key(measurement: Measurement) -> Measurement:
     """Its prompts in an order that does not depend on that of decoding."""
-    return replace(
-        measurement, prompts=tuple(sorted(measurement.prompts, key=lambda one: one.key))
-    )
+    prompts = sorted(measurement.prompts, key=lambda prompt: prompt.key)
+    return replace(measurement, prompts=tuple(prompts))
 
 
 def _read(where: Path, conditions: Sequence[str]) -> list[DrafterResult]:
     """The selected evaluations of a workspace, a folder of them or a file."""
+    needed = "give a workspace, its reports folder, or an evaluation's file"
     if not where.exists():
-        raise DataError(
-            f"{where} does not exist: give a workspace, its reports folder, or an evaluation's file"
-        )
+        raise DataError(f"{where} does not exist: {needed}")
     folder = where / "reports" if (where / "reports").is_dir() else where
     files = [where] if where.is_file() else records.files_in(folder)
     if not files:
-        raise DataError(
-            f"no evaluations in {folder}: give a workspace, its reports folder, or an evaluation's file"
-        )
-    return Kept(of_drafters(map(records.read, files))).where(conditions).latest.own
+        raise DataError(f"no evaluations in {folder}: {needed}")
+    results = of_drafters(map(records.read, files))
+    return Kept(results).where(conditions).latest.own
 
 
-def _by_name(
-    measured: Sequence[DrafterResult],
-) -> dict[str, dict[float, DrafterResult]]:
-    """By name and temperature."""
-    found: dict[str, dict[float, DrafterResult]] = {}
-    for one in sorted(measured, key=lambda one: (one.name, one.temperature)):
-        found.setdefault(one.name, {})[one.temperature] = one
-    return found
-
-
-def _training(one: Evaluation) -> str:
-    how = one.training
-    known = {"seed": how.seed, "settings and samples": how.signature, "view": how.view}
-    facts = [f"{name} {value}" for name, value in known.items() if value is not None]
-    if not how.steps:
-        return "none"
-    stages = stages_run(how, one.config)
-    return ", ".join([f"{how.steps} steps on {how.samples} samples", *facts, *stages])
+def _by_name(results: Sequence[DrafterResult]) -> dict[str, dict[float, DrafterResult]]:
+    """By name and temperature, in the order of both."""
+    ordered = sorted(results, key=lambda result: (result.name, result.temperature))
+    by_name: dict[str, dict[float, DrafterResult]] = {}
+    for result in ordered:
+        by_name.setdefault(result.name, {})[result.temperature] = result
+    return by_name

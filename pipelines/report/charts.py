@@ -2,28 +2,39 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal
+from typing import Final, Literal
 
-from vlmdistill.pipelines.bench.statistics import Rate
+from vlmdistill.pipelines.bench.statistics import Interval, Rate
 from vlmdistill.pipelines.report.comparison import Ranking
 from vlmdistill.pipelines.report.results import DrafterResult
 
-WIDTH, HEIGHT, SQUARE = (
-    400.0,
-    220.0,
-    300.0,
-)  # of a chart, and the height of one with equal axes
-LEFT, RIGHT, TOP, BELOW = 44.0, 386.0, 10.0, 40.0  # the margins of its plot area
-BAR = 40.0  # height of a bar with its label
+WIDTH: Final = 400.0  # of a chart
+HEIGHT: Final = 220.0
+SQUARE: Final = 300.0  # the height of a chart with equal axes
+# The edges of the plot area; BELOW is its distance from the bottom.
+LEFT: Final = 44.0
+RIGHT: Final = 386.0
+TOP: Final = 10.0
+BELOW: Final = 40.0
+BAR: Final = 40.0  # height of a bar with its label
+BAR_ENDS: Final = (2.0, WIDTH - 14)  # of the axis of bars
+MARGIN: Final = 1.05  # of an axis, beyond the largest value
+SHARES: Final = (0, 0.25, 0.5, 0.75, 1)
 
 CYCLE = ("draft", "verify", "accept", "other")
 PREFILL = ("vision", "prefill", "draft_prefill")
 
 Point = tuple[float, float]
+Curve = list[Point]
+Span = tuple[Point, Point]
+Scale = Callable[[float], float]
+Styles = Mapping[str, int]
+"""Of each drafter."""
+Drawn = Literal["marks", "line", "both"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +45,9 @@ class Series:
     style: int  # of color, marker and dashes
     values: list[float]
     points: list[Point]
-    spans: tuple[tuple[Point, Point], ...] = ()  # intervals, and other thin lines
+    spans: tuple[Span, ...] = ()  # intervals, and other thin lines
     note: str = ""  # its values in words
-    drawn: Literal["marks", "line", "both"] = "both"  # of lines
+    drawn: Drawn = "both"  # of lines
 
 
 @dataclass(frozen=True)
@@ -51,55 +62,51 @@ class Chart:
     height: float
     across: str = ""
     up: str = ""
-    line: tuple[Point, ...] = ()  # of a scatter: what its marks are judged by
-    legend: tuple[str, ...] = ()  # of a stack: what its parts are
-    key: str = ""  # what its marks are, for a chart without the page's text
-    parts: tuple[
-        tuple[str, float], ...
-    ] = ()  # of the axis across: their names, and where each begins
+    line: tuple[Point, ...] = ()  # of a scatter: the line that its marks are judged by
+    legend: tuple[str, ...] = ()  # of a stack: the names of its parts
+    key: str = ""  # the meaning of its marks, for a chart without the page's text
+    parts: tuple[tuple[str, float], ...] = ()
+    """Of the axis across: their names, and where each begins."""
 
     @property
     def named(self) -> list[Series]:
         """The series that its legend names: one for each style."""
-        found: dict[int, Series] = {}
-        for one in self.series:
-            found.setdefault(one.style, one)
-        return [*found.values()]
+        by_style: dict[int, Series] = {}
+        for series in self.series:
+            by_style.setdefault(series.style, series)
+        return [*by_style.values()]
 
     @property
     def label(self) -> str:
-        """The chart in words, for those who do not see it."""
-        form = "{:.0%}" if self.kind == "lines" and not self.up else "{:.2f}"
-        said = []
-        for one in self.series:
-            values = [form.format(value) for value in one.values]
-            said.append(
-                f"{one.name}: "
-                + (
-                    f"{values[0]} to {values[-1]}"
-                    if one.drawn == "line"
-                    else " ".join(values)
-                )
-            )
-        return f"{self.title}. {'. '.join(said)}."
+        """The chart in words, for readers who do not see it."""
+        shows_shares = self.kind == "lines" and not self.up
+        form = "{:.0%}" if shows_shares else "{:.2f}"
+        texts = []
+        for series in self.series:
+            values = [form.format(value) for value in series.values]
+            text = " ".join(values)
+            if series.drawn == "line":
+                text = f"{values[0]} to {values[-1]}"
+            texts.append(f"{series.name}: {text}")
+        return f"{self.title}. {'. '.join(texts)}."
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one line of a chart is to show."""
+    """The values of one line of a chart."""
 
     name: str
     style: int
     points: Sequence[Point]
-    drawn: Literal["marks", "line", "both"] = "both"
+    drawn: Drawn = "both"
 
 
-def acceptance(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
+def acceptance(ranking: Ranking, styles: Styles) -> Chart | None:
     """Acceptance per position; None if nothing was drafted."""
     lines = [
-        Line(one.name, styles[one.name], list(enumerate(one.figures.alpha, 1)))
-        for one in ranking.results
-        if one.figures.alpha
+        Line(result.name, styles[result.name], list(enumerate(result.figures.alpha, 1)))
+        for result in ranking.results
+        if result.figures.alpha
     ]
     title = f"Acceptance per position at temperature {ranking.temperature:g}"
     return curves(title, "position of the drafted token", lines) if lines else None
@@ -116,35 +123,29 @@ def learning(
     Marks are measurements on `held_out` samples, curves are of `batches`; `stages` begin at those steps.
     """
     lines = [
-        Line(f"token {at + 1}", at, points, "marks")
-        for at, points in enumerate(held_out)
+        Line(f"token {position + 1}", position, points, "marks")
+        for position, points in enumerate(held_out)
         if points
     ]
     lines += [
-        Line(f"token {at + 1} of batches", at, points, "line")
-        for at, points in enumerate(batches)
+        Line(f"token {position + 1} of batches", position, points, "line")
+        for position, points in enumerate(batches)
         if points
     ]
-    what = "Agreement" if batches else "Held-out agreement"
-    title = f"{what} of {name} during training"
-    key = "marks: held-out samples; lines: batches" if batches else ""
-    return (
-        curves(title, "training steps", lines, stages=stages, key=key)
-        if lines
-        else None
-    )
+    if not lines:
+        return None
+    title, key = f"Held-out agreement of {name} during training", ""
+    if batches:
+        title = f"Agreement of {name} during training"
+        key = "marks: held-out samples; lines: batches"
+    return curves(title, "training steps", lines, stages=stages, key=key)
 
 
 def losses(name: str, points: Sequence[Point], stages: Mapping[str, float]) -> Chart:
     """The loss over the steps of a training."""
+    title = f"Loss of {name} during training"
     line = Line("loss", 0, points, "line")
-    return curves(
-        f"Loss of {name} during training",
-        "training steps",
-        [line],
-        up="loss",
-        stages=stages,
-    )
+    return curves(title, "training steps", [line], up="loss", stages=stages)
 
 
 def curves(
@@ -155,34 +156,27 @@ def curves(
     stages: Mapping[str, float] = MappingProxyType({}),
     key: str = "",
 ) -> Chart:
-    """A chart of values over what `across` names: of shares, or of what `up` names.
+    """A chart of shares, or of the quantity `up`, over the quantity `across`.
 
     `stages` begin at those places.
     """
-    xs, ys = ([value[at] for line in lines for value in line.points] for at in (0, 1))
-    most = 1.05 * max(1e-9, *ys) if up else 1.0
-    x_of, y_of = (
-        _scale(min(xs), max(xs), LEFT + 10, RIGHT),
-        _scale(0, most, HEIGHT - BELOW, TOP),
-    )
-    series = [
-        Series(
-            line.name,
-            line.style,
-            [y for _, y in line.points],
-            [(x_of(x), y_of(max(0, min(most, y)))) for x, y in line.points],
-            drawn=line.drawn,
-        )
-        for line in lines
-    ]
-    x_ticks = [(x, x_of(x)) for x in _ticks(min(xs), max(xs), least=1)]
-    y_ticks = [
-        (y, y_of(y))
-        for y in (_ticks(0, most, least=1e-3) if up else (0, 0.25, 0.5, 0.75, 1))
-    ]
-    parts = tuple(
-        (name, x_of(x)) for name, x in stages.items() if min(xs) < x <= max(xs)
-    )
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    first, last = min(xs), max(xs)
+    top = MARGIN * max(1e-9, *ys) if up else 1.0
+    x_of = _scale(first, last, LEFT + 10, RIGHT)
+    y_of = _scale(0, top, HEIGHT - BELOW, TOP)
+
+    def drawn(line: Line) -> Series:
+        values = [y for _, y in line.points]
+        points = [(x_of(x), y_of(max(0, min(top, y)))) for x, y in line.points]
+        return Series(line.name, line.style, values, points, drawn=line.drawn)
+
+    y_values = _ticks(0, top, least=1e-3) if up else SHARES
+    parts = [(name, x_of(x)) for name, x in stages.items() if first < x <= last]
+    series = [drawn(line) for line in lines]
+    x_ticks = _placed(_ticks(first, last, least=1), x_of)
+    y_ticks = _placed(y_values, y_of)
     return Chart(
         "lines",
         title,
@@ -193,12 +187,12 @@ def curves(
         across,
         up,
         key=key,
-        parts=parts,
+        parts=tuple(parts),
     )
 
 
 def speed(
-    ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]
+    ranking: Ranking, styles: Styles, everything: Sequence[DrafterResult]
 ) -> Chart:
     """Speedup (bar) and decode speedup (mark), on one scale for `everything`."""
     title = f"Speedup against plain decoding at temperature {ranking.temperature:g}"
@@ -207,20 +201,22 @@ def speed(
     )
 
 
-def trees(results: Sequence[DrafterResult], styles: Mapping[str, int]) -> Chart:
+def trees(results: Sequence[DrafterResult], styles: Styles) -> Chart:
     """Decode speedup (bar) and tau (mark) of one drafter by its trees."""
-    name = results[0].drafter
-    title = f"Decode speedup and tau of {name} by tree at temperature {results[0].temperature:g}"
+    drafter, temperature = results[0].drafter, results[0].temperature
+    title = (
+        f"Decode speedup and tau of {drafter} by tree at temperature {temperature:g}"
+    )
     return _bars(title, results, styles, "decode_speedup", "tau", results)
 
 
-def cycle(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
+def cycle(ranking: Ranking, styles: Styles) -> Chart | None:
     """The milliseconds of a cycle by phase, beside a step of plain decoding; None if none was measured."""
     title = f"Milliseconds of a cycle at temperature {ranking.temperature:g}"
     return _stack(title, ranking, styles, CYCLE)
 
 
-def prefill(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
+def prefill(ranking: Ranking, styles: Styles) -> Chart | None:
     """The milliseconds of a response before its first cycle by phase; None if none was measured."""
     title = f"Milliseconds of the prefill at temperature {ranking.temperature:g}"
     return _stack(title, ranking, styles, PREFILL)
@@ -228,115 +224,148 @@ def prefill(ranking: Ranking, styles: Mapping[str, int]) -> Chart | None:
 
 def milliseconds(result: DrafterResult, phases: Sequence[str]) -> dict[str, float]:
     """The time of each phase of a cycle, or of a response's prefill; empty if it was not measured."""
-    found = result.figures
-    if found.budget is None:
+    figures = result.figures
+    if figures.budget is None:
         return {}
-    count = max(1, found.calls if phases == CYCLE else found.prompts)
-    spent = {phase: max(0.0, getattr(found.budget, phase)) for phase in phases}
-    return {
-        phase.replace("_", " "): 1e3 * seconds / count
-        for phase, seconds in spent.items()
-    }
+    count = max(1, figures.calls if phases == CYCLE else figures.prompts)
+    spent = {}
+    for phase in phases:
+        seconds = max(0.0, getattr(figures.budget, phase))
+        spent[phase.replace("_", " ")] = 1e3 * seconds / count
+    return spent
 
 
 def against_tau(
-    ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]
+    ranking: Ranking, styles: Styles, everything: Sequence[DrafterResult]
 ) -> Chart | None:
     """Decode speedup over tau, with the line where they are equal, on one scale for `everything`."""
-    shown = [one for one in ranking.results if one.figures.calls]
-    if not shown:
+    results = [result for result in ranking.results if result.figures.calls]
+    if not results:
         return None
-    most = 1.05 * max(
-        2.0, *(_most(one, ("tau", "decode_speedup")) for one in everything)
-    )
-    x, y = _scale(0, most, LEFT, RIGHT), _scale(0, most, SQUARE - BELOW, TOP)
-    series = []
-    for one in shown:
-        found, within = one.figures, one.figures.intervals
-        tau, rate = x(found.tau), y(found.decode_speedup)
-        values, points = [found.tau, found.decode_speedup], [(tau, rate)]
-        note = f"tau {found.tau:.2f}, decode speedup {found.decode_speedup:.2f}"
-        spans = []
-        if within:
-            spans.append(((x(within["tau"].low), rate), (x(within["tau"].high), rate)))
-            spans.append(
-                (
-                    (tau, y(within["decode_speedup"].low)),
-                    (tau, y(within["decode_speedup"].high)),
-                )
-            )
-        if found.budget is not None:
-            values.append(found.budget.ideal)
-            points.append((tau, y(found.budget.ideal)))
-            note += f", ideal {found.budget.ideal:.2f}"
-        series.append(
-            Series(one.name, styles[one.name], values, points, tuple(spans), note)
-        )
-    ticks = _ticks(0, most)
+    largest = [_largest(result, ("tau", "decode_speedup")) for result in everything]
+    end = MARGIN * max(2.0, *largest)
+    x_of = _scale(0, end, LEFT, RIGHT)
+    y_of = _scale(0, end, SQUARE - BELOW, TOP)
+    ticks = _ticks(0, end)
+    line = [(x_of(value), y_of(value)) for value in (0, ticks[-1])]
+    marks = [_tau_mark(result, styles, x_of, y_of) for result in results]
     return Chart(
         "scatter",
         f"Decode speedup against tau at temperature {ranking.temperature:g}",
-        series,
-        [(tick, x(tick)) for tick in ticks],
-        [(tick, y(tick)) for tick in ticks],
+        marks,
+        _placed(ticks, x_of),
+        _placed(ticks, y_of),
         SQUARE,
         across="tau",
         up="decode speedup",
-        line=((x(0), y(0)), (x(ticks[-1]), y(ticks[-1]))),
+        line=tuple(line),
         key="dashed: drafting and verifying for free; crossbar: verifying as fast as a plain step",
     )
 
 
+def _tau_mark(
+    result: DrafterResult, styles: Styles, x_of: Scale, y_of: Scale
+) -> Series:
+    """Tau and decode speedup of a drafter with their intervals, and its ideal decode speedup."""
+    figures = result.figures
+    x, y = x_of(figures.tau), y_of(figures.decode_speedup)
+    values = [figures.tau, figures.decode_speedup]
+    points = [(x, y)]
+    note = f"tau {figures.tau:.2f}, decode speedup {figures.decode_speedup:.2f}"
+    spans = []
+    if figures.intervals:
+        tau = figures.intervals["tau"]
+        speedup = figures.intervals["decode_speedup"]
+        spans.append(_across(x_of, tau, y))
+        spans.append(_upright(y_of, speedup, x))
+    if figures.budget is not None:
+        ideal = figures.budget.ideal
+        values.append(ideal)
+        points.append((x, y_of(ideal)))
+        note += f", ideal {ideal:.2f}"
+    name = result.name
+    return Series(name, styles[name], values, points, tuple(spans), note)
+
+
 def pareto(
-    ranking: Ranking, styles: Mapping[str, int], everything: Sequence[DrafterResult]
+    ranking: Ranking, styles: Styles, everything: Sequence[DrafterResult]
 ) -> Chart | None:
     """Speedup over the memory of the drafters' weights, with the front of those that none beats in both.
 
     The front begins with plain decoding. None if fewer than two drafters have a memory that is known.
     """
-    shown = {
-        one.name: memory
-        for one in ranking.results
-        if (memory := _megabytes(one)) is not None
-    }
-    if len(shown) < 2:
+    megabytes = {}
+    for result in ranking.results:
+        memory = _megabytes(result)
+        if memory is not None:
+            megabytes[result.name] = memory
+    if len(megabytes) < 2:
         return None
-    largest = 1.05 * max(1e-3, *(_megabytes(one) or 0 for one in everything))
-    most = 1.05 * max(1.0, *(_most(one, ("speedup",)) for one in everything))
-    x, y = _scale(0, largest, LEFT, RIGHT), _scale(0, most, SQUARE - BELOW, TOP)
-    series, best, corners = [], 1.0, [(0.0, 1.0)]
-    for one in sorted(
-        ranking.ranked, key=lambda one: (shown.get(one.name, 0), -one.figures.speedup)
-    ):
-        if one.name in shown and one.figures.speedup > best:
-            corners += [(shown[one.name], best), (shown[one.name], one.figures.speedup)]
-            best = one.figures.speedup
-    for one in (one for one in ranking.results if one.name in shown):
-        memory, found = shown[one.name], one.figures.intervals.get("speedup")
-        spans = (
-            (((x(memory), y(found.low)), (x(memory), y(found.high))),) if found else ()
-        )
-        note = f"{memory:.2f} MB, speedup {one.figures.speedup:.2f}"
-        values, at = [memory, one.figures.speedup], (x(memory), y(one.figures.speedup))
-        series.append(Series(one.name, styles[one.name], values, [at], spans, note))
+    memories = [_megabytes(result) or 0 for result in everything]
+    speedups = [_largest(result, ("speedup",)) for result in everything]
+    right = MARGIN * max(1e-3, *memories)
+    top = MARGIN * max(1.0, *speedups)
+    x_of = _scale(0, right, LEFT, RIGHT)
+    y_of = _scale(0, top, SQUARE - BELOW, TOP)
+    front = _front(ranking, megabytes, right)
+    marks = []
+    for result in ranking.results:
+        if result.name in megabytes:
+            megabytes_of = megabytes[result.name]
+            marks.append(_memory_mark(result, megabytes_of, styles, x_of, y_of))
+    line = [(x_of(x), y_of(y)) for x, y in front]
+    x_ticks = _placed(_ticks(0, right, least=1e-4), x_of)
+    y_ticks = _placed(_ticks(0, top), y_of)
     return Chart(
         "scatter",
         f"Speedup against memory at temperature {ranking.temperature:g}",
-        series,
-        [(tick, x(tick)) for tick in _ticks(0, largest, least=1e-4)],
-        [(tick, y(tick)) for tick in _ticks(0, most)],
+        marks,
+        x_ticks,
+        y_ticks,
         SQUARE,
         across="weights of the drafter, MB",
         up="speedup",
-        line=tuple(
-            (x(memory), y(speedup)) for memory, speedup in [*corners, (largest, best)]
-        ),
+        line=tuple(line),
         key="dashed: the best speedup with so much memory; bars: 95% intervals",
     )
 
 
+def _front(
+    ranking: Ranking, megabytes: Mapping[str, float], right: float
+) -> list[Point]:
+    """The corners of the best speedup by memory, from plain decoding to the right end."""
+
+    def least_memory_first(result: DrafterResult) -> tuple[float, float]:
+        return megabytes[result.name], -result.figures.speedup
+
+    known = [result for result in ranking.ranked if result.name in megabytes]
+    best = 1.0
+    corners = [(0.0, best)]
+    for result in sorted(known, key=least_memory_first):
+        memory, speedup = megabytes[result.name], result.figures.speedup
+        if speedup > best:
+            corners += [(memory, best), (memory, speedup)]
+            best = speedup
+    return [*corners, (right, best)]
+
+
+def _memory_mark(
+    result: DrafterResult, memory: float, styles: Styles, x_of: Scale, y_of: Scale
+) -> Series:
+    """Memory and speedup of a drafter, with its interval."""
+    speedup = result.figures.speedup
+    interval = result.figures.intervals.get("speedup")
+    x = x_of(memory)
+    spans: tuple[Span, ...] = ()
+    if interval:
+        spans = (_upright(y_of, interval, x),)
+    note = f"{memory:.2f} MB, speedup {speedup:.2f}"
+    values, points = [memory, speedup], [(x, y_of(speedup))]
+    return Series(result.name, styles[result.name], values, points, spans, note)
+
+
 def _megabytes(result: DrafterResult) -> float | None:
-    """The weights of a drafter in the dtype of the evaluation; None for one that is not known."""
+    """The weights of a drafter in the dtype of the evaluation; None for a dtype of unknown size."""
     bits = re.search(r"float(\d+)$", result.evaluation.dtype)
     return result.evaluation.parameters * int(bits[1]) / 8e6 if bits else None
 
@@ -344,94 +373,103 @@ def _megabytes(result: DrafterResult) -> float | None:
 def _bars(
     title: str,
     results: Sequence[DrafterResult],
-    styles: Mapping[str, int],
+    styles: Styles,
     bar: Rate,
     mark: Rate,
     everything: Sequence[DrafterResult],
 ) -> Chart:
     """A bar with its interval and a mark for each result, on one scale for `everything`."""
-    most = 1.05 * max(1.0, *(_most(one, (bar, mark)) for one in everything))
-    x = _scale(0, most, 2, WIDTH - 14)
+    largest = [_largest(result, (bar, mark)) for result in everything]
+    end = MARGIN * max(1.0, *largest)
+    x_of = _scale(0, end, *BAR_ENDS)
     series = []
-    for number, one in enumerate(results):
-        values = [getattr(one.figures, bar), getattr(one.figures, mark)]
-        top, found = BAR * number, one.figures.intervals.get(bar)
-        spans = (
-            (((x(found.low), top + 35), (x(found.high), top + 35)),) if found else ()
-        )
+    for number, result in enumerate(results):
+        figures, top = result.figures, BAR * number
+        values = [getattr(figures, bar), getattr(figures, mark)]
+        points = [(x_of(value), top) for value in values]
+        interval = figures.intervals.get(bar)
+        spans: tuple[Span, ...] = ()
+        if interval:
+            spans = (_across(x_of, interval, top + 35),)
         note = f"{values[0]:.2f} ({values[1]:.2f})"
-        points = [(x(value), top) for value in values]
-        series.append(Series(one.name, styles[one.name], values, points, spans, note))
-    ticks = [(tick, x(tick)) for tick in sorted({1.0, *_ticks(0, most)})]
-    key = f"bar: {bar}, 95% interval; diamond, and in parentheses: {mark}".replace(
-        "_", " "
-    )
-    return Chart("bars", title, series, ticks, [], BAR * len(series) + 30, key=key)
+        style = styles[result.name]
+        series.append(Series(result.name, style, values, points, spans, note))
+    ticks = _placed(sorted({1.0, *_ticks(0, end)}), x_of)
+    height = BAR * len(series) + 30
+    key = f"bar: {bar}, 95% interval; diamond, and in parentheses: {mark}"
+    return Chart("bars", title, series, ticks, [], height, key=key.replace("_", " "))
 
 
 def _stack(
-    title: str, ranking: Ranking, styles: Mapping[str, int], phases: tuple[str, ...]
+    title: str, ranking: Ranking, styles: Styles, phases: tuple[str, ...]
 ) -> Chart | None:
     """A bar for each drafter, of the milliseconds of each phase; a cycle has a line at a plain step."""
-    spent = {
-        one.name: (
-            list(milliseconds(one, phases).values()),
-            1e3 * one.figures.budget.plain_step,
-        )
-        for one in ranking.results
-        if one.figures.budget is not None and one.figures.calls
-    }
-    if not spent:
+    stacks = {}
+    plain_steps = {}
+    for result in ranking.results:
+        budget = result.figures.budget
+        if budget is None or not result.figures.calls:
+            continue
+        stacks[result.name] = [*milliseconds(result, phases).values()]
+        if phases == CYCLE:
+            plain_steps[result.name] = 1e3 * budget.plain_step
+    if not stacks:
         return None
-    steps = [step for _, step in spent.values()] if phases == CYCLE else []
-    most = max(1e-3, *(sum(values) for values, _ in spent.values()), *steps) * 1.05
-    x = _scale(0, most, 2, WIDTH - 14)
+    totals = [sum(stack) for stack in stacks.values()]
+    end = max(1e-3, *totals, *plain_steps.values()) * MARGIN
+    x_of = _scale(0, end, *BAR_ENDS)
     series = []
-    for number, (name, (values, step)) in enumerate(spent.items()):
+    for number, (name, stack) in enumerate(stacks.items()):
         top = BAR * number
-        ends = [x(sum(values[:end])) for end in range(len(values) + 1)]
-        line = (((x(step), top + 17), (x(step), top + 36)),) if steps else ()
-        series.append(
-            Series(
-                name,
-                styles[name],
-                values,
-                list(pairwise(ends)),
-                line,
-                f"{sum(values):.2f} ms",
-            )
-        )
-    ticks = [(tick, x(tick)) for tick in _ticks(0, most, least=1e-4)]
+        ends = [x_of(sum(stack[:count])) for count in range(len(stack) + 1)]
+        line: tuple[Span, ...] = ()
+        if name in plain_steps:
+            x = x_of(plain_steps[name])
+            line = (((x, top + 17), (x, top + 36)),)
+        note = f"{sum(stack):.2f} ms"
+        bars = list(pairwise(ends))
+        series.append(Series(name, styles[name], stack, bars, line, note))
+    ticks = _placed(_ticks(0, end, least=1e-4), x_of)
+    height = BAR * len(series) + 30
     legend = tuple(phase.replace("_", " ") for phase in phases)
-    key = "line: a step of plain decoding" if steps else ""
-    return Chart(
-        "stack",
-        title,
-        series,
-        ticks,
-        [],
-        BAR * len(series) + 30,
-        legend=legend,
-        key=key,
-    )
+    key = "line: a step of plain decoding" if plain_steps else ""
+    return Chart("stack", title, series, ticks, [], height, legend=legend, key=key)
 
 
-def _most(result: DrafterResult, rates: Sequence[Rate]) -> float:
-    """The highest value or end of an interval."""
-    found = result.figures
-    upper = [within.high for rate, within in found.intervals.items() if rate in rates]
-    ideal = [found.budget.ideal] if found.budget is not None and "tau" in rates else []
-    values: list[float] = [getattr(found, rate) for rate in rates]
-    return max([*values, *upper, *ideal])
+def _largest(result: DrafterResult, rates: Sequence[Rate]) -> float:
+    """The highest of these rates, of the ends of their intervals and, beside tau, of the ideal speedup."""
+    figures = result.figures
+    values = [getattr(figures, rate) for rate in rates]
+    for rate in rates:
+        interval = figures.intervals.get(rate)
+        if interval:
+            values.append(interval.high)
+    if figures.budget is not None and "tau" in rates:
+        values.append(figures.budget.ideal)
+    return float(max(values))
 
 
-def _scale(
-    low: float, high: float, start: float, end: float
-) -> Callable[[float], float]:
+def _across(x_of: Scale, interval: Interval, y: float) -> Span:
+    """A horizontal line over an interval."""
+    return (x_of(interval.low), y), (x_of(interval.high), y)
+
+
+def _upright(y_of: Scale, interval: Interval, x: float) -> Span:
+    """A vertical line over an interval."""
+    return (x, y_of(interval.low)), (x, y_of(interval.high))
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Scale:
     """Map low..high to start..end, in tenths; everything to the middle if low equals high."""
     if high <= low:
         return lambda value: (start + end) / 2
-    return lambda value: round(start + (end - start) * (value - low) / (high - low), 1)
+    size = high - low
+    return lambda value: round(start + (end - start) * (value - low) / size, 1)
+
+
+def _placed(ticks: Iterable[float], scale: Scale) -> list[Point]:
+    """Ticks with their coordinates."""
+    return [(tick, scale(tick)) for tick in ticks]
 
 
 def _ticks(low: float, high: float, least: float = 0.1) -> list[float]:
@@ -439,7 +477,5 @@ def _ticks(low: float, high: float, least: float = 0.1) -> list[float]:
     rough = max((high - low) / 8, least)
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
-    return [
-        step * count
-        for count in range(math.ceil(low / step), math.floor(high / step) + 1)
-    ]
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [step * count for count in range(first, last + 1)]

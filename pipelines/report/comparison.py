@@ -21,11 +21,17 @@ from vlmdistill.pipelines.bench.statistics import (
     advantage,
     drift,
 )
-from vlmdistill.pipelines.report.results import CONDITIONS, DrafterResult, of_drafters
+from vlmdistill.pipelines.report.results import (
+    DrafterResult,
+    Speed,
+    conditions,
+    of_drafters,
+)
 from vlmdistill.pipelines.report.selection import distinguished
 
 SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
-MOSTLY: Final = 0.5  # of the CPU: below, speeds are those of other programs
+MOSTLY: Final = 0.5  # share of the CPU below which speeds are those of other programs
+NAMED: Final = 4  # leaders that a sentence names
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,8 @@ class Ranking:
 
     @cached_property
     def ranked(self) -> tuple[DrafterResult, ...]:
-        """Those that can be the fastest: they are lossless, their counts agree and no warning doubts them."""
-        return tuple(
-            one
-            for one in self.results
-            if one.evaluation.lossless and not one.failures and not one.doubts
-        )
+        """Those that can be the fastest: lossless, with consistent counts and without doubts."""
+        return tuple(result for result in self.results if _can_be_ranked(result))
 
     @property
     def temperature(self) -> float:
@@ -70,105 +72,142 @@ class Ranking:
         """The drafter with the highest rate, and those not significantly worse, the highest first."""
         if not self.ranked:
             return ()
-        first, *others = sorted(self.ranked, key=lambda one: -rate_of(one, rate))
-        beyond = [advantage(first.measurement, one.measurement, rate) for one in others]
-        close = [
-            one
-            for one, by in zip(others, beyond, strict=True)
-            if by is None or by.low <= 1
-        ]
+        first, *others = sorted(
+            self.ranked, key=lambda result: rate_of(result, rate), reverse=True
+        )
+        close = [result for result in others if not _is_better(first, result, rate)]
         return (first, *close)
 
     def marked(self, rate: Rate) -> tuple[DrafterResult, ...]:
         """Those of `best` that a table may mark: with no speedup of a busy CPU, nor one below 1."""
-        is_speedup = rate in SPEEDUPS
-        if is_speedup and (self.disturbed or rate != self.speed):
+        if rate not in SPEEDUPS:
+            return self.best(rate)
+        if self.disturbed or rate != self.speed:
             return ()
         best = self.best(rate)
-        slower = bool(best) and rate_of(best[0], rate) < 1
-        return () if is_speedup and slower else best
+        is_slower_than_plain = bool(best) and rate_of(best[0], rate) < 1
+        return () if is_slower_than_plain else best
 
     @property
     def winner(self) -> DrafterResult | None:
         """The drafter that is significantly faster than all others; None if there is none or it is alone."""
-        if len(self.ranked) < 2 or len(self.leaders) != 1 or self.disturbed:
+        is_alone = len(self.ranked) < 2
+        if is_alone or len(self.leaders) != 1 or self.disturbed:
             return None
         (leader,) = self.leaders
         return leader if rate_of(leader, self.speed) >= 1 else None
 
     @property
     def disturbed(self) -> bool:
-        """Other programs had most of the CPU: no drafter can be called the fastest."""
-        shares = [
-            one.figures.cpu_share
-            for one in self.ranked
-            if one.figures.cpu_share is not None
-        ]
-        return bool(shares) and min(shares) < MOSTLY
+        """Whether other programs had most of the CPU, so that no drafter can be called the fastest."""
+        shares = [result.figures.cpu_share for result in self.ranked]
+        return any(share is not None and share < MOSTLY for share in shares)
 
     @property
-    def against_plain(self) -> Literal["faster", "slower", "equal", "unknown"]:
+    def against_plain(self) -> Speed:
         """Whether the fastest is significantly faster or slower than plain decoding."""
         return self.leaders[0].against_plain(self.speed) if self.leaders else "unknown"
 
     @property
     def text(self) -> str:
         """The ranking in a sentence, with 95% intervals."""
-        return " ".join([*self._verdict, *self._left_out])
-
-    @property
-    def _verdict(self) -> Iterator[str]:
-        """Which drafter is the fastest, and whether it is faster than plain decoding."""
         prefix = f"At temperature {self.temperature:g}"
         if not self.leaders:
-            yield f"{prefix}, no drafter is ranked."
-            return
-        first, count = self.leaders[0], self.results[0].figures.prompts
-        if self.speed == "cpu_speedup" and not self.disturbed:
-            prefix += " and in CPU seconds, since other programs had a part of the CPU"
-        if self.disturbed:
-            yield f"{prefix}, other programs had most of the CPU: no drafter is called the fastest."
-        elif len(self.leaders) > 1:
-            named = [f"{one.name} {self._speedup(one)}" for one in self.leaders[:4]]
-            more = len(self.leaders) - len(named)
-            names = ", ".join(named) + (f", and {more} more" if more else "")
-            yield f"{prefix}, {count} prompts do not separate the fastest drafters: speedup {names}."
-        elif self.winner:
-            second = self.ranked[1]
-            by = advantage(first.measurement, second.measurement, self.speed)
-            lead = rate_of(first, self.speed) / max(rate_of(second, self.speed), 1e-9)
-            yield (
-                f"{prefix}, {first.name} is the fastest drafter: speedup {self._speedup(first)}, "
-                f"{lead:.2f} times{_within(by)} as fast as {second.name}, the second."
-            )
+            sentences = [f"{prefix}, no drafter is ranked."]
         else:
-            yield f"{prefix}, {first.name} has a speedup of {self._speedup(first)}."
-        yield from {
-            "faster": [],
-            "slower": ["No drafter is faster than plain decoding."],
-            "equal": [
-                f"On {count} prompts, {first.name} is not significantly faster than plain decoding."
-            ],
-            "unknown": [
-                f"Fewer than {FEWEST} prompts, or {FEWEST_OF_KIND} of a kind, are too few for intervals."
-            ],
-        }[self.against_plain]
+            sentences = [f"{prefix}{self._lead}", *self._beside_plain]
+        return " ".join([*sentences, *self._left_out])
+
+    @property
+    def _lead(self) -> str:
+        """The end of a sentence: which drafter is the fastest."""
+        if self.disturbed:
+            return ", other programs had most of the CPU: no drafter is called the fastest."
+        in_cpu_seconds = ""
+        if self.speed == "cpu_speedup":
+            in_cpu_seconds = (
+                " and in CPU seconds, since other programs had a part of the CPU"
+            )
+        if len(self.leaders) > 1:
+            return f"{in_cpu_seconds}, {self._tie}"
+        if self.winner:
+            return f"{in_cpu_seconds}, {self._win}"
+        (leader,) = self.leaders
+        return (
+            f"{in_cpu_seconds}, {leader.name} has a speedup of {self._speedup(leader)}."
+        )
+
+    @property
+    def _tie(self) -> str:
+        named = [
+            f"{leader.name} {self._speedup(leader)}" for leader in self.leaders[:NAMED]
+        ]
+        more = len(self.leaders) - len(named)
+        names = ", ".join(named) + (f", and {more} more" if more else "")
+        return f"{self._prompts} prompts do not separate the fastest drafters: speedup {names}."
+
+    @property
+    def _win(self) -> str:
+        first, second = self.leaders[0], self.ranked[1]
+        ratio = advantage(first.measurement, second.measurement, self.speed)
+        speed, second_speed = rate_of(first, self.speed), rate_of(second, self.speed)
+        lead = speed / max(second_speed, 1e-9)
+        return (
+            f"{first.name} is the fastest drafter: speedup {self._speedup(first)}, "
+            f"{lead:.2f} times{_within(ratio)} as fast as {second.name}, the second."
+        )
+
+    @property
+    def _beside_plain(self) -> list[str]:
+        """A sentence if no drafter is significantly faster than plain decoding."""
+        if self.against_plain == "faster":
+            return []
+        if self.against_plain == "slower":
+            return ["No drafter is faster than plain decoding."]
+        if self.against_plain == "equal":
+            name = self.leaders[0].name
+            return [
+                f"On {self._prompts} prompts, {name} is not significantly faster than plain decoding."
+            ]
+        return [
+            f"Fewer than {FEWEST} prompts, or {FEWEST_OF_KIND} of a kind, are too few for intervals."
+        ]
 
     @property
     def _left_out(self) -> Iterator[str]:
         """Which drafters are not ranked, and why."""
-        if odd := [one.name for one in self.results if not one.evaluation.lossless]:
-            yield f"Not ranked, since not lossless: {', '.join(odd)}."
-        if odd := [one.name for one in self.results if one.failures]:
-            yield f"Not ranked, since their counts contradict each other: {', '.join(odd)}."
-        for one in self.results:
-            if one.doubts and one.evaluation.lossless and not one.failures:
-                yield f"Not ranked, {one.name}: {'; '.join(one.doubts)}."
-            if (leak := one.evaluation.leak) and leak.keys:
-                yield f"{one.name} was trained on {len(leak.keys)} of these prompts, or on their media."
+        results = self.results
+        lossy = [result.name for result in results if not result.evaluation.lossless]
+        if lossy:
+            yield f"Not ranked, since not lossless: {', '.join(lossy)}."
+        failed = [result.name for result in results if result.failures]
+        if failed:
+            yield f"Not ranked, since their counts contradict each other: {', '.join(failed)}."
+        for result in results:
+            is_valid = result.evaluation.lossless and not result.failures
+            if is_valid and result.doubts:
+                yield f"Not ranked, {result.name}: {'; '.join(result.doubts)}."
+            leak = result.evaluation.leak
+            if leak and leak.keys:
+                yield f"{result.name} was trained on {len(leak.keys)} of these prompts, or on their media."
 
-    def _speedup(self, one: DrafterResult) -> str:
-        return f"{rate_of(one, self.speed):.2f}{_within(one.figures.intervals.get(self.speed))}"
+    @property
+    def _prompts(self) -> int:
+        return self.results[0].figures.prompts
+
+    def _speedup(self, result: DrafterResult) -> str:
+        interval = result.figures.intervals.get(self.speed)
+        return f"{rate_of(result, self.speed):.2f}{_within(interval)}"
+
+
+def _can_be_ranked(result: DrafterResult) -> bool:
+    return result.evaluation.lossless and not result.failures and not result.doubts
+
+
+def _is_better(first: DrafterResult, second: DrafterResult, rate: Rate) -> bool:
+    """Whether the first has a significantly higher rate."""
+    ratio = advantage(first.measurement, second.measurement, rate)
+    return ratio is not None and ratio.low > 1
 
 
 @dataclass(frozen=True)
@@ -182,7 +221,8 @@ class Group:
     @cached_property
     def evaluations(self) -> list[Evaluation]:
         """Those that the results are from, the latest first."""
-        return [*{id(one.evaluation): one.evaluation for one in self.measured}.values()]
+        by_id = {id(result.evaluation): result.evaluation for result in self.measured}
+        return [*by_id.values()]
 
     @cached_property
     def rankings(self) -> list[Ranking]:
@@ -192,244 +232,281 @@ class Group:
     @property
     def results(self) -> list[DrafterResult]:
         """Every drafter at every temperature: the lowest temperature first, then the fastest drafter."""
-        return [one for ranking in self.rankings for one in ranking.results]
+        return [result for ranking in self.rankings for result in ranking.results]
 
     def by(
         self, label: Callable[[PromptResult], str]
     ) -> dict[str, list[DrafterResult]]:
         """The results on the prompts of each label, such as their dataset; in the order of `results`."""
-        divided = [one.by(label) for one in self.results]
-        names = sorted({name for parts in divided for name in parts})
-        return {
-            name: [parts[name] for parts in divided if name in parts] for name in names
-        }
+        divided: dict[str, list[DrafterResult]] = {}
+        for result in self.results:
+            for name, part in result.by(label).items():
+                divided.setdefault(name, []).append(part)
+        return dict(sorted(divided.items()))
 
     @property
     def facts(self) -> dict[str, str]:
-        """The machine, its calibrations, versions, commits and commands; empty if they were not recorded."""
-        found: dict[str, dict[str, None]] = {}
-        for one in self.evaluations:
-            facts = {"machine": one.machine.details} if one.machine else {}
-            if baseline := _baseline(one):
-                facts["plain decoding"] = baseline
-            if one.weights:
-                facts["weights"] = f"{one.name.partition('@')[0]} sha256:{one.weights}"
-            if one.again:
-                facts["decoded again"] = (
-                    f"{len(one.again)} prompts, in a process that had seen none"
-                )
-            if one.calibrations:
-                facts["calibration"] = ", then ".join(
-                    at.text for at in one.calibrations
-                )
-            for name, value in (
-                facts | (one.software.facts if one.software else {})
-            ).items():
-                found.setdefault(name, {})[value] = None
-        return {name: "; ".join(values) for name, values in found.items()}
+        """The machine, its calibrations, versions, commits and commands."""
+        values: dict[str, dict[str, None]] = {}
+        for evaluation in self.evaluations:
+            for name, value in _facts(evaluation).items():
+                values.setdefault(name, {})[value] = None
+        return {name: "; ".join(different) for name, different in values.items()}
 
     @property
     def warnings(self) -> list[str]:
         """Problems of the figures, with the drafters' names, and of comparing them."""
-        found = [warning for one in self.results for warning in one.warnings] + drifts(
-            self.evaluations
-        )
-        found += dict.fromkeys(
-            f"{one.name} could not be decoded again: {one.not_again}"
-            for one in self.evaluations
-            if one.not_again
-        )
-        if (runs := len({one.measured for one in self.evaluations})) > 1:
-            found.append(
-                f"these evaluations were measured in {runs} separate runs: the intervals do not contain the "
-                "noise between runs"
+        warnings = [text for result in self.results for text in result.warnings]
+        warnings += drifts(self.evaluations)
+        warnings += self._not_decoded_again
+        runs = {evaluation.measured for evaluation in self.evaluations}
+        if len(runs) > 1:
+            warnings.append(
+                f"these evaluations were measured in {len(runs)} separate runs: the intervals do not "
+                "contain the noise between runs"
             )
-        return found
+        return warnings
+
+    @property
+    def _not_decoded_again(self) -> dict[str, None]:
+        """Warnings, each once."""
+        warnings: dict[str, None] = {}
+        for evaluation in self.evaluations:
+            name, why = evaluation.name, evaluation.not_again
+            if why:
+                warnings[f"{name} could not be decoded again: {why}"] = None
+        return warnings
 
     @property
     def verdict(self) -> Verdict:
         """Whether every response at temperature 0 equals the target's own."""
-        if failed := {one.name: one.failures for one in self.results if one.failures}:
-            said = "; ".join(
-                f"{name}: {', '.join(texts)}" for name, texts in failed.items()
-            )
-            return Verdict(
-                "broken",
-                f"THE COUNTS CONTRADICT EACH OTHER. Do not rely on these numbers. {said}.",
-            )
-        greedy = [one for one in self.results if one.temperature == 0]
-        counts = [(one.name, one.figures.lossless) for one in greedy]
-        counts += [("plain decoding", one.figures.plain_lossless) for one in greedy[:1]]
-        if not any(count.total for _, count in counts):
+        failed = {}
+        for result in self.results:
+            if result.failures:
+                failed[result.name] = f"{result.name}: {', '.join(result.failures)}"
+        if failed:
+            text = "THE COUNTS CONTRADICT EACH OTHER. Do not rely on these numbers."
+            return Verdict("broken", f"{text} {'; '.join(failed.values())}.")
+        greedy = [result for result in self.results if result.temperature == 0]
+        checks = [_Check(result.name, result.figures.lossless) for result in greedy]
+        if greedy:
+            checks.append(_Check("plain decoding", greedy[0].figures.plain_lossless))
+        checked = [check for check in checks if check.count.total]
+        if not checked:
             text = "Losslessness was not checked: nothing was decoded at temperature 0."
             return Verdict("unchecked", f"{text} {self.sampled}".rstrip())
+        return self._verdict_on(checked)
 
-        def affected(kind: Callable[[Checks], int]) -> str:
-            return ", ".join(
-                f"{name}: {kind(one)} of {one.total}"
-                for name, one in counts
-                if kind(one)
-            )
-
-        checked = {name for name, count in counts if count.total}
-        missed = sorted({one.name for one in self.results} - checked)
-        rest = f" Not checked: {', '.join(missed)}." if missed else ""
-        if broken := affected(lambda count: count.different):
+    def _verdict_on(self, checked: "Sequence[_Check]") -> Verdict:
+        names = {check.name for check in checked}
+        unchecked = sorted({result.name for result in self.results} - names)
+        rest = f" Not checked: {', '.join(unchecked)}." if unchecked else ""
+        if broken := _affected(checked, lambda count: count.different):
             return Verdict(
                 "broken",
                 "NOT LOSSLESS: responses at temperature 0 differ from the stock model's greedy ones "
                 f"({broken} prompts). Do not rely on these numbers.{rest}",
             )
-        if ties := affected(lambda count: count.near_tie):
+        if ties := _affected(checked, lambda count: count.near_tie):
             return Verdict(
                 "near-ties",
                 "At temperature 0, some responses differ from the stock model's greedy ones by near-ties: "
                 f"two logits that are equal within the rounding of {self.conditions['dtype']} "
                 f"({ties} prompts). All others are identical.{rest}",
             )
-        most = max(count.total for _, count in counts)
+        most = max(check.count.total for check in checked)
         prompts = f"all {most} prompts" if most > 1 else "the only prompt"
         text = f"Responses at temperature 0 are the stock model's greedy ones on {prompts}.{rest}"
         return Verdict("lossless", f"{text} {self.sampled}".rstrip())
 
     @property
     def sampled(self) -> str:
-        """What was checked of sampled responses, in a sentence; empty if there are none."""
-        above = [one for one in self.results if one.temperature > 0]
-        known = [
-            off for one in above for off in audit.surprises(one.measurement).values()
-        ]
-        if not above:
+        """How sampled responses were checked, in a sentence; empty if there are none."""
+        sampled = [result for result in self.results if result.temperature > 0]
+        if not sampled:
             return ""
-        if len(known) < 2 * len(above):
+        surprises = [
+            surprise
+            for result in sampled
+            for surprise in audit.surprises(result.measurement).values()
+        ]
+        if len(surprises) < 2 * len(sampled):  # of plain decoding and of the drafter
             return "The distribution of sampled responses was not checked."
-        nats = max(abs(off.nats / off.tokens) for off in known)
-        least = max(
-            (audit.ERRORS * off.error + audit.NATS) / off.tokens for off in known
+        largest = max(abs(surprise.nats / surprise.tokens) for surprise in surprises)
+        detectable = max(
+            (audit.ERRORS * surprise.error + audit.NATS) / surprise.tokens
+            for surprise in surprises
         )
         return (
-            f"Sampled responses surprise the target as its own would, up to {nats:.3f} nats a token; "
-            f"differences above {least:.3f} would be found."
+            f"Sampled responses surprise the target as its own would, up to {largest:.3f} nats a token; "
+            f"differences above {detectable:.3f} would be found."
         )
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The responses at temperature 0 of a drafter, or of plain decoding, against the stock model's."""
+
+    name: str
+    count: Checks
+
+
+def _affected(checked: Sequence[_Check], kind: Callable[[Checks], int]) -> str:
+    """The drafters with responses of a kind, and how many; empty if there are none."""
+    texts = []
+    for check in checked:
+        affected = kind(check.count)
+        if affected:
+            texts.append(f"{check.name}: {affected} of {check.count.total}")
+    return ", ".join(texts)
+
+
+def _facts(evaluation: Evaluation) -> dict[str, str]:
+    """The facts of an evaluation that its group lists."""
+    facts: dict[str, str] = {}
+    if evaluation.machine:
+        facts["machine"] = evaluation.machine.details
+    if baseline := _baseline(evaluation):
+        facts["plain decoding"] = baseline
+    if evaluation.weights:
+        drafter = evaluation.name.partition("@")[0]
+        facts["weights"] = f"{drafter} sha256:{evaluation.weights}"
+    if evaluation.again:
+        count = len(evaluation.again)
+        facts["decoded again"] = f"{count} prompts, in a process that had seen none"
+    if evaluation.calibrations:
+        texts = [calibration.text for calibration in evaluation.calibrations]
+        facts["calibration"] = ", then ".join(texts)
+    if evaluation.software:
+        facts |= evaluation.software.facts
+    return facts
 
 
 def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
     """Warnings of runs in which the speed of the machine changed; evaluations of a run share calibrations."""
-    runs = dict.fromkeys((one.measured, one.calibrations) for one in evaluations)
-    found = [
-        f"run of {measured}: {text}" for measured, at in runs for text in drift(at)
-    ]
-    slow = dict.fromkeys(
-        (one.measured, text) for one in evaluations for text in audit.doubts_of_run(one)
-    )
-    leaks = [
-        f"{one.name} has seen in training: {', '.join(one.leak.keys)}"
-        for one in evaluations
-        if one.leak and one.leak.keys
-    ]
-    unknown = [
-        f"{one.name}: {text}"
-        for one in evaluations
-        for text in audit.unknown_training(one)
-    ]
-    slow_runs = [f"run of {measured}: {text}" for measured, text in slow]
-    return [*found, *slow_runs, *leaks, *dict.fromkeys(unknown)]
+    of_machines: list[str] = []
+    of_runs: list[str] = []
+    of_leaks: list[str] = []
+    of_trainings: list[str] = []
+    for evaluation in evaluations:
+        run, name = f"run of {evaluation.measured}", evaluation.name
+        of_machines += [f"{run}: {text}" for text in drift(evaluation.calibrations)]
+        of_runs += [f"{run}: {text}" for text in audit.doubts_of_run(evaluation)]
+        if evaluation.leak and evaluation.leak.keys:
+            keys = ", ".join(evaluation.leak.keys)
+            of_leaks.append(f"{name} has seen in training: {keys}")
+        unknown = audit.unknown_training(evaluation)
+        of_trainings += [f"{name}: {text}" for text in unknown]
+    warnings = [*of_machines, *of_runs, *of_leaks, *of_trainings]
+    return list(dict.fromkeys(warnings))
 
 
 def _baseline(evaluation: Evaluation) -> str:
-    """What plain decoding was compared with; empty if with nothing."""
-    found = audit.baseline(evaluation)
+    """How fast plain decoding was, beside `model.generate` and reading its weights; empty if unknown."""
+    baseline = audit.baseline(evaluation)
     facts = []
-    if found.against_stock is not None:
-        facts.append(f"{found.against_stock:.2f} times as fast as model.generate")
-    if found.reads is not None:
+    if baseline.against_stock is not None:
+        facts.append(f"{baseline.against_stock:.2f} times as fast as model.generate")
+    if baseline.reads is not None:
         facts.append(
-            f"a step takes as long as reading its weights {found.reads:.1f} times"
+            f"a step takes as long as reading its weights {baseline.reads:.1f} times"
         )
     return ", ".join(facts)
 
 
-def rank(alike: Sequence[Evaluation]) -> list[Ranking]:
+def rank(evaluations: Sequence[Evaluation]) -> list[Ranking]:
     """Rank evaluations of one group at each temperature by speedup."""
-    return ranked(of_drafters(alike))
+    return ranked(of_drafters(evaluations))
 
 
-def ranked(alike: Iterable[DrafterResult]) -> list[Ranking]:
+def ranked(results: Iterable[DrafterResult]) -> list[Ranking]:
     """Rank results that compare, at each temperature by speedup."""
     by_temperature: dict[float, list[DrafterResult]] = {}
-    for one in alike:
-        by_temperature.setdefault(one.temperature, []).append(one)
-    rankings = []
-    for _, alike_at in sorted(by_temperature.items()):
-        results = _beside_each_other(alike_at)
-        speed = speed_of(results)
-        ordered = sorted(results, key=lambda one: (-rate_of(one, speed), one.name))
-        rankings.append(Ranking(tuple(ordered)))
-    return rankings
+    for result in results:
+        by_temperature.setdefault(result.temperature, []).append(result)
+    return [_ranking(by_temperature[at]) for at in sorted(by_temperature)]
+
+
+def _ranking(results: Sequence[DrafterResult]) -> Ranking:
+    """Rank results at one temperature; equally fast ones by name."""
+    checked = _beside_each_other(results)
+    speed = speed_of(checked)
+    by_name = sorted(checked, key=lambda result: result.name)
+    fastest_first = sorted(
+        by_name, key=lambda result: rate_of(result, speed), reverse=True
+    )
+    return Ranking(tuple(fastest_first))
 
 
 def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
     """The results at one temperature, with a doubt where those of a run have other plain decoding.
 
-    The drafters of a run are measured beside the same one, so that one of their records was changed.
+    The drafters of a run are measured beside the same plain decoding: if it differs, a record was changed.
     """
     first: dict[object, Decoding] = {}
-    odd = set[object]()
-    for one in results:
-        for prompt in one.measurement.prompts:
-            plain = first.setdefault((_run(one), prompt.key), prompt.plain)
-            if (plain.tokens, plain.seconds) != (
-                prompt.plain.tokens,
-                prompt.plain.seconds,
-            ):
-                odd.add(_run(one))
+    doubted_runs = set[object]()
+    for result in results:
+        run = _run(result)
+        for prompt in result.measurement.prompts:
+            plain = first.setdefault((run, prompt.key), prompt.plain)
+            if not _equal(plain, prompt.plain):
+                doubted_runs.add(run)
     doubt = (
-        "records of its run differ in the numbers of plain decoding, which they share",
+        "records of its run differ in the numbers of plain decoding, which they share"
     )
-    return [replace(one, beside=doubt) if _run(one) in odd else one for one in results]
+    return [
+        replace(result, beside=(doubt,)) if _run(result) in doubted_runs else result
+        for result in results
+    ]
 
 
-def _run(one: DrafterResult) -> tuple[object, ...]:
+def _equal(plain: Decoding, other: Decoding) -> bool:
+    """Whether two records of plain decoding have the same tokens and seconds."""
+    return plain.tokens == other.tokens and plain.seconds == other.seconds
+
+
+def _run(result: DrafterResult) -> tuple[object, ...]:
     """The process that measured a result."""
-    software = one.evaluation.software
-    return one.evaluation.measured, software and software.command
+    software = result.evaluation.software
+    return result.evaluation.measured, software and software.command
 
 
 def speed_of(results: Iterable[DrafterResult]) -> Rate:
     """The speedup that compares them: by the clock, or in CPU seconds where others had a part of the CPU."""
-    figures = [one.figures for one in results]
-    shared = any(one.cpu_share is not None and one.cpu_share < BUSY for one in figures)
-    if shared and all(one.cpu_speedup is not None for one in figures):
-        return "cpu_speedup"
-    return "speedup"
+    figures = [result.figures for result in results]
+    shares = [one.cpu_share for one in figures]
+    is_shared = any(share is not None and share < BUSY for share in shares)
+    has_cpu_seconds = all(one.cpu_speedup is not None for one in figures)
+    return "cpu_speedup" if is_shared and has_cpu_seconds else "speedup"
 
 
-def rate_of(one: DrafterResult, rate: Rate) -> float:
+def rate_of(result: DrafterResult, rate: Rate) -> float:
     """A rate; 0 if it was not measured."""
-    return float(getattr(one.figures, rate) or 0.0)
+    return float(getattr(result.figures, rate) or 0.0)
 
 
 def differing(groups: Sequence[Group]) -> list[str]:
     """The conditions that differ between groups; empty for a single group."""
+    names = groups[0].conditions if groups else ()
     return [
-        name
-        for name in CONDITIONS
-        if len({group.conditions[name] for group in groups}) > 1
+        name for name in names if len({group.conditions[name] for group in groups}) > 1
     ]
 
 
 def group(measured: Sequence[DrafterResult]) -> list[Group]:
     """Group the results that can be compared, the latest first."""
     alike: dict[tuple[str, ...], list[DrafterResult]] = {}
-    for one in measured:
-        alike.setdefault(
-            tuple(value(one.evaluation) for value in CONDITIONS.values()), []
-        ).append(one)
-    return [
-        Group(number, dict(zip(CONDITIONS, key, strict=True)), *distinguished([found]))
-        for number, (key, found) in enumerate(alike.items(), 1)
-    ]
+    for result in measured:
+        values = conditions(result.evaluation).values()
+        alike.setdefault(tuple(values), []).append(result)
+    groups = []
+    for number, results in enumerate(alike.values(), 1):
+        (named,) = distinguished([results])
+        groups.append(Group(number, conditions(results[0].evaluation), named))
+    return groups
 
 
 def _within(interval: Interval | None) -> str:
-    return f" (95%: {interval.low:.2f} to {interval.high:.2f})" if interval else ""
+    if interval is None:
+        return ""
+    return f" (95%: {interval.low:.2f} to {interval.high:.2f})"

@@ -1,25 +1,31 @@
 """The report as Markdown and CSV."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.bench.statistics import Rate
-from vlmdistill.pipelines.report.tables import COLUMNS, SERVED, served
+from vlmdistill.pipelines.report.comparison import Group
+from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
+from vlmdistill.pipelines.report.tables import COLUMNS, SERVED, result_rows, served
 from vlmdistill.pipelines.targets.software import PACKAGES
 from vlmdistill.stores.errors import printable
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.report.page import ReportPage
 
-FORMULA = ("=", "+", "-", "@")  # what a formula of a spreadsheet begins with
+FORMULA = ("=", "+", "-", "@")  # the first characters of a formula of a spreadsheet
+MARKS = re.compile(r"[\\`*|\[\]~]|(?<!\w)_|_(?!\w)")
+"""Characters that Markdown interprets; an underscore within a word is not one of them."""
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with its conditions, and what is said of it."""
+    """A table with its conditions, conclusions and warnings."""
 
     title: str
     facts: dict[str, str]
@@ -31,158 +37,157 @@ class Section:
 def sections(report: "ReportPage") -> Iterator[Section]:
     """A section for each group that compares, and one for serving engines."""
     for group in report.groups:
-        title = (
-            f"group {group.number} of {len(report.groups)}"
-            if len(report.groups) > 1
-            else ""
-        )
-        measured = ", ".join(sorted({one.measured for one in group.evaluations}))
-        yield Section(
-            title,
-            {**group.conditions, "measured": measured, **group.facts},
-            [
-                *(ranking.text for ranking in group.rankings),
-                group.verdict.text,
-                *(f"Warning: {one}." for one in group.warnings),
-                "In parentheses: 95% intervals over prompts.",
-            ],
-            [*COLUMNS],
-            [[cell(one) for cell in COLUMNS.values()] for one in group.results],
-        )
+        yield _group_section(group, len(report.groups))
     if report.served:
-        said = "In parentheses: quartiles of times, and the 95% interval of the speedup over the baseline."
-        said_of = [*(f"Warning: {one}." for one in report.served_warnings), said]
-        yield Section("serving engines", {}, said_of, [*SERVED], served(report.served))
+        yield _served_section(report)
+
+
+def _group_section(group: Group, count: int) -> Section:
+    """A group of so many."""
+    title = f"group {group.number} of {count}" if count > 1 else ""
+    measured = sorted({evaluation.measured for evaluation in group.evaluations})
+    facts = {**group.conditions, "measured": ", ".join(measured), **group.facts}
+    sentences = [ranking.text for ranking in group.rankings]
+    sentences.append(group.verdict.text)
+    sentences += [f"Warning: {warning}." for warning in group.warnings]
+    sentences.append("In parentheses: 95% intervals over prompts.")
+    return Section(title, facts, sentences, [*COLUMNS], result_rows(group.results))
+
+
+def _served_section(report: "ReportPage") -> Section:
+    sentences = [f"Warning: {warning}." for warning in report.served_warnings]
+    sentences.append(
+        "In parentheses: quartiles of times, and the 95% interval of the speedup over the baseline."
+    )
+    return Section("serving engines", {}, sentences, [*SERVED], served(report.served))
 
 
 def markdown(report: "ReportPage") -> str:
     """All sections as Markdown."""
     lines = [f"# {_markdown(report.title)}: evaluation of drafters"]
-    for one in sections(report):
-        lines += ["", f"## {one.title.capitalize()}"] if one.title else []
+    for section in sections(report):
+        if section.title:
+            lines += ["", f"## {section.title.capitalize()}"]
+        lines.append("")
         lines += [
-            "",
-            *(f"- {name}: {_markdown(value)}" for name, value in one.facts.items()),
+            f"- {name}: {_markdown(value)}" for name, value in section.facts.items()
         ]
-        for sentence in one.sentences:
+        for sentence in section.sentences:
             lines += ["", _markdown(sentence)]
-        table = [
-            one.header,
-            ["---"] * len(one.header),
-            *([_markdown(cell) for cell in row] for row in one.rows),
-        ]
-        lines += ["", *(f"| {' | '.join(row)} |" for row in table)]
+        lines += ["", _table_line(section.header)]
+        lines.append(_table_line(["---"] * len(section.header)))
+        lines += [_table_line(map(_markdown, row)) for row in section.rows]
     return "\n".join(lines) + "\n"
 
 
+def _table_line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def _markdown(text: str) -> str:
-    """Text on one line that Markdown shows as it is; an underscore within a word needs nothing."""
+    """Text on one line that Markdown shows as it is."""
     plain = line(text).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"[\\`*|\[\]~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", plain)
+    return MARKS.sub(r"\\\g<0>", plain)
 
 
 def line(text: str) -> str:
-    """Text on one line, without what a terminal would not print."""
-    return "".join(one for one in " ".join(text.split()) if one.isprintable())
+    """Text on one line, without characters that a terminal does not print."""
+    on_one_line = " ".join(text.split())
+    return "".join(character for character in on_one_line if character.isprintable())
 
 
 def csv(report: "ReportPage") -> str:
     """Rows for each drafter and temperature: all prompts, each kind and each dataset; then servers."""
     import polars as pl
 
-    rows = [
-        {
-            name: _inert(value) if isinstance(value, str) else value
-            for name, value in row.items()
-        }
-        for row in (*_own_rows(report), *_served_rows(report))
-    ]
-    return pl.DataFrame(rows, infer_schema_length=None).write_csv()
+    rows = [*_own_rows(report), *map(_served_row, report.served)]
+    inert = [{name: _inert(value) for name, value in row.items()} for row in rows]
+    return pl.DataFrame(inert, infer_schema_length=None).write_csv()
 
 
-def _inert(text: str) -> str:
-    """Text that a spreadsheet does not take for a formula, nor a terminal for a command."""
-    plain = "\n".join(map(printable, text.split("\n")))
+def _inert(value: Any) -> Any:
+    """A text that neither a spreadsheet takes for a formula nor a terminal for a command; else the value."""
+    if not isinstance(value, str):
+        return value
+    plain = "\n".join(map(printable, value.split("\n")))
     return f"'{plain}" if plain.startswith(FORMULA) else plain
 
 
-def _own_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
+def _own_rows(report: "ReportPage") -> Iterator[Row]:
+    """The rows of drafters."""
     for group in report.groups:
+        conditions = _condition_columns(group)
         for result in group.results:
-            one = result.evaluation
-            parts = [("all", "", result)]
+            yield _own_row(group, result, result, conditions, "all", "")
             for by, label in LABELS.items():
-                parts += [(by, name, part) for name, part in result.by(label).items()]
-            software = asdict(one.software) if one.software else {}
-            facts = {
-                **{
-                    "drafter": one.name,
-                    "method": one.drafter,
-                    "temperature": result.temperature,
-                },
-                **{
-                    "tree": one.tree,
-                    "parameters": one.parameters,
-                    "comparison_group": group.number,
-                },
-            }
-            conditions = {**group.conditions, "prompt set": one.prompt_set}
-            for name in (
-                "prompts",
-                *PACKAGES,
-            ):  # the versions of all packages are columns of their own
-                conditions.pop(name, None)
-            for by, part, found in parts:
-                yield {
-                    **facts,
-                    **{"by": by, "part": part, **_numbers(asdict(found.figures))},
-                    **{
-                        name.replace(" ", "_"): value
-                        for name, value in conditions.items()
-                    },
-                    **{"measured": one.measured, **software},
-                }
+                for name, part in result.by(label).items():
+                    yield _own_row(group, result, part, conditions, by, name)
 
 
-def _served_rows(report: "ReportPage") -> Iterator[dict[str, Any]]:
-    for result in report.served:
-        one, load = result.evaluation, result.figures
-        found = {
-            **asdict(load.server),
-            "prompts": load.server.requests,
-            "speedup": load.speedup,
-        }
-        found |= {
-            "decode_speedup": load.decode_speedup,
-            "intervals": asdict(load)["intervals"] or {},
-        }
-        yield {
-            **{"drafter": one.name, "temperature": load.temperature, "by": "server"},
-            **{"part": f"concurrency {load.concurrency}", **_numbers(found)},
-            **{
-                "measured": one.measured,
-                **(asdict(one.software) if one.software else {}),
-            },
-        }
+def _condition_columns(group: Group) -> Row:
+    """The conditions of a group without those that have columns of their own."""
+    return {
+        name.replace(" ", "_"): value
+        for name, value in group.conditions.items()
+        if name not in ("prompts", *PACKAGES)
+    }
 
 
-def _numbers(figures: dict[str, Any]) -> dict[str, Any]:
-    """Rates, the ends of their intervals, counts and seconds."""
-    ends = {
-        f"{name}_{end}": figures["intervals"].get(name, {}).get(end)
-        for name in get_args(Rate)
-        for end in ("low", "high")
+def _own_row(
+    group: Group,
+    result: DrafterResult,
+    part: DrafterResult,
+    conditions: Row,
+    by: str,
+    part_name: str,
+) -> Row:
+    """A drafter on some of its prompts: a `part` of the result, `by` kind or dataset."""
+    evaluation = result.evaluation
+    row: Row = {"drafter": evaluation.name, "method": evaluation.drafter}
+    row["temperature"] = result.temperature
+    row["tree"] = evaluation.tree
+    row["parameters"] = evaluation.parameters
+    row["comparison_group"] = group.number
+    row |= {"by": by, "part": part_name}
+    row |= _numbers(asdict(part.figures))
+    row |= conditions
+    row["prompt_set"] = evaluation.prompt_set
+    row["measured"] = evaluation.measured
+    if evaluation.software:
+        row |= asdict(evaluation.software)
+    return row
+
+
+def _served_row(result: ServerResult) -> Row:
+    """A server under one load."""
+    evaluation, load = result.evaluation, result.figures
+    figures = asdict(load.server)
+    figures["prompts"] = load.server.requests
+    figures["speedup"] = load.speedup
+    figures["decode_speedup"] = load.decode_speedup
+    figures["intervals"] = asdict(load)["intervals"] or {}
+    row: Row = {"drafter": evaluation.name, "temperature": load.temperature}
+    row |= {"by": "server", "part": f"concurrency {load.concurrency}"}
+    row |= _numbers(figures)
+    row["measured"] = evaluation.measured
+    if evaluation.software:
+        row |= asdict(evaluation.software)
+    return row
+
+
+def _numbers(figures: Row) -> Row:
+    """The columns of figures: rates, the ends of their intervals, counts and seconds."""
+    columns = {
+        name: value for name, value in figures.items() if isinstance(value, int | float)
     }
-    checks = figures.get("lossless") or {}
-    by_position = {
-        f"{name}_{position}": one
-        for name in ("alpha", "calibration")
-        for position, one in enumerate(figures.get(name) or (), 1)
-    }
-    budget = {
-        f"budget_{phase}": one for phase, one in (figures.get("budget") or {}).items()
-    }
-    numbers = {
-        name: one for name, one in figures.items() if isinstance(one, int | float)
-    }
-    return {**numbers, **ends, **checks, **by_position, **budget}
+    for rate in get_args(Rate):
+        interval = figures["intervals"].get(rate, {})
+        columns[f"{rate}_low"] = interval.get("low")
+        columns[f"{rate}_high"] = interval.get("high")
+    columns |= figures.get("lossless") or {}
+    for name in ("alpha", "calibration"):
+        for position, value in enumerate(figures.get(name) or (), 1):
+            columns[f"{name}_{position}"] = value
+    for phase, seconds in (figures.get("budget") or {}).items():
+        columns[f"budget_{phase}"] = seconds
+    return columns

@@ -1,4 +1,4 @@
-"""The report as tables for a paper: methods over sets of prompts; what else is known is in comments."""
+"""The report as tables for a paper: methods over sets of prompts; all other facts are in comments."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,36 +18,72 @@ if TYPE_CHECKING:
 WIDE = 8  # columns, above which a table is as wide as the page
 ESCAPED = {
     "\\": r"\textbackslash{}",
-    **{one: f"\\{one}" for one in "&%$#_{}"},
-    **{
-        one: f"{{{one}}}" for one in "[]*"
-    },  # after a line's end they would be its arguments
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
 }
+ESCAPED |= {character: f"\\{character}" for character in "&%$#_{}"}
+# After the end of a line, these would be its arguments.
+ESCAPED |= {character: f"{{{character}}}" for character in "[]*"}
+INTERVAL = re.compile(r"\(([\d.]+)-([\d.]+)\)")
 DAGGER = r"\textsuperscript{\dag}"
 BROKEN = rf"; {DAGGER} not lossless"
-Cell = tuple[float, float | None]  # tau, and the speedup unless a warning doubts it
+MISSING = "--"
+COMMENT = (
+    "% set | method | T | prompts | tau | speedup; the mean gives each set equal weight"
+)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """The rates of a method on a set."""
+
+    tau: float
+    speedup: float | None  # None: a warning doubts it
+
+    @property
+    def shown(self) -> "_Shown":
+        """As printed."""
+        speedup = "" if self.speedup is None else f"{self.speedup:.2f}"
+        return _Shown(f"{self.tau:.2f}", speedup)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """The rates of a method on a set as printed; empty: not measured, or in doubt."""
+
+    tau: str = ""
+    speedup: str = ""
 
 
 @dataclass
-class _Row:
+class _Method:
     """A method at one temperature."""
 
     lossless: bool = True
-    cells: dict[str, Cell] = field(default_factory=dict)  # by set
+    cells: dict[str, _Cell] = field(default_factory=dict)  # by set
 
-    def mean(self, sets: Sequence[str]) -> Cell | None:
+    def shown(self, sets: Sequence[str]) -> list[_Shown]:
+        """Its cells of these sets and, of several, their mean."""
+        cells = [self.cells.get(name) for name in sets]
+        if len(sets) > 1:
+            cells.append(self._mean(sets))
+        return [_Shown() if cell is None else cell.shown for cell in cells]
+
+    def _mean(self, sets: Sequence[str]) -> _Cell | None:
         """The mean over all sets; None if one was not measured."""
         if any(name not in self.cells for name in sets):
             return None
         cells = [self.cells[name] for name in sets]
-        speedups = [speedup for _, speedup in cells if speedup is not None]
-        whole = len(speedups) == len(cells)
-        return mean(tau for tau, _ in cells), mean(speedups) if whole else None
+        speedups = [cell.speedup for cell in cells if cell.speedup is not None]
+        is_complete = len(speedups) == len(cells)
+        speedup = mean(speedups) if is_complete else None
+        return _Cell(mean(cell.tau for cell in cells), speedup)
+
+
+_Methods = dict[str, _Method]
 
 
 def latex(report: "ReportPage") -> str:
@@ -57,202 +93,183 @@ def latex(report: "ReportPage") -> str:
     printed, of the lossless methods.
     """
     lines = [r"% \usepackage{booktabs}, then \input this file"]
-    alike: dict[tuple[str, ...], list[Group]] = {}
-    for group in report.groups:
-        key = tuple(
-            value for name, value in group.conditions.items() if name != "prompts"
-        )
-        alike.setdefault(key, []).append(group)
-    told = [*sections(report)]
-    for groups in alike.values():
-        about = [
-            one
-            for one, group in zip(told, report.groups, strict=False)
-            if group in groups
-        ]
-        lines += ["", *_comments(about), *_intervals(groups), *_table(groups)]
-    for served in told[len(report.groups) :]:
+    every_section = [*sections(report)]
+    of_groups = every_section[: len(report.groups)]
+    by_number = {
+        group.number: section
+        for group, section in zip(report.groups, of_groups, strict=True)
+    }
+    for groups in _alike(report.groups):
+        group_sections = [by_number[group.number] for group in groups]
+        lines += ["", *_comments(group_sections)]
+        lines += [*_intervals(groups), *_table(groups)]
+    for section in every_section[len(report.groups) :]:
         caption = f"Drafters of {report.title} in serving engines."
-        rows = [[escaped(cell) for cell in row] for row in served.rows]
-        header = [
-            r"$\tau$" if name == "tau" else escaped(name) for name in served.header
-        ]
-        lines += [
-            "",
-            *_comments([served]),
-            *_framed(caption, "l" * len(header), [_row(header)], rows),
-        ]
+        lines += ["", *_comments([section]), *_served_table(caption, section)]
     return "\n".join(lines) + "\n"
 
 
+def _alike(groups: "Sequence[Group]") -> "list[list[Group]]":
+    """The groups that differ in nothing but their prompts, together."""
+    by_conditions: dict[tuple[str, ...], list[Group]] = {}
+    for group in groups:
+        conditions = {**group.conditions}
+        del conditions["prompts"]
+        by_conditions.setdefault(tuple(conditions.values()), []).append(group)
+    return [*by_conditions.values()]
+
+
+def _served_table(caption: str, section: Section) -> list[str]:
+    header = [r"$\tau$" if name == "tau" else escaped(name) for name in section.header]
+    rows = [[escaped(cell) for cell in row] for row in section.rows]
+    return _framed(caption, "l" * len(header), [_row(header)], rows)
+
+
 def _table(groups: "Sequence[Group]") -> list[str]:
-    by_temperature: dict[float, dict[str, _Row]] = {}
-    measured = dict(_sets(groups))
-    sets = sorted(measured)
-    for name, results in measured.items():
-        for one in results:
-            row = by_temperature.setdefault(one.temperature, {}).setdefault(
-                one.name, _Row()
-            )
-            row.lossless &= one.evaluation.lossless
-            row.cells[name] = (
-                one.figures.tau,
-                None if one.doubts else one.figures.speedup,
-            )
+    """A row for each method and temperature, and two columns for each set."""
+    by_temperature: dict[float, _Methods] = {}
+    results_of_sets = dict(_sets(groups))
+    for name, results in results_of_sets.items():
+        for result in results:
+            methods = by_temperature.setdefault(result.temperature, {})
+            method = methods.setdefault(result.name, _Method())
+            method.lossless &= result.evaluation.lossless
+            method.cells[name] = _cell(result)
+    sets = sorted(results_of_sets)
     columns = [*sets, "mean"] if len(sets) > 1 else sets
-    one_temperature = (
-        f" at temperature {min(by_temperature):g}" if len(by_temperature) == 1 else ""
-    )
-    target = groups[0].conditions["target"].partition(" (")[0]
-    broken = any(
-        not row.lossless for rows in by_temperature.values() for row in rows.values()
-    )
-    caption = (
-        rf"Tokens per call ($\tau$) and speedup over plain decoding of {escaped(target)}{one_temperature} "
-        f"(best in bold{BROKEN if broken else ''})."
-    )
-    spans = " & ".join(
-        rf"\multicolumn{{2}}{{c}}{{{escaped(name)}}}" for name in columns
-    )
-    rules = "".join(
-        rf"\cmidrule(lr){{{at}-{at + 1}}}" for at in range(2, 2 + 2 * len(columns), 2)
-    )
-    header = [
-        rf" & {spans} \\",
-        rules,
-        _row(["method", *[r"$\tau$", "speedup"] * len(columns)]),
+    rows: list[list[str]] = []
+    for temperature, methods in sorted(by_temperature.items()):
+        if len(by_temperature) > 1:
+            rows.append([_temperature_line(temperature, 1 + 2 * len(columns))])
+        rows += _rows(methods, sets)
+    caption = _caption(groups[0], by_temperature)
+    alignment = "l" + "r" * 2 * len(columns)
+    return _framed(caption, alignment, _header(columns), rows)
+
+
+def _cell(result: "DrafterResult") -> _Cell:
+    speedup = None if result.doubts else result.figures.speedup
+    return _Cell(result.figures.tau, speedup)
+
+
+def _temperature_line(temperature: float, width: int) -> str:
+    """A line over so many columns."""
+    text = rf"\emph{{temperature {temperature:g}}}"
+    return rf"\multicolumn{{{width}}}{{@{{}}l}}{{{text}}}"
+
+
+def _caption(group: "Group", by_temperature: dict[float, _Methods]) -> str:
+    target = group.conditions["target"].partition(" (")[0]
+    at_temperature = ""
+    if len(by_temperature) == 1:
+        at_temperature = f" at temperature {min(by_temperature):g}"
+    every_method = [
+        method for methods in by_temperature.values() for method in methods.values()
     ]
-    body: list[list[str]] = []
-    for temperature in sorted(by_temperature):
-        if not one_temperature:
-            width = 1 + 2 * len(columns)
-            body += [
-                [
-                    rf"\multicolumn{{{width}}}{{@{{}}l}}{{\emph{{temperature {temperature:g}}}}}"
-                ]
-            ]
-        body += _rows(by_temperature[temperature], sets)
-    return _framed(caption, "l" + "r" * 2 * len(columns), header, body)
+    is_lossless = all(method.lossless for method in every_method)
+    return (
+        rf"Tokens per call ($\tau$) and speedup over plain decoding of {escaped(target)}{at_temperature} "
+        f"(best in bold{'' if is_lossless else BROKEN})."
+    )
 
 
-def _number(cell: Cell | None, at: int) -> str:
-    """One of the two numbers of a cell; empty if it has none."""
-    value = cell[at] if cell else None
-    return "" if value is None else f"{value:.2f}"
+def _header(columns: Sequence[str]) -> list[str]:
+    """The names of the sets, rules below them, and the names of the two rates of each."""
+    spans = [rf"\multicolumn{{2}}{{c}}{{{escaped(name)}}}" for name in columns]
+    starts = range(2, 2 + 2 * len(columns), 2)
+    rules = [rf"\cmidrule(lr){{{start}-{start + 1}}}" for start in starts]
+    names = ["method", *[r"$\tau$", "speedup"] * len(columns)]
+    return [_row(["", *spans]), "".join(rules), _row(names)]
 
 
-def _best(column: Sequence[Cell | None], at: int) -> str:
-    """The largest of one of the two numbers, as printed; empty if there is none."""
-    numbers = [number for cell in column if (number := _number(cell, at))]
-    return max(numbers, key=float, default="")
+def _sets(
+    groups: "Sequence[Group]",
+) -> "Iterator[tuple[str, Sequence[DrafterResult]]]":
+    """The results on each set.
 
-
-def _sets(groups: "Sequence[Group]") -> "Iterator[tuple[str, Sequence[DrafterResult]]]":
-    """The results on each set; of sets of one name in several groups, the name says how many prompts."""
+    Where several groups have a set of one name, its label has the number of its prompts.
+    """
     divided = [group.by(LABELS["dataset"]) for group in groups]
     if len(groups) == 1 and len(divided[0]) == 1:
         divided = [groups[0].by(LABELS["kind"])]
-    taken: set[str] = set()
     names = [name for sets in divided for name in sets]
+    used: set[str] = set()
     for group, sets in zip(groups, divided, strict=True):
         for name, results in sets.items():
-            count = results[0].figures.prompts
-            label = f"{name} ({count})" if names.count(name) > 1 else name
-            label = f"{label}, group {group.number}" if label in taken else label
-            taken.add(label)
+            label = name
+            if names.count(name) > 1:
+                label = f"{name} ({results[0].figures.prompts})"
+            if label in used:
+                label = f"{label}, group {group.number}"
+            used.add(label)
             yield label, results
 
 
-def _rows(methods: dict[str, _Row], sets: Sequence[str]) -> list[list[str]]:
-    cells = {
-        name: [
-            *(row.cells.get(one) for one in sets),
-            *([row.mean(sets)] if len(sets) > 1 else []),
-        ]
-        for name, row in methods.items()
-    }
-    ranked = [cells[name] for name, row in methods.items() if row.lossless]
-    best = [
-        [
-            max(
-                (_number(one, at) for one in column if _number(one, at)),
-                key=float,
-                default="",
-            )
-            for at in (0, 1)
-        ]
-        for column in zip(*ranked, strict=True)
-    ]
+def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
+    """The rows of methods, with the best of the lossless ones in bold."""
+    cells = {name: method.shown(sets) for name, method in methods.items()}
+    lossless = [cells[name] for name, method in methods.items() if method.lossless]
+    best = [_best(column) for column in zip(*lossless, strict=True)]
+    rows = []
+    for name, method in methods.items():
+        dagger = "" if method.lossless else DAGGER
+        row = [escaped(name) + dagger]
+        for number, cell in enumerate(cells[name]):
+            bold = best[number] if method.lossless else _Shown()
+            row.append(_printed(cell.tau, bold.tau))
+            row.append(_printed(cell.speedup, bold.speedup))
+        rows.append(row)
+    return rows
 
-    def shown(values: Sequence[Cell | None], lossless: bool) -> Iterator[str]:
-        for number, one in enumerate(values):
-            for at in (0, 1):
-                text = _number(one, at) or "--"
-                yield (
-                    rf"\textbf{{{text}}}"
-                    if lossless and text == best[number][at]
-                    else text
-                )
 
-    return [
-        [
-            escaped(name) + ("" if row.lossless else r"\textsuperscript{\dag}"),
-            *shown(cells[name], row.lossless),
-        ]
-        for name, row in methods.items()
-    ]
+def _best(column: Sequence[_Shown]) -> _Shown:
+    """The largest of each rate."""
+    taus = [cell.tau for cell in column if cell.tau]
+    speedups = [cell.speedup for cell in column if cell.speedup]
+    return _Shown(
+        max(taus, key=float, default=""), max(speedups, key=float, default="")
+    )
+
+
+def _printed(number: str, bold: str) -> str:
+    """A number, in bold if it equals `bold`; a dash without a number."""
+    if not number:
+        return MISSING
+    return rf"\textbf{{{number}}}" if number == bold else number
 
 
 def _framed(
     caption: str, columns: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> list[str]:
+    """A whole table; `columns` is the alignment of each."""
     kind = "table*" if len(columns) > WIDE else "table"
-    return [
-        *(
-            rf"\begin{{{kind}}}",
-            r"\centering",
-            r"\small",
-            rf"\caption{{{caption}}}",
-            r"\smallskip",
-        ),
-        *(
-            rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}",
-            r"\toprule",
-            *header,
-            r"\midrule",
-        ),
-        *(_row(row) for row in rows),
-        *(r"\bottomrule", r"\end{tabular}", rf"\end{{{kind}}}"),
-    ]
+    lines = [rf"\begin{{{kind}}}", r"\centering", r"\small"]
+    lines += [rf"\caption{{{caption}}}", r"\smallskip"]
+    lines += [rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}", r"\toprule"]
+    lines += [*header, r"\midrule", *map(_row, rows)]
+    return [*lines, r"\bottomrule", r"\end{tabular}", rf"\end{{{kind}}}"]
 
 
 def _comments(about: Sequence[Section]) -> Iterator[str]:
     """Conditions, conclusions and warnings, and all columns with their intervals."""
-    for one in about:
-        facts = [f"{name}: {value}" for name, value in one.facts.items()]
-        rows = [" | ".join(row) for row in (one.header, *one.rows)]
-        for text in (
-            *([one.title] if one.title else []),
-            *facts,
-            *one.sentences,
-            *rows,
-        ):
+    for section in about:
+        texts = [section.title] if section.title else []
+        texts += [f"{name}: {value}" for name, value in section.facts.items()]
+        texts += section.sentences
+        texts += [" | ".join(row) for row in (section.header, *section.rows)]
+        for text in texts:
             yield f"% {line(text)}"
 
 
 def _intervals(groups: "Sequence[Group]") -> Iterator[str]:
     """The rates on each set."""
-    yield "% set | method | T | prompts | tau | speedup; the mean gives each set equal weight"
+    yield COMMENT
     for name, results in _sets(groups):
-        for one in results:
-            rates = rate(one.figures, "tau"), rate(one.figures, "speedup")
-            facts = (
-                name,
-                one.name,
-                f"{one.temperature:g}",
-                f"{one.figures.prompts}",
-                *rates,
-            )
+        for result in results:
+            figures = result.figures
+            facts = [name, result.name, f"{result.temperature:g}"]
+            facts.append(f"{figures.prompts}")
+            facts += [rate(figures, "tau"), rate(figures, "speedup")]
             yield f"% {line(' | '.join(facts))}"
 
 
@@ -262,5 +279,5 @@ def _row(cells: Sequence[str]) -> str:
 
 def escaped(text: str) -> str:
     """Text that LaTeX prints as it is, on one line, with dashes between the ends of intervals."""
-    plain = "".join(ESCAPED.get(one, one) for one in line(text))
-    return re.sub(r"\(([\d.]+)-([\d.]+)\)", r"(\1--\2)", plain)
+    plain = "".join(ESCAPED.get(character, character) for character in line(text))
+    return INTERVAL.sub(r"(\1--\2)", plain)

@@ -5,46 +5,52 @@ names by hash. The page is complete without it: the script sorts and filters tab
 Evaluations that cannot be compared are in separate groups (`comparison.group`).
 """
 
-import io
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training, stages_run
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
     FEWEST_OF_KIND,
+    Figures,
     PartRates,
     figures,
 )
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
 from vlmdistill.pipelines.report import charts, selection, tables, trainings
 from vlmdistill.pipelines.report.answer import answers
-from vlmdistill.pipelines.report.charts import Chart
-from vlmdistill.pipelines.report.comparison import Group, Ranking, differing, group
+from vlmdistill.pipelines.report.chart_files import (
+    PlotFormat,
+    chart_file,
+    report_template,
+)
+from vlmdistill.pipelines.report.charts import Chart, Curve
+from vlmdistill.pipelines.report.comparison import Group, differing, group
 from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
-from vlmdistill.pipelines.report.templates import script_hash, source, templates
+from vlmdistill.pipelines.report.templates import script_hash, source
 from vlmdistill.pipelines.report.trainings import TrainingRun
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from markupsafe import Markup
 
-NAME_LENGTH = 120  # of a chart's file
-FONT = "Vera"  # of PDF and PNG
-PIXELS = 2.0  # of PNG, for each point of a PDF
-PlotFormat = Literal["svg", "pdf", "png"]
+NAME_LENGTH = 120  # characters of a chart's file
 NOT_IN_NAMES = re.compile(r"[^\w.@+]+")
-NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+NAME_END = re.compile(r"[@ ]")  # after a drafter's name, where facts follow
+KINDS = ("speed", "against_tau", "pareto", "cycles", "prefills", "trees", "acceptance")
+SCRIPTS = ("report/replay.js", "report/report.js")
+
+Milliseconds = dict[str, float]
+"""By phase."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,8 @@ class GroupView:
     group: Group
     own: OwnFiles
     styles: Mapping[str, int]  # of each drafter, the same on the whole page
-    differing: Sequence[
-        str
-    ]  # conditions in which the groups of the page differ; none for a single group
+    differing: Sequence[str]
+    """Conditions in which the groups of the page differ; none for a single group."""
     of: int  # groups of the page
 
     @cached_property
@@ -64,53 +69,53 @@ class GroupView:
         """The section of the group."""
         from markupsafe import Markup
 
-        said = {
-            "fewest": FEWEST,
-            "fewest_of_kind": FEWEST_OF_KIND,
-            "answers": answers(self.group),
-        }
-        return Markup(_template("group.html.jinja").render(view=self, **said))
+        html = report_template("group.html.jinja").render(
+            view=self,
+            fewest=FEWEST,
+            fewest_of_kind=FEWEST_OF_KIND,
+            answers=answers(self.group),
+        )
+        return Markup(html)
 
     @cached_property
     def charts(self) -> dict[str, list[Chart]]:
-        """Its charts in the order of the page: one for each temperature that has what they show."""
+        """Its charts in the order of the page: one for each temperature that has their data."""
         styles, everything = self.styles, self.group.results
-        kinds: dict[str, Callable[[Ranking], Chart | None]] = {
-            "speed": lambda one: charts.speed(one, styles, everything),
-            "against_tau": lambda one: charts.against_tau(one, styles, everything),
-            "pareto": lambda one: charts.pareto(one, styles, everything),
-            "cycles": lambda one: charts.cycle(one, styles),
-            "prefills": lambda one: charts.prefill(one, styles),
-        }
-        drawn = {
-            name: _found(map(draw, self.group.rankings)) for name, draw in kinds.items()
-        }
-        acceptance = _found(
-            charts.acceptance(one, styles) for one in self.group.rankings
-        )
-        return {**drawn, "trees": self._trees, "acceptance": acceptance}
-
-    @property
-    def budgets(self) -> list[tuple[DrafterResult, dict[str, float], dict[str, float]]]:
-        """The milliseconds of a cycle and of the prefill, by phase."""
-        return [
-            (
-                one,
-                charts.milliseconds(one, charts.CYCLE),
-                charts.milliseconds(one, charts.PREFILL),
-            )
-            for one in self.group.results
-            if one.figures.budget is not None
-        ]
+        drawn: dict[str, list[Chart | None]] = {kind: [] for kind in KINDS}
+        for ranking in self.group.rankings:
+            drawn["speed"].append(charts.speed(ranking, styles, everything))
+            drawn["against_tau"].append(charts.against_tau(ranking, styles, everything))
+            drawn["pareto"].append(charts.pareto(ranking, styles, everything))
+            drawn["cycles"].append(charts.cycle(ranking, styles))
+            drawn["prefills"].append(charts.prefill(ranking, styles))
+            drawn["acceptance"].append(charts.acceptance(ranking, styles))
+        drawn["trees"] += self._trees
+        return {kind: _drawn(maybe) for kind, maybe in drawn.items()}
 
     @property
     def _trees(self) -> list[Chart]:
         """Decode speedup and tau by tree, a chart for each temperature and drafter with several trees."""
-        found: dict[tuple[float, str], list[DrafterResult]] = {}
-        for one in sorted(self.group.results, key=lambda one: one.figures.tau):
-            found.setdefault((one.temperature, one.drafter), []).append(one)
-        several = [found[key] for key in sorted(found) if len(found[key]) > 1]
-        return [charts.trees(some, self.styles) for some in several]
+        alike: dict[tuple[float, str], list[DrafterResult]] = {}
+        by_tau = sorted(self.group.results, key=lambda result: result.figures.tau)
+        for result in by_tau:
+            key = result.temperature, result.drafter
+            alike.setdefault(key, []).append(result)
+        return [
+            charts.trees(results, self.styles)
+            for _, results in sorted(alike.items())
+            if len(results) > 1
+        ]
+
+    @property
+    def budgets(self) -> list[tuple[DrafterResult, Milliseconds, Milliseconds]]:
+        """The milliseconds of a cycle, and of the prefill."""
+        budgets = []
+        for result in self.group.results:
+            if result.figures.budget is not None:
+                cycle = charts.milliseconds(result, charts.CYCLE)
+                prefill = charts.milliseconds(result, charts.PREFILL)
+                budgets.append((result, cycle, prefill))
+        return budgets
 
     @property
     def divided(self) -> list[tuple[str, dict[str, list[DrafterResult]]]]:
@@ -121,7 +126,10 @@ class GroupView:
     @property
     def parts(self) -> list[tuple[DrafterResult, PartRates]]:
         """The parts of the responses, where there are several."""
-        return [(one, part) for one in self.group.results for part in one.figures.parts]
+        parts = []
+        for result in self.group.results:
+            parts += [(result, part) for part in result.figures.parts]
+        return parts
 
     @property
     def samples(self) -> list[ShownPrompt]:
@@ -131,7 +139,7 @@ class GroupView:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a drafter was trained: what its run recorded, and what an evaluation says of it."""
+    """How a drafter was trained: the figures that its run recorded, and an evaluation of it."""
 
     name: str
     run: TrainingRun | None
@@ -145,28 +153,29 @@ class Trained:
     @property
     def charts(self) -> list[Chart]:
         """Its loss, and its agreement with the target."""
-        if self.run is not None:
-            run = self.run
-            learned = charts.learning(
-                self.name, run.held_out, run.agreement, run.stages
-            )
-            return _found([charts.losses(self.name, run.loss, run.stages), learned])
+        run = self.run
+        if run is None:
+            return _drawn([charts.learning(self.name, self._history)])
+        loss = charts.losses(self.name, run.loss, run.stages)
+        agreement = charts.learning(self.name, run.held_out, run.agreement, run.stages)
+        return _drawn([loss, agreement])
+
+    @property
+    def _history(self) -> list[Curve]:
+        """The agreement that its evaluation recorded, by drafted token."""
+        curves: list[Curve] = []
         history = self.evaluation.training.history if self.evaluation else ()
-        longest = max((len(one.held_out_agreement) for one in history), default=0)
-        curves = [
-            [
-                (one.step, one.held_out_agreement[at])
-                for one in history
-                if at < len(one.held_out_agreement)
-            ]
-            for at in range(longest)
-        ]
-        return _found([charts.learning(self.name, curves)])
+        for measured in history:
+            for token, share in enumerate(measured.held_out_agreement):
+                if token == len(curves):
+                    curves.append([])
+                curves[token].append((measured.step, share))
+        return curves
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """The file of the page, and what is on it."""
+    """The file of the page, and its contents."""
 
     page: Path
     title: str
@@ -174,8 +183,6 @@ class ReportPage:
     served: list[ServerResult]  # by name
     runs: list[TrainingRun]
     interim: list[Interim]  # evaluations that are not finished
-    live: bool = False  # it follows the workspace
-    trouble: str = ""  # why there are no evaluations, or not the latest ones
 
     @property
     def groups(self) -> list[Group]:
@@ -186,60 +193,66 @@ class ReportPage:
     def trained(self) -> list[Trained]:
         """The trainings of all evaluated drafters, and all others of the workspace, by name."""
         runs = {run.name: run for run in self.runs}
-        found = dict[tuple[str, Training], Trained]()
-        for one in (one for view in self.views for one in view.group.evaluations):
-            run = runs.get(re.split(r"[@ ]", one.name, maxsplit=1)[0])
-            mine = run if run is not None and run.made(one.training) else None
-            found.setdefault((one.name, one.training), Trained(one.name, mine, one))
-        shown = {one.run.name for one in found.values() if one.run is not None}
-        rest = (Trained(run.name, run) for run in self.runs if run.name not in shown)
-        return sorted([*found.values(), *rest], key=lambda one: one.name)
+        trained: dict[tuple[str, Training], Trained] = {}
+        for evaluation in self._evaluations:
+            name, training = evaluation.name, evaluation.training
+            run = runs.get(NAME_END.split(name, maxsplit=1)[0])
+            if run is not None and not run.made(training):
+                run = None
+            trained.setdefault((name, training), Trained(name, run, evaluation))
+        shown = {entry.run.name for entry in trained.values() if entry.run is not None}
+        rest = [Trained(run.name, run) for run in self.runs if run.name not in shown]
+        return sorted([*trained.values(), *rest], key=lambda entry: entry.name)
+
+    @property
+    def _evaluations(self) -> Iterator[Evaluation]:
+        for each_group in self.groups:
+            yield from each_group.evaluations
 
     @property
     def served_warnings(self) -> list[str]:
         """Problems of the figures of servers, with the drafters' names."""
-        return [warning for one in self.served for warning in one.warnings]
-
-    @property
-    def script(self) -> str:
-        """The script of the page."""
-        names = ("replay.js", "report.js", *(["live.js"] if self.live else []))
-        return "".join(source(f"report/{name}") for name in names)
+        return [warning for result in self.served for warning in result.warnings]
 
     @property
     def html(self) -> str:
         """The page itself."""
-        script = self.script
-        under_way = [one for one in self.trained if one.unfinished]
-        return _template("report.html.jinja").render(
+        trained = self.trained
+        under_way = [entry for entry in trained if entry.unfinished]
+        finished = [entry for entry in trained if not entry.unfinished]
+        evaluations = [(unfinished, _so_far(unfinished)) for unfinished in self.interim]
+        script = "".join(map(source, SCRIPTS))
+        return report_template("report.html.jinja").render(
             title=self.title,
             views=self.views,
             differing=differing(self.groups),
-            trouble=self.trouble,
-            live=self.live,
-            interim=[
-                (
-                    one,
-                    [
-                        (*at, figures(some))
-                        for at, some in measurements(one.decoded).items()
-                    ],
-                )
-                for one in self.interim
-            ],
+            interim=evaluations,
             under_way=under_way,
-            trained=[one for one in self.trained if not one.unfinished],
+            trained=finished,
             stages_run=stages_run,
-            served=[
-                (one.evaluation.measured, row)
-                for one in self.served
-                for row in tables.served([one])
-            ],
+            served=self._served_rows,
             of_servers=tables.SERVED,
             served_warnings=self.served_warnings,
             script=script,
             script_hash=script_hash(script),
         )
+
+    @property
+    def _served_rows(self) -> list[tuple[str, list[str]]]:
+        """The rows of servers, with when they were measured."""
+        return [
+            (result.evaluation.measured, row)
+            for result in self.served
+            for row in tables.served([result])
+        ]
+
+
+def _so_far(evaluation: Interim) -> list[tuple[str, float, Figures]]:
+    """The figures of an unfinished evaluation, with drafter and temperature."""
+    rows = []
+    for (drafter, temperature), prompts in measurements(evaluation.decoded).items():
+        rows.append((drafter, temperature, figures(prompts)))
+    return rows
 
 
 def read(
@@ -247,164 +260,103 @@ def read(
 ) -> ReportPage:
     """The latest selected evaluations of a workspace for a page in `out`, by default `reports/index.html`.
 
-    DataError if there are none, or if a JSON file in their folder is not an evaluation; StoreError on a
-    mistake in `where`.
+    Raises:
+        DataError: There are no evaluations, or a JSON file in their folder is not one.
+        StoreError: `where` has a mistake.
     """
-    found = of(workspace, *evaluated(workspace, where))
-    return replace(found, page=out or found.page)
+    reports = workspace.reports
+    selected = selection.latest(reports, workspace.model, where)
+    served = sorted(selected.served, key=lambda result: result.evaluation.name)
+    return ReportPage(
+        page=out or reports / "index.html",
+        title=workspace.root.name,
+        views=_views(workspace, selected.own),
+        served=served,
+        runs=trainings.read(workspace),
+        interim=interim(reports),
+    )
+
+
+def _views(workspace: Workspace, results: Sequence[DrafterResult]) -> list[GroupView]:
+    """The results in groups that compare, with the style of each drafter's marks."""
+    groups = group(results)
+    names = {
+        evaluation.name
+        for each_group in groups
+        for evaluation in each_group.evaluations
+    }
+    styles = {name: number for number, name in enumerate(sorted(names))}
+    own = OwnFiles(workspace)
+    return [
+        GroupView(each_group, own, styles, differing(groups), len(groups))
+        for each_group in groups
+    ]
 
 
 def make(
     workspace: Workspace, out: Path | None = None, where: Sequence[str] = ()
 ) -> ReportPage:
-    """Read as `read` does, and write the page; in the workspace, what it shows is not deleted meanwhile.
+    """Read as `read` does, and write the page.
 
-    DataError if `out` is in the workspace where `forget` does not look for pages.
+    For a page in the workspace, nothing that it shows is deleted meanwhile. DataError if `out` is in the
+    workspace where `forget` does not look for pages.
     """
-    own = out is None or out.resolve().is_relative_to(workspace.root.resolve())
-    if out is not None and own and not _is_page_of(workspace, out):
+    is_inside = out is None or out.resolve().is_relative_to(workspace.root.resolve())
+    if out is not None and is_inside and not _is_page_of(workspace, out):
         raise DataError(
             f"--out {out}: in a workspace, pages are {workspace.reports}/NAME.html: `forget` removes those "
             "that show what is deleted"
         )
-    with only_writer(workspace.reports, wait=True) if own else nullcontext():
-        made = read(workspace, out, where)
-        write(made.html, made.page)
-    return made
+    with only_writer(workspace.reports, wait=True) if is_inside else nullcontext():
+        report = read(workspace, out, where)
+        write(report.html, report.page)
+    return report
 
 
 def _is_page_of(workspace: Workspace, file: Path) -> bool:
     """Whether a file is where the pages of a workspace are."""
-    return (
-        file.resolve().parent == workspace.reports.resolve() and file.suffix == ".html"
-    )
-
-
-def of(
-    workspace: Workspace, views: list[GroupView], served: list[ServerResult]
-) -> ReportPage:
-    """The page of these evaluations, and of what is under way."""
-    file, runs = workspace.reports / "index.html", trainings.read(workspace)
-    return ReportPage(
-        file, workspace.root.name, views, served, runs, interim(workspace.reports)
-    )
-
-
-def evaluated(
-    workspace: Workspace, where: Sequence[str] = ()
-) -> tuple[list[GroupView], list[ServerResult]]:
-    """The groups of the latest selected evaluations, and the results of servers; errors as of `read`."""
-    found = selection.latest(workspace.reports, workspace.model, where)
-    groups, own = group(found.own), OwnFiles(workspace)
-    names = sorted({one.name for some in groups for one in some.evaluations})
-    styles = {name: number for number, name in enumerate(names)}
-    views = [
-        GroupView(some, own, styles, differing(groups), len(groups)) for some in groups
-    ]
-    return views, sorted(found.served, key=lambda one: one.evaluation.name)
+    is_beside = file.resolve().parent == workspace.reports.resolve()
+    return is_beside and file.suffix == ".html"
 
 
 def write(content: str | bytes, file: Path) -> None:
-    """Replace the file atomically; DataError on what is no file."""
+    """Replace the file atomically; DataError if something else than a file has its name."""
     if file.exists() and not file.is_file():
         raise DataError(f"{file} is not a file: name another")
     with atomic_write(file) as aside:
-        text = content.encode(errors="replace") if isinstance(content, str) else content
-        aside.write_bytes(text)  # JSON may contain a lone surrogate
+        if isinstance(content, str):
+            # A record, which is JSON, may contain a lone surrogate.
+            content = content.encode(errors="replace")
+        aside.write_bytes(content)
 
 
 def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:
     """Write each chart of the page as a file that needs nothing else, named after its title.
 
-    PDF and PNG are the SVG drawn by svglib, with embedded fonts; ModuleNotFoundError without it.
+    ModuleNotFoundError without the package that draws PDF and PNG.
     """
-    names: list[str] = []
-    several = len(report.groups) > 1
-    drawn = [
-        (f"group-{view.group.number}-" if several else "", one)
-        for view in report.views
-        for some in view.charts.values()
-        for one in some
-    ]
-    for group_name, chart in (
-        *drawn,
-        *(("", chart) for one in report.trained for chart in one.charts),
-    ):
-        name = group_name + NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()
-        names.append(name)
-        same = names.count(name)
-        svg = as_svg(chart)
-        file = folder / (f"{name}~{same}.{form}" if same > 1 else f"{name}.{form}")
-        write(svg if form == "svg" else _drawn(svg, form), file)
+    count_of_names: Counter[str] = Counter()
+    for prefix, chart in _every_chart(report):
+        title = NOT_IN_NAMES.sub("-", chart.title)[:NAME_LENGTH].lower()
+        name = prefix + title
+        count_of_names[name] += 1
+        count = count_of_names[name]
+        suffix = f"~{count}" if count > 1 else ""
+        file = folder / f"{name}{suffix}.{form}"
+        write(chart_file(chart, form), file)
 
 
-def as_svg(chart: charts.Chart) -> str:
-    """A chart as a file that needs nothing else."""
-    return NOT_IN_XML.sub(
-        "", _template("chart.svg.jinja").render(chart=chart, styles=_light_styles())
-    )
+def _every_chart(report: ReportPage) -> Iterator[tuple[str, Chart]]:
+    """The charts of the page, and how the names of their files begin."""
+    for view in report.views:
+        prefix = f"group-{view.group.number}-" if len(report.views) > 1 else ""
+        for drawn in view.charts.values():
+            for chart in drawn:
+                yield prefix, chart
+    for trained in report.trained:
+        for chart in trained.charts:
+            yield "", chart
 
 
-def _drawn(svg: str, form: PlotFormat) -> bytes:
-    """An SVG file as PDF or PNG."""
-    from reportlab.graphics import renderPDF
-    from reportlab.graphics.shapes import STATE_DEFAULTS
-    from reportlab.graphics.shapes import Group as Shapes
-    from reportlab.pdfbase import pdfmetrics
-    from reportlab.pdfbase.ttfonts import TTFont
-    from reportlab.pdfgen.canvas import Canvas
-    from svglib.svglib import svg2rlg
-
-    pdfmetrics.registerFont(
-        TTFont(FONT, f"{FONT}.ttf")
-    )  # comes with reportlab; Helvetica is not embedded
-    STATE_DEFAULTS["fontName"] = FONT
-
-    def shapes(group: Shapes) -> Iterator[Any]:
-        for shape in group.contents:
-            yield shape
-            yield from shapes(shape) if isinstance(shape, Shapes) else ()
-
-    drawing = svg2rlg(io.BytesIO(svg.encode()))
-    for shape in shapes(drawing):
-        if hasattr(shape, "fontName"):
-            shape.fontName = FONT
-    pdf = io.BytesIO()
-    canvas = Canvas(
-        pdf, (drawing.width, drawing.height), invariant=True, initialFontName=FONT
-    )
-    renderPDF.draw(drawing, canvas, 0, 0)
-    canvas.save()
-    if form == "pdf":
-        return pdf.getvalue()
-    from pypdfium2 import PdfDocument
-
-    png = io.BytesIO()
-    PdfDocument(pdf)[0].render(scale=PIXELS).to_pil().save(png, "png", optimize=True)
-    return png.getvalue()
-
-
-def _light_styles() -> str:
-    """The styles of charts on light paper, with plain colors: many programs know no variables."""
-    page, drawn = (source(f"report/{name}") for name in ("page.css", "charts.css"))
-    light = dict(re.findall(r"--([\w-]+): (#\w+)", page.partition("@media")[0]))
-    return re.sub(r"var\(--([\w-]+)\)", lambda found: light[found[1]], drawn)
-
-
-def _template(name: str) -> "Template":
-    found = templates()
-    margins = {
-        "left": charts.LEFT,
-        "right": charts.RIGHT,
-        "top": charts.TOP,
-        "below": charts.BELOW,
-    }
-    found.filters["at"] = lambda seconds: time.strftime(
-        "%Y-%m-%d %H:%M:%S", time.localtime(seconds)
-    )
-    found.globals["plane"] = {"width": charts.WIDTH, "bar": charts.BAR, **margins}
-    return found.get_template(f"report/{name}")
-
-
-def _found(maybe: Iterable[Chart | None]) -> list[Chart]:
+def _drawn(maybe: Iterable[Chart | None]) -> list[Chart]:
     return [chart for chart in maybe if chart is not None]

@@ -76,10 +76,6 @@ function replay(box) {
   box.hidden = false;
 }
 
-function enliven(part) {
-  all("table.sortable", part).forEach(sortable);
-  all(".tools[hidden]", part).forEach(filter);
-  all(".replay", part).forEach(replay);
-}
-
-enliven(document);
+all("table.sortable").forEach(sortable);
+all(".tools[hidden]").forEach(filter);
+all(".replay").forEach(replay);

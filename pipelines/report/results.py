@@ -1,4 +1,4 @@
-"""What a report is of: results of drafters, each at one temperature, and of servers, each under one load."""
+"""The results in a report: of a drafter at one temperature, and of a server under one load."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,26 +20,28 @@ from vlmdistill.pipelines.bench.statistics import (
     rates,
 )
 
-CONDITIONS: dict[str, Callable[[Evaluation], str]] = {
-    "target": lambda one: f"{one.target.short_name} ({one.target.fingerprint})",
-    "hardware": lambda one: one.hardware,
-    "dtype": lambda one: one.dtype,
-    "threads": lambda one: str(one.threads),
-    "attention": lambda one: one.attention or "not recorded",
-    "compiled": lambda one: {True: "yes", False: "no", None: "not recorded"}[
-        one.compiled
-    ],
-    "thinking": lambda one: one.thinking or "as the template",
-    "torch": lambda one: one.software.torch if one.software else "not recorded",
-    "transformers": lambda one: (
-        one.software.transformers if one.software else "not recorded"
-    ),
-    "prompts": lambda one: f"{len(one.keys)} ({one.prompt_set})",
-    "max new tokens": lambda one: str(one.max_new_tokens),
-}
-"""What must be equal to compare two evaluations."""
+UNKNOWN = "not recorded"
+COMPILED = {True: "yes", False: "no", None: UNKNOWN}
 
 E = TypeVar("E", Evaluation, ServedEvaluation)
+Speed = Literal["faster", "slower", "equal", "unknown"]
+
+
+def conditions(evaluation: Evaluation) -> dict[str, str]:
+    """What must be equal to compare two evaluations, by name."""
+    target, software = evaluation.target, evaluation.software
+    facts = {"target": f"{target.short_name} ({target.fingerprint})"}
+    facts["hardware"] = evaluation.hardware
+    facts["dtype"] = evaluation.dtype
+    facts["threads"] = str(evaluation.threads)
+    facts["attention"] = evaluation.attention or UNKNOWN
+    facts["compiled"] = COMPILED[evaluation.compiled]
+    facts["thinking"] = evaluation.thinking or "as the template"
+    facts["torch"] = software.torch if software else UNKNOWN
+    facts["transformers"] = software.transformers if software else UNKNOWN
+    facts["prompts"] = f"{len(evaluation.keys)} ({evaluation.prompt_set})"
+    facts["max new tokens"] = str(evaluation.max_new_tokens)
+    return facts
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,24 +50,29 @@ class DrafterResult:
 
     evaluation: Evaluation
     measurement: Measurement
-    beside: tuple[str, ...] = ()  # doubts from other results of its run
+    beside: tuple[str, ...] = ()  # doubts that other results of the same run raise
 
     def __repr__(self) -> str:
         """Its rates and their intervals; the numbers of each prompt are in `measurement`."""
-        found = self.figures
-        shown = [f"tau {found.tau:.2f}", f"speedup {found.speedup:.2f}"]
-        if within := found.intervals.get("speedup"):
-            shown[-1] += f" ({within.low:.2f} to {within.high:.2f})"
-        if not found.calls:
-            shown = ["nothing was drafted"]
+        prompts = f"{self.figures.prompts} prompts at temperature {self.temperature:g}"
+        facts = ["nothing was drafted"]
+        if self.figures.calls:
+            facts = [f"tau {self.figures.tau:.2f}", self._speedup]
         if not self.evaluation.lossless:
-            shown.append("NOT LOSSLESS")
+            facts.append("NOT LOSSLESS")
         if self.failures:
-            shown.append("its counts contradict each other")
+            facts.append("its counts contradict each other")
         if self.doubts:
-            shown.append(f"in doubt: {self.doubts[0]}")
-        where = f"{found.prompts} prompts at temperature {self.temperature:g}"
-        return f"{self.name} on {where}: {', '.join(shown)}"
+            facts.append(f"in doubt: {self.doubts[0]}")
+        return f"{self.name} on {prompts}: {', '.join(facts)}"
+
+    @property
+    def _speedup(self) -> str:
+        speedup = f"speedup {self.figures.speedup:.2f}"
+        interval = self.figures.intervals.get("speedup")
+        if interval is None:
+            return speedup
+        return f"{speedup} ({interval.low:.2f} to {interval.high:.2f})"
 
     @cached_property
     def figures(self) -> Figures:
@@ -74,7 +81,7 @@ class DrafterResult:
 
     @property
     def name(self) -> str:
-        """The drafter's name, and what tells its results apart."""
+        """The drafter's name, with the facts that distinguish its results."""
         return self.evaluation.name
 
     @property
@@ -90,85 +97,76 @@ class DrafterResult:
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """Of two results of one kind, a report has the latest."""
-        one = self.evaluation
-        conditions = (value(one) for value in CONDITIONS.values())
-        return self.drafter, one.title, one.tree, *conditions, self.temperature
+        evaluation = self.evaluation
+        settings = conditions(evaluation).values()
+        named = self.drafter, evaluation.title, evaluation.tree
+        return *named, *settings, self.temperature
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its columns."""
-        one = self.evaluation
-        return {
-            "name": one.title,
-            "measured": one.measured,
-            "drafter": self.drafter,
-            "method": one.drafter,
-            "target": one.target.short_name,
-            "prompts": len(one.keys),
-            "dataset": ", ".join(
-                sorted({prompt.dataset for prompt in self.measurement.prompts})
-            ),
-            "prompt_set": one.prompt_set,
-            "temperature": float(self.temperature),
-            "tree": one.tree,
-            "max_new_tokens": one.max_new_tokens,
-            "seed": one.seed,
-            "engine": "transformers",
-            "machine": one.hardware,
-            "threads": one.threads,
-            "dtype": one.dtype,
-            "attention": one.attention,
-            "compiled": one.compiled,
-            "parameters": one.parameters,
-            "weights": one.weights,
-            "commit": one.software and one.software.commit,
-            **self._rates,
-        }
+        """The columns of its row, by name."""
+        evaluation = self.evaluation
+        datasets = {prompt.dataset for prompt in self.measurement.prompts}
+        columns: dict[str, Any] = {"name": evaluation.title}
+        columns["measured"] = evaluation.measured
+        columns["drafter"] = self.drafter
+        columns["method"] = evaluation.drafter
+        columns["target"] = evaluation.target.short_name
+        columns["prompts"] = len(evaluation.keys)
+        columns["dataset"] = ", ".join(sorted(datasets))
+        columns["prompt_set"] = evaluation.prompt_set
+        columns["temperature"] = float(self.temperature)
+        columns["tree"] = evaluation.tree
+        columns["max_new_tokens"] = evaluation.max_new_tokens
+        columns["seed"] = evaluation.seed
+        columns["engine"] = "transformers"
+        columns["machine"] = evaluation.hardware
+        columns["threads"] = evaluation.threads
+        columns["dtype"] = evaluation.dtype
+        columns["attention"] = evaluation.attention
+        columns["compiled"] = evaluation.compiled
+        columns["parameters"] = evaluation.parameters
+        columns["weights"] = evaluation.weights
+        columns["commit"] = evaluation.software and evaluation.software.commit
+        return columns | self._rates
 
     @property
     def _rates(self) -> dict[str, float | None]:
-        """None: there is no such rate, as nothing was drafted."""
-        drafted = any(prompt.drafted.calls for prompt in self.measurement.prompts)
-        return {
-            str(name): value if drafted or name not in OF_CYCLES else None
-            for name, value in rates(self.measurement).items()
-        }
+        """The rates; None for those that do not exist, as nothing was drafted."""
+        has_drafts = any(prompt.drafted.calls for prompt in self.measurement.prompts)
+        columns: dict[str, float | None] = {}
+        for name, rate in rates(self.measurement).items():
+            is_known = has_drafts or name not in OF_CYCLES
+            columns[name] = rate if is_known else None
+        return columns
 
-    def against_plain(
-        self, rate: Rate
-    ) -> Literal["faster", "slower", "equal", "unknown"]:
+    def against_plain(self, rate: Rate) -> Speed:
         """Whether it is significantly faster or slower than plain decoding, by a speedup."""
-        found = self.figures.intervals.get(rate)
-        if found is None:
+        interval = self.figures.intervals.get(rate)
+        if interval is None:
             return "unknown"
-        if found.low > 1:
+        if interval.low > 1:
             return "faster"
-        return "slower" if found.high < 1 else "equal"
+        return "slower" if interval.high < 1 else "equal"
 
     @cached_property
     def doubts(self) -> list[str]:
-        """Why its speedup may not be one, so that no verdict rests on it; part of the warnings."""
+        """Why its speedup may be wrong, so that no verdict rests on it; part of the warnings."""
         from vlmdistill.pipelines.bench import audit  # which imports torch
 
         of_run = audit.doubts_of_run(self.evaluation)
-        return [
-            *self.figures.doubts,
-            *self.beside,
-            *of_run,
-            *audit.leaked(self.evaluation),
-        ]
+        of_training = audit.leaked(self.evaluation)
+        return [*self.figures.doubts, *self.beside, *of_run, *of_training]
 
     @property
     def warnings(self) -> list[str]:
         """Problems of its figures."""
-        return [
-            f"{self.name} at temperature {self.temperature:g}: {one}"
-            for one in self.figures.warnings
-        ]
+        prefix = f"{self.name} at temperature {self.temperature:g}"
+        return [f"{prefix}: {warning}" for warning in self.figures.warnings]
 
     @cached_property
     def failures(self) -> list[str]:
-        """What cannot be true of its evaluation; see `audit.py`."""
+        """Contradictions in its evaluation; see `audit.py`."""
         from vlmdistill.pipelines.bench import audit  # which imports torch
 
         return audit.failures(self.evaluation)
@@ -176,8 +174,8 @@ class DrafterResult:
     def by(self, label: Callable[[PromptResult], str]) -> "dict[str, DrafterResult]":
         """Its results on the prompts of each label, such as their kind or dataset."""
         return {
-            name: DrafterResult(self.evaluation, at)
-            for name, at in self.measurement.by(label).items()
+            name: DrafterResult(self.evaluation, measurement)
+            for name, measurement in self.measurement.by(label).items()
         }
 
 
@@ -190,77 +188,69 @@ class ServerResult:
 
     @cached_property
     def figures(self) -> LoadFigures:
-        """As of `DrafterResult`."""
+        """The metrics, with their intervals."""
         return load_figures(self.load)
 
     @property
     def drafter(self) -> str:
-        """Its drafter; the server's name if it does not tell."""
+        """Its drafter; the server's name if the server does not report one."""
         return self.evaluation.drafter or self.evaluation.name
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
-        """As of `DrafterResult`."""
-        one = self.evaluation
-        settings = one.model, one.drafter, one.prompt_set, one.max_new_tokens
-        return (
-            "server",
-            one.name,
-            *settings,
-            self.load.temperature,
-            self.load.concurrency,
-        )
+        """Of two results of one kind, a report has the latest."""
+        evaluation = self.evaluation
+        model = evaluation.model, evaluation.drafter
+        prompts = evaluation.prompt_set, evaluation.max_new_tokens
+        load = self.load.temperature, self.load.concurrency
+        return "server", evaluation.name, *model, *prompts, *load
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Its columns; a condition that `DrafterResult` has and a server does not tell is missing."""
-        one, found = self.evaluation, self.figures
-        return {
-            "name": one.name,
-            "measured": one.measured,
-            "drafter": self.drafter,
-            "target": one.model,
-            "prompts": found.server.requests,
-            "prompt_set": one.prompt_set,
-            "temperature": float(found.temperature),
-            "max_new_tokens": one.max_new_tokens,
-            "seed": one.seed,
-            "engine": one.url,
-            "concurrency": found.concurrency,
-            "commit": one.software and one.software.commit,
-            "tau": found.server.tau,
-            "accepted": found.server.accepted,
-            "speedup": found.speedup,
-            "decode_speedup": found.decode_speedup,
-        }
+        """The columns of its row, by name, without those that a server does not report."""
+        evaluation, load = self.evaluation, self.figures
+        columns: dict[str, Any] = {"name": evaluation.name}
+        columns["measured"] = evaluation.measured
+        columns["drafter"] = self.drafter
+        columns["target"] = evaluation.model
+        columns["prompts"] = load.server.requests
+        columns["prompt_set"] = evaluation.prompt_set
+        columns["temperature"] = float(load.temperature)
+        columns["max_new_tokens"] = evaluation.max_new_tokens
+        columns["seed"] = evaluation.seed
+        columns["engine"] = evaluation.url
+        columns["concurrency"] = load.concurrency
+        columns["commit"] = evaluation.software and evaluation.software.commit
+        columns["tau"] = load.server.tau
+        columns["accepted"] = load.server.accepted
+        columns["speedup"] = load.speedup
+        columns["decode_speedup"] = load.decode_speedup
+        return columns
 
     @property
     def warnings(self) -> list[str]:
-        """As of `DrafterResult`."""
-        found = self.figures
-        return [
-            f"{self.drafter} at temperature {found.temperature:g}: {one}"
-            for one in found.warnings
-        ]
+        """Problems of its figures."""
+        prefix = f"{self.drafter} at temperature {self.figures.temperature:g}"
+        return [f"{prefix}: {warning}" for warning in self.figures.warnings]
 
 
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
-    """The results of evaluations that are in the order of their files; the latest first."""
+    """The results of evaluations, the latest first; of one time, the last evaluation first."""
     return [
-        DrafterResult(one, at)
-        for one in _latest_first(evaluations)
-        for at in one.temperatures
+        DrafterResult(evaluation, measurement)
+        for evaluation in _latest_first(evaluations)
+        for measurement in evaluation.temperatures
     ]
 
 
 def of_servers(evaluations: Iterable[ServedEvaluation]) -> list[ServerResult]:
     """As `of_drafters`."""
     return [
-        ServerResult(one, load)
-        for one in _latest_first(evaluations)
-        for load in one.loads
+        ServerResult(evaluation, load)
+        for evaluation in _latest_first(evaluations)
+        for load in evaluation.loads
     ]
 
 
 def _latest_first(evaluations: Iterable[E]) -> list[E]:
-    return sorted(evaluations, key=lambda one: one.measured)[::-1]
+    return sorted(evaluations, key=lambda evaluation: evaluation.measured)[::-1]

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vlmdistill.pipelines.bench.records import Decoding, ShownResponse
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.pipelines.report.comparison import Group
+from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 IMAGE_SIDE = 320  # pixels of the longer side of an embedded image
+FORMATS = ("png", "jpeg")  # drawings are smaller as PNG, photos as JPEG
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,13 @@ class ShownPrompt:
     responses: dict[float, list[tuple[str, ShownResponse]]] = field(
         default_factory=dict
     )
-    replays: list[Replay] = field(
-        default_factory=list
-    )  # of the responses whose times were recorded
+    replays: list[Replay] = field(default_factory=list)
+    """Of the responses whose times were recorded."""
 
     @property
     def plains(self) -> list[Playback]:
         """The plain responses of its replays: drafters that were measured together have the same one."""
-        return list(dict.fromkeys(one.plain for one in self.replays))
+        return list(dict.fromkeys(replay.plain for replay in self.replays))
 
 
 @dataclass(frozen=True)
@@ -66,23 +71,21 @@ class OwnFiles:
     workspace: Workspace
 
     def __contains__(self, file: str) -> bool:
-        if not is_url(file) and Path(file).resolve().is_relative_to(
-            self.workspace.root.resolve()
-        ):
-            return True
-        return file in self._media
+        return self._is_below(file) or file in self._media
+
+    def _is_below(self, file: str) -> bool:
+        root = self.workspace.root.resolve()
+        return not is_url(file) and Path(file).resolve().is_relative_to(root)
 
     @cached_property
     def _media(self) -> set[str]:
+        """The files of the held-out prompts."""
         sets = sorted((self.workspace.root / "benchmarks").glob("*.parquet"))
         media: set[str] = set()
         for file in (self.workspace.prompts, *sets):
             with contextlib.suppress(DataError):  # no held-out prompts
-                media.update(
-                    path
-                    for prompt in prompt_table.load(file, split="eval")
-                    for path in prompt.files
-                )
+                for prompt in prompt_table.load(file, split="eval"):
+                    media.update(prompt.files)
         return media
 
 
@@ -91,21 +94,31 @@ def samples(group: Group, own: OwnFiles) -> list[ShownPrompt]:
 
     Images that are no `own` files are not read.
     """
-    shown: dict[str, ShownPrompt] = {}
-    for one in group.results:
-        measured = {prompt.key: prompt for prompt in one.measurement.prompts}
-        for sample in one.measurement.shown:
-            if sample.key not in shown:
-                shown[sample.key] = ShownPrompt(
-                    sample.prompt, [_embedded(file, own) for file in sample.files]
-                )
-            prompt, counts = shown[sample.key], measured.get(sample.key)
-            prompt.responses.setdefault(one.temperature, []).append((one.name, sample))
-            if counts is not None and _timed(sample.pieces) and _timed(sample.plain):
-                drafted = Playback(sample.pieces, counts.drafted)
-                plain = Playback(sample.plain, counts.plain)
-                prompt.replays.append(Replay(one.name, one.temperature, drafted, plain))
-    return sorted(shown.values(), key=lambda one: not one.media)
+    prompts: dict[str, ShownPrompt] = {}
+    for result in group.results:
+        for response in result.measurement.shown:
+            if response.key not in prompts:
+                media = [_embedded(file, own) for file in response.files]
+                prompts[response.key] = ShownPrompt(response.prompt, media)
+            prompt = prompts[response.key]
+            at_temperature = prompt.responses.setdefault(result.temperature, [])
+            at_temperature.append((result.name, response))
+            replay = _replay(result, response)
+            if replay is not None:
+                prompt.replays.append(replay)
+    return sorted(prompts.values(), key=lambda prompt: not prompt.media)
+
+
+def _replay(result: DrafterResult, response: ShownResponse) -> Replay | None:
+    """The replay of a response; None if its prompt was not measured, or without times."""
+    if not (_timed(response.pieces) and _timed(response.plain)):
+        return None
+    for prompt in result.measurement.prompts:
+        if prompt.key == response.key:
+            drafted = Playback(response.pieces, prompt.drafted)
+            plain = Playback(response.plain, prompt.plain)
+            return Replay(result.name, result.temperature, drafted, plain)
+    return None
 
 
 def _timed(pieces: Sequence[Piece]) -> bool:
@@ -114,43 +127,46 @@ def _timed(pieces: Sequence[Piece]) -> bool:
 
 def _embedded(file: str, own: OwnFiles) -> dict[str, str]:
     """Name and kind of a prompt's file, and for an image a small copy as a data URI."""
-    from PIL import Image
+    from vlmdistill.pipelines.media.images import MediaError, kind_of
 
-    from vlmdistill.pipelines.media.images import (
-        MediaError,
-        decoding,
-        kind_of,
-        open_image,
-        upright,
-    )
-
-    path = Path(file)
-    if kind_of(path.name) == "video":
-        return {"name": path.name, "kind": "video"}
+    name = Path(file).name
+    if kind_of(name) == "video":
+        return {"name": name, "kind": "video"}
     try:
         local = at_hand(file) if file in own else None
-        if local is not None and local.is_dir():
-            return {"name": path.name, "kind": "video"}
+        if local is not None and local.is_dir():  # the frames of a video
+            return {"name": name, "kind": "video"}
         if local is None or not local.is_file():  # a FIFO would never end
-            return {"name": path.name, "kind": "missing"}
-        with open_image(local) as image:
-            with decoding():
-                image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
-            small = upright(image, "RGBA")
+            return {"name": name, "kind": "missing"}
+        small = _small_copy(local)
     except (MediaError, OSError):
-        return {"name": path.name, "kind": "missing"}
+        return {"name": name, "kind": "missing"}
+    return {"name": name, "kind": "image", "uri": _data_uri(small)}
+
+
+def _small_copy(file: Path) -> "Image.Image":
+    """An image upright, on white, with sides of at most IMAGE_SIDE pixels."""
+    from PIL import Image
+
+    from vlmdistill.pipelines.media.images import decoding, open_image, upright
+
+    with open_image(file) as image:
+        with decoding():
+            image.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
+        small = upright(image, "RGBA")
     opaque = Image.new("RGB", small.size, "white")
     opaque.paste(small, mask=small.getchannel("A"))
-    copies = []
-    for kind in ("png", "jpeg"):  # drawings are smaller as PNG, photos as JPEG
-        buffer = io.BytesIO()
-        opaque.save(buffer, kind, optimize=True)
-        copies.append(
-            (len(buffer.getvalue()), kind, base64.b64encode(buffer.getvalue()).decode())
-        )
-    _, kind, data = min(copies)
-    return {
-        "name": path.name,
-        "kind": "image",
-        "uri": f"data:image/{kind};base64,{data}",
-    }
+    return opaque
+
+
+def _data_uri(image: "Image.Image") -> str:
+    """The image in the smaller of FORMATS."""
+    files = {kind: _encoded(image, kind) for kind in FORMATS}
+    smallest = min(FORMATS, key=lambda kind: (len(files[kind]), kind))
+    return f"data:image/{smallest};base64,{base64.b64encode(files[smallest]).decode()}"
+
+
+def _encoded(image: "Image.Image", kind: str) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, optimize=True)
+    return buffer.getvalue()

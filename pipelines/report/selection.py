@@ -1,6 +1,6 @@
-"""The evaluations that are kept, and those of them that a report is of: the latest of each kind."""
+"""Which evaluations a report shows: of all that are kept, the latest of each kind."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -11,9 +11,9 @@ from vlmdistill.pipelines.bench import records, served_records
 from vlmdistill.pipelines.bench.records import Evaluation
 from vlmdistill.pipelines.media.urls import shown
 from vlmdistill.pipelines.report.results import (
-    CONDITIONS,
     DrafterResult,
     ServerResult,
+    conditions,
     of_drafters,
     of_servers,
 )
@@ -36,48 +36,52 @@ class Kept:
     @property
     def own(self) -> list[DrafterResult]:
         """Those of drafters."""
-        return [one for one in self.results if isinstance(one, DrafterResult)]
+        return [result for result in self.results if isinstance(result, DrafterResult)]
 
     @property
     def served(self) -> list[ServerResult]:
         """Those of servers."""
-        return [one for one in self.results if isinstance(one, ServerResult)]
+        return [result for result in self.results if isinstance(result, ServerResult)]
 
     @property
     def table(self) -> pl.DataFrame:
         """A row of columns for each."""
-        return pl.DataFrame(
-            [one.facts for one in self.results], infer_schema_length=None
-        )
+        rows = [result.facts for result in self.results]
+        return pl.DataFrame(rows, infer_schema_length=None)
 
     def where(self, conditions: Sequence[str]) -> "Kept":
         """Those for which all expressions are true (`stores.views.expressions`).
 
-        StoreError on a mistake in an expression, DataError if none is left.
+        Raises:
+            StoreError: An expression has a mistake.
+            DataError: None is left.
         """
         if not conditions:
             return self
-        table, found = self.table, [True] * len(self.results)
-        for text in conditions if found else ():
-            kept = expressions.where(
-                text, table.columns, listed="eval --list --json"
-            ).keep(table)
-            found = [
-                before and bool(now) for before, now in zip(found, kept, strict=True)
-            ]
-        if not any(found):
+        table = self.table
+        selected = [True] * len(self.results)
+        if selected:
+            for text in conditions:
+                expression = expressions.where(
+                    text, table.columns, listed="eval --list --json"
+                )
+                matches = expression.keep(table)
+                selected = [
+                    before and bool(match)
+                    for before, match in zip(selected, matches, strict=True)
+                ]
+        if not any(selected):
             raise DataError(
-                f"--where: none of the {len(found)} measurements matches: see `eval --list`"
+                f"--where: none of the {len(selected)} measurements matches: see `eval --list`"
             )
-        return Kept(
-            [one for one, keep in zip(self.results, found, strict=True) if keep]
-        )
+        pairs = zip(self.results, selected, strict=True)
+        return Kept([result for result, is_selected in pairs if is_selected])
 
     @property
     def latest(self) -> "Kept":
         """The latest of each kind."""
-        last = {one.kind: one for one in reversed(self.results)}
-        return Kept([one for one in self.results if last[one.kind] is one])
+        last = {result.kind: result for result in reversed(self.results)}
+        return Kept([result for result in self.results if last[result.kind] is result])
 
 
 def read(reports: Path) -> Kept:
@@ -93,24 +97,25 @@ def last_of_each(reports: Path) -> dict[str, list[DrafterResult]]:
     DataError as of `read`.
     """
     headings = [(records.heading(file), file) for file in records.files_in(reports)]
-    last = {
-        one.drafter: one.measured
-        for one, _ in sorted(headings, key=lambda found: found[0].measured)
-    }
-    found: dict[str, list[DrafterResult]] = {name: [] for name in last}
-    for one, file in headings:
-        if one.measured == last[one.drafter]:
-            found[one.drafter] += of_drafters([records.read(file)])
-    return found
+    last_measured: dict[str, str] = {}
+    for heading, _ in headings:
+        before = last_measured.get(heading.drafter, "")
+        last_measured[heading.drafter] = max(before, heading.measured)
+    results: dict[str, list[DrafterResult]] = {name: [] for name in last_measured}
+    for heading, file in headings:
+        if heading.measured == last_measured[heading.drafter]:
+            results[heading.drafter] += of_drafters([records.read(file)])
+    return results
 
 
 def check(reports: Path, model: str) -> None:
     """DataError if there are no evaluations."""
-    if not records.files_in(reports) and not records.files_in(reports / "served"):
-        raise DataError(
-            f"no evaluations in {shown(reports)}: evaluate a drafter first with "
-            f"`vlmdistill eval DRAFTER... --model {model}`"
-        )
+    if records.files_in(reports) or records.files_in(reports / "served"):
+        return
+    raise DataError(
+        f"no evaluations in {shown(reports)}: evaluate a drafter first with "
+        f"`vlmdistill eval DRAFTER... --model {model}`"
+    )
 
 
 def latest(reports: Path, model: str, where: Sequence[str] = ()) -> Kept:
@@ -121,51 +126,72 @@ def latest(reports: Path, model: str, where: Sequence[str] = ()) -> Kept:
 
 def distinguished(
     sides: Sequence[Sequence[DrafterResult]],
-) -> Iterator[list[DrafterResult]]:
-    """The same, where a drafter's name says also what tells its results on one side apart."""
-    told: dict[
-        str, list[str]
-    ] = {}  # for each drafter, the fewest facts that tell its results apart
-    for drafter in {one.drafter for side in sides for one in side}:
-        some = [
-            [one.evaluation for one in side if one.drafter == drafter] for side in sides
-        ]
+) -> list[list[DrafterResult]]:
+    """The same results, each named by its drafter and the facts that distinguish its results.
 
-        def apart(
-            names: Sequence[str], some: Sequence[Sequence[Evaluation]] = some
-        ) -> list[int]:
-            return [
-                len({tuple(_TOLD[name](one) for name in names) for one in side})
-                for side in some
-            ]
-
-        told[drafter] = found = list[str]()
-        for name in _TOLD:
-            if apart([*found, name]) != apart(found):
-                found.append(name)
-    for side in sides:
-        made: dict[int, Evaluation] = {}
-        for result in side:
-            one = result.evaluation
-            facts = {*told[result.drafter], *(["tree"] if "@" in one.name else [])}
-            name = result.drafter + "".join(
-                value(one) for fact, value in _TOLD.items() if fact in facts
-            )
-            made.setdefault(
-                id(one), one if name == one.name else replace(one, name=name)
-            )
-        yield [
-            replace(result, evaluation=made[id(result.evaluation)]) for result in side
-        ]
+    Results are told apart within a side only: those of one drafter on both sides get the same name, so
+    that they can be compared.
+    """
+    labels: dict[int, str] = {}  # by the id of an evaluation
+    for drafter in {result.drafter for side in sides for result in side}:
+        own_sides = [_evaluations_of(drafter, side) for side in sides]
+        facts = distinguishing_facts(own_sides)
+        for evaluation in (evaluation for side in own_sides for evaluation in side):
+            labels[id(evaluation)] = labelled(evaluation, facts)
+    renamed: dict[int, Evaluation] = {}
+    for result in (result for side in sides for result in side):
+        evaluation = result.evaluation
+        label = labels[id(evaluation)]
+        if label != evaluation.name and id(evaluation) not in renamed:
+            renamed[id(evaluation)] = replace(evaluation, name=label)
+    return [[_renamed(result, renamed) for result in side] for side in sides]
 
 
-def _told(name: str, value: Callable[[Evaluation], str]) -> Callable[[Evaluation], str]:
-    return lambda one: f" [{name} {value(one)}]"
+def _evaluations_of(drafter: str, results: Iterable[DrafterResult]) -> list[Evaluation]:
+    return [result.evaluation for result in results if result.drafter == drafter]
 
 
-_TOLD: dict[str, Callable[[Evaluation], str]] = {
-    "title": lambda one: f" ({one.title})" if one.title else "",
-    "tree": lambda one: f"@{one.tree}",
-    "prompts": _told("prompts", CONDITIONS["prompts"]),
-    **{name: _told(name, value) for name, value in CONDITIONS.items()},
-}
+def _renamed(result: DrafterResult, renamed: dict[int, Evaluation]) -> DrafterResult:
+    """The result of the renamed evaluation, if it was renamed."""
+    evaluation = renamed.get(id(result.evaluation), result.evaluation)
+    return replace(result, evaluation=evaluation)
+
+
+def distinguishing_facts(sides: Sequence[Sequence[Evaluation]]) -> list[str]:
+    """The facts that tell a drafter's evaluations apart within each side, as few as possible.
+
+    A fact is added, in the order of `_labels`, if it splits evaluations that those before it do not.
+    """
+    labels = [[_labels(evaluation) for evaluation in side] for side in sides]
+    names = dict.fromkeys(name for side in labels for one in side for name in one)
+    facts: list[str] = []
+    for name in names:
+        if _groups(labels, [*facts, name]) != _groups(labels, facts):
+            facts.append(name)
+    return facts
+
+
+def _groups(
+    sides: Sequence[Sequence[dict[str, str]]], facts: Sequence[str]
+) -> list[int]:
+    """How many different evaluations of each side these facts tell apart."""
+    return [len({tuple(map(labels.get, facts)) for labels in side}) for side in sides]
+
+
+def labelled(evaluation: Evaluation, facts: Sequence[str]) -> str:
+    """The drafter's name with these facts; a name that has its tree keeps it."""
+    drafter, at, _ = evaluation.name.partition("@")
+    shown_facts = {*facts, "tree"} if at else {*facts}
+    labels = _labels(evaluation)
+    return drafter + "".join(labels[name] for name in labels if name in shown_facts)
+
+
+def _labels(evaluation: Evaluation) -> dict[str, str]:
+    """Each fact that can distinguish evaluations of a drafter, as its name shows it; the plainest first."""
+    settings = conditions(evaluation)
+    labels = {"title": f" ({evaluation.title})" if evaluation.title else ""}
+    labels["tree"] = f"@{evaluation.tree}"
+    labels["prompts"] = f" [prompts {settings.pop('prompts')}]"
+    for name, value in settings.items():
+        labels[name] = f" [{name} {value}]"
+    return labels

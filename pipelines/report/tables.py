@@ -1,78 +1,135 @@
 """The tables of the report, in cells of text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vlmdistill.pipelines.bench.records import LABELS
-from vlmdistill.pipelines.bench.served_records import Quartiles
+from vlmdistill.pipelines.bench.served_records import (
+    LoadFigures,
+    Quartiles,
+    RunFigures,
+)
 from vlmdistill.pipelines.bench.statistics import (
     OF_CYCLES,
     Checks,
     Figures,
     Interval,
+    PartRates,
     Rate,
 )
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
 
+Column = Callable[[DrafterResult], str]
 CALIBRATED = 8  # drafted tokens whose calibration is shown
-COLUMNS: dict[str, Callable[[DrafterResult], str]] = {
-    "drafter": lambda one: one.name,
-    "T": lambda one: f"{one.temperature:g}",
-    "tau": lambda one: rate(one.figures, "tau"),
-    "accepted": lambda one: rate(one.figures, "accepted"),
-    "speedup": lambda one: rate(one.figures, "speedup"),
-    "CPU speedup": lambda one: rate(one.figures, "cpu_speedup"),
-    "decode speedup": lambda one: rate(one.figures, "decode_speedup"),
-    "cycle cost": lambda one: rate(one.figures, "cycle_cost"),
-    "prefill": lambda one: f"{one.figures.prefill_share:.0%}",
-    "tokens/s": lambda one: f"{one.figures.tokens_per_second:.0f}",
-    "plain tokens/s": lambda one: f"{one.figures.plain_tokens_per_second:.0f}",
-    "responses at T=0": lambda one: responses(one.figures.lossless),
-    "tree": lambda one: one.evaluation.tree,
-    "parameters": lambda one: _count(one.evaluation.parameters),
-    "calls": lambda one: f"{one.figures.calls}",
-}
+UNKNOWN = "-"
 PARTS = ("drafter", "T", "prompts", "count", "tau", "accepted", "speedup")
+PHASES = ("draft", "verify", "accept", "plain step", "ideal decode speedup")
 SERVED = (
     *("server", "T", "concurrency", "tokens/s", "first token ms", "ms/token"),
     *("tau", "accepted", "speedup", "identical", "failed"),
 )
 
 
+def _rate_column(name: Rate) -> Column:
+    return lambda result: rate(result.figures, name)
+
+
+def _name(result: DrafterResult) -> str:
+    return result.name
+
+
+def _temperature(result: DrafterResult) -> str:
+    return f"{result.temperature:g}"
+
+
+def _prefill(result: DrafterResult) -> str:
+    return f"{result.figures.prefill_share:.0%}"
+
+
+def _tokens_per_second(result: DrafterResult) -> str:
+    return f"{result.figures.tokens_per_second:.0f}"
+
+
+def _plain_tokens_per_second(result: DrafterResult) -> str:
+    return f"{result.figures.plain_tokens_per_second:.0f}"
+
+
+def _responses(result: DrafterResult) -> str:
+    return responses(result.figures.lossless)
+
+
+def _tree(result: DrafterResult) -> str:
+    return result.evaluation.tree
+
+
+def _parameters(result: DrafterResult) -> str:
+    count = result.evaluation.parameters
+    return f"{count}" if count < 1e6 else f"{count / 1e6:.2f}M"
+
+
+def _calls(result: DrafterResult) -> str:
+    return f"{result.figures.calls}"
+
+
+COLUMNS: dict[str, Column] = {
+    "drafter": _name,
+    "T": _temperature,
+    "tau": _rate_column("tau"),
+    "accepted": _rate_column("accepted"),
+    "speedup": _rate_column("speedup"),
+    "CPU speedup": _rate_column("cpu_speedup"),
+    "decode speedup": _rate_column("decode_speedup"),
+    "cycle cost": _rate_column("cycle_cost"),
+    "prefill": _prefill,
+    "tokens/s": _tokens_per_second,
+    "plain tokens/s": _plain_tokens_per_second,
+    "responses at T=0": _responses,
+    "tree": _tree,
+    "parameters": _parameters,
+    "calls": _calls,
+}
+
+
+def result_rows(results: Iterable[DrafterResult]) -> list[list[str]]:
+    """The rows of `COLUMNS`."""
+    columns = COLUMNS.values()
+    return [[column(result) for column in columns] for result in results]
+
+
 def calibrations(results: Sequence[DrafterResult]) -> list[list[str]]:
-    """A header and rows: the calibration error of the first drafted tokens, where chances were told."""
-    told = [one for one in results if one.figures.calibration]
-    if not told:
+    """A header and rows: the calibration error of the first drafted tokens.
+
+    Of the drafters that report the chances of their tokens; empty if there are none.
+    """
+    calibrated = [result for result in results if result.figures.calibration]
+    if not calibrated:
         return []
-    most = min(CALIBRATED, max(len(one.figures.calibration) for one in told))
-    rows = [
-        [
-            "calibration error of",
-            "T",
-            *(f"token {position}" for position in range(1, most + 1)),
-        ]
-    ]
-    for one in told:
-        shown = [f"{error:.3f}" for error in one.figures.calibration[:most]]
-        rows.append(
-            [one.name, f"{one.temperature:g}", *shown, *["-"] * (most - len(shown))]
-        )
+    longest = max(len(result.figures.calibration) for result in calibrated)
+    count = min(CALIBRATED, longest)
+    header = ["calibration error of", "T"]
+    header += [f"token {position + 1}" for position in range(count)]
+    rows = [header]
+    for result in calibrated:
+        errors = result.figures.calibration[:count]
+        row = [result.name, _temperature(result)]
+        row += [f"{error:.3f}" for error in errors]
+        row += [UNKNOWN] * (count - len(errors))
+        rows.append(row)
     return rows
 
 
 def budgets(results: Sequence[DrafterResult]) -> list[list[str]]:
     """A header and rows: the milliseconds of a cycle by phase, beside a step of plain decoding."""
-    rows = []
-    for one in results:
-        if (spent := one.figures.budget) is not None and one.figures.calls:
-            *cycle, _ = charts.milliseconds(one, charts.CYCLE).values()
-            shown = [
-                f"{value:.2f}"
-                for value in (*cycle, 1e3 * spent.plain_step, spent.ideal)
-            ]
-            rows.append([one.name, f"{one.temperature:g}", *shown])
-    phases = ("draft", "verify", "accept", "plain step", "ideal decode speedup")
-    return [["milliseconds per cycle of", "T", *phases], *rows] if rows else []
+    rows = [["milliseconds per cycle of", "T", *PHASES]]
+    for result in results:
+        budget = result.figures.budget
+        if budget is None or not result.figures.calls:
+            continue
+        *cycle, _ = charts.milliseconds(result, charts.CYCLE).values()
+        numbers = [*cycle, 1e3 * budget.plain_step, budget.ideal]
+        row = [result.name, _temperature(result)]
+        rows.append(row + [f"{number:.2f}" for number in numbers])
+    return rows if len(rows) > 1 else []
 
 
 def divided(results: Sequence[DrafterResult]) -> list[list[str]]:
@@ -80,98 +137,104 @@ def divided(results: Sequence[DrafterResult]) -> list[list[str]]:
 
     Of each only where there are several.
     """
-    rows, seen = [], set()
-    for one in results:
-        for label in LABELS.values():
-            parts = one.by(label)
-            keys = (
-                tuple(prompt.key for prompt in at.measurement.prompts)
-                for at in parts.values()
-            )
-            cut = one.name, one.temperature, frozenset(keys)
-            if len(parts) > 1 and cut not in seen:  # datasets may be what kinds are
-                seen.add(cut)
-                for part, at in sorted(parts.items()):
-                    rates = [
-                        COLUMNS[name](at) for name in ("tau", "accepted", "speedup")
-                    ]
-                    rows.append(
-                        [
-                            one.name,
-                            f"{one.temperature:g}",
-                            part,
-                            str(at.figures.prompts),
-                            *rates,
-                        ]
-                    )
-        for within in one.figures.parts:
-            shown = [
-                str(within.prompts),
-                f"{within.tau:.2f}",
-                f"{within.accepted:.2f}",
-                "-",
-            ]
-            rows.append([one.name, f"{one.temperature:g}", within.part, *shown])
+    rows = []
+    for result in results:
+        rows += [_part_row(name, part) for name, part in _prompt_parts(result)]
+        rows += [_response_row(result, part) for part in result.figures.parts]
     return rows
+
+
+def _prompt_parts(result: DrafterResult) -> Iterator[tuple[str, DrafterResult]]:
+    """Its results on each kind, and on each dataset unless datasets divide the prompts as kinds do."""
+    divisions = set[frozenset[tuple[str, ...]]]()
+    for label in LABELS.values():
+        parts = result.by(label)
+        division = frozenset(_keys(part) for part in parts.values())
+        if len(parts) > 1 and division not in divisions:
+            divisions.add(division)
+            yield from sorted(parts.items())
+
+
+def _keys(result: DrafterResult) -> tuple[str, ...]:
+    return tuple(prompt.key for prompt in result.measurement.prompts)
+
+
+def _part_row(name: str, part: DrafterResult) -> list[str]:
+    figures = part.figures
+    row = [part.name, _temperature(part), name, str(figures.prompts)]
+    row += [rate(figures, "tau"), rate(figures, "accepted"), rate(figures, "speedup")]
+    return row
+
+
+def _response_row(result: DrafterResult, part: PartRates) -> list[str]:
+    row = [result.name, _temperature(result), part.part, str(part.prompts)]
+    row += [cell(part.tau), cell(part.accepted), UNKNOWN]
+    return row
 
 
 def served(results: Sequence[ServerResult]) -> list[list[str]]:
     """The rows of `SERVED`: each server at each temperature and concurrency, then its baseline."""
     rows = []
     for result in results:
-        load = result.figures
-        speedup = cell(load.speedup, (load.intervals or {}).get("speedup"))
-        identical = f"{load.identical}/{load.compared}" if load.compared else "-"
-        sides = [
-            (result.evaluation.name, load.server, speedup, identical),
-            ("baseline", load.baseline, "-", "-"),
-        ]
-        for name, run, *paired in sides:
-            if run is not None:
-                pace = (
-                    "-"
-                    if run.tokens_per_second is None
-                    else f"{run.tokens_per_second:.0f}"
-                )
-                times = [
-                    _milliseconds(run.first_seconds),
-                    _milliseconds(run.seconds_per_token),
-                ]
-                counts = [cell(run.tau), cell(run.accepted)]
-                under = [f"{load.temperature:g}", str(load.concurrency)]
-                rows.append(
-                    [name, *under, pace, *times, *counts, *paired, str(run.failed)]
-                )
+        rows.append(_server_row(result))
+        if result.figures.baseline is not None:
+            rows.append(_baseline_row(result, result.figures.baseline))
     return rows
 
 
-def _milliseconds(found: Quartiles | None) -> str:
-    return (
-        f"{1e3 * found.median:.1f} ({1e3 * found.low:.1f}-{1e3 * found.high:.1f})"
-        if found
-        else "-"
-    )
+def _server_row(result: ServerResult) -> list[str]:
+    load = result.figures
+    interval = load.intervals.get("speedup") if load.intervals else None
+    identical = f"{load.identical}/{load.compared}" if load.compared else UNKNOWN
+    against_baseline = [cell(load.speedup, interval), identical]
+    return _run_row(result.evaluation.name, load, load.server, against_baseline)
 
 
-def _count(parameters: int) -> str:
-    return f"{parameters}" if parameters < 1e6 else f"{parameters / 1e6:.2f}M"
+def _baseline_row(result: ServerResult, baseline: RunFigures) -> list[str]:
+    return _run_row("baseline", result.figures, baseline, [UNKNOWN, UNKNOWN])
+
+
+def _run_row(
+    name: str, load: LoadFigures, run: RunFigures, against_baseline: Sequence[str]
+) -> list[str]:
+    """A row of `SERVED`; `against_baseline` are its speedup and its identical responses."""
+    row = [name, f"{load.temperature:g}", str(load.concurrency)]
+    speed = run.tokens_per_second
+    row.append(UNKNOWN if speed is None else f"{speed:.0f}")
+    row.append(_milliseconds(run.first_seconds))
+    row.append(_milliseconds(run.seconds_per_token))
+    row += [cell(run.tau), cell(run.accepted)]
+    return [*row, *against_baseline, str(run.failed)]
+
+
+def _milliseconds(seconds: Quartiles | None) -> str:
+    if seconds is None:
+        return UNKNOWN
+    median = 1e3 * seconds.median
+    low, high = 1e3 * seconds.low, 1e3 * seconds.high
+    return f"{median:.1f} ({low:.1f}-{high:.1f})"
 
 
 def rate(figures: Figures, name: Rate) -> str:
     """A rate with its confidence interval, as one cell; a dash if nothing was drafted."""
     if name in OF_CYCLES and not figures.calls:
-        return "-"
+        return UNKNOWN
     return cell(getattr(figures, name), figures.intervals.get(name))
 
 
-def cell(value: float | None, within: Interval | None = None) -> str:
+def cell(value: float | None, interval: Interval | None = None) -> str:
     """A number, with its interval if it has one; a dash where it is not known."""
-    shown = "-" if value is None else f"{value:.2f}"
-    return f"{shown} ({within.low:.2f}-{within.high:.2f})" if within else shown
+    number = UNKNOWN if value is None else f"{value:.2f}"
+    if interval is None:
+        return number
+    return f"{number} ({interval.low:.2f}-{interval.high:.2f})"
 
 
 def responses(count: Checks, kind: str = " identical") -> str:
     """How many responses equal the target's own, as one cell."""
-    text = f"{count.identical}/{count.total}{kind}" if count.total else "-"
-    text += f", {count.near_tie} near-tie" if count.near_tie else ""
-    return text + (f", {count.different} DIFFERENT" if count.different else "")
+    text = f"{count.identical}/{count.total}{kind}" if count.total else UNKNOWN
+    if count.near_tie:
+        text += f", {count.near_tie} near-tie"
+    if count.different:
+        text += f", {count.different} DIFFERENT"
+    return text

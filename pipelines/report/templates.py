@@ -22,18 +22,19 @@ FORMATS = {
 
 
 def templates() -> "Environment":
-    """All templates of `pipelines`, named by folder and file; what they show is escaped."""
+    """All templates of `pipelines`, named by folder and file; they escape the values that they show."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-    found = Environment(
+    environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         loader=FunctionLoader(source),
     )
-    found.filters |= {name: form.format for name, form in FORMATS.items()}
-    return found
+    for name, form in FORMATS.items():
+        environment.filters[name] = form.format
+    return environment
 
 
 def source(name: str) -> str:
@@ -43,6 +44,5 @@ def source(name: str) -> str:
 
 def script_hash(script: str) -> str:
     """A script as `script-src` of a policy names it, with the digest of its text."""
-    return (
-        f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
-    )
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"

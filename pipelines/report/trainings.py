@@ -1,7 +1,7 @@
 """The curves of trainings, finished or under way, from the figures that each run records."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +16,15 @@ from vlmdistill.stores.input_files import read_bytes
 
 MOST = 160  # points of a curve: with more, each is the mean of its steps
 METRICS = "metrics.jsonl"  # see `drafters.training.progress`
+RECENT = 20  # steps over which the speed is a mean
+AGREEMENT = "/agreement/hop"  # in the names of figures, before the number of the hop
 
 Curve = list[tuple[float, float]]
 """Values by step."""
 
 
-class _Recorded(msgspec.Struct):
-    """A line of the figures: of a step, or of a measurement on held-out samples."""
+class _Figures(msgspec.Struct):
+    """Figures of a step, or of a measurement on held-out samples."""
 
     step: int
     stage: str = ""
@@ -37,23 +39,29 @@ class _Recorded(msgspec.Struct):
 
 
 @dataclass(frozen=True)
+class _Line:
+    """A line that a run recorded."""
+
+    figures: _Figures
+    agreement: dict[int, float]  # with the target, by hop
+
+
+@dataclass(frozen=True)
 class TrainingRun:
-    """What a run has recorded so far."""
+    """The figures that a run has recorded so far."""
 
     name: str
-    written: float  # when the last figures were, in seconds since 1970
+    written: float  # the time of the last figures, in seconds since 1970
     finished: bool  # the drafter of these steps is saved
     step: int  # the last one
     total: int  # steps that the run will take; 0 if that was not recorded
     stages: dict[str, float] = field(default_factory=dict)  # the first step of each
     loss: Curve = field(default_factory=list)
-    agreement: list[Curve] = field(
-        default_factory=list
-    )  # with the target, of batches, by drafted token
+    agreement: list[Curve] = field(default_factory=list)
+    """With the target, of batches, by drafted token."""
     held_out: list[Curve] = field(default_factory=list)  # the same on held-out samples
-    measured: list[tuple[int, tuple[float, ...]]] = field(
-        default_factory=list
-    )  # as is, by step
+    measured: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
+    """Agreement on held-out samples by step, as recorded."""
     predicted_tau: Curve = field(default_factory=list)
     tokens_per_second: float = 0.0  # of the last steps
 
@@ -64,7 +72,10 @@ class TrainingRun:
 
     def made(self, training: Training) -> bool:
         """Whether this run, not a later one, trained the drafter that an evaluation is of."""
-        history = [(one.step, one.held_out_agreement) for one in training.history]
+        history = [
+            (agreement.step, agreement.held_out_agreement)
+            for agreement in training.history
+        ]
         return (self.step, self.measured) == (training.steps, history)
 
 
@@ -74,82 +85,112 @@ def read(workspace: Workspace) -> list[TrainingRun]:
     return [run for run in runs if run is not None]
 
 
-def files(workspace: Workspace) -> Iterator[Path]:
-    """The files that `read` reads."""
-    for name in workspace.drafters():
-        yield workspace.drafter(name) / "config.json"
-        yield workspace.drafter(f"{name}.training") / METRICS
-
-
 def _read(workspace: Workspace, name: str) -> TrainingRun | None:
+    """The run of a drafter; None without figures."""
     file = workspace.drafter(f"{name}.training") / METRICS
     try:
-        written, lines = file.stat().st_mtime, [*_lines(read_bytes(file))]
+        written = file.stat().st_mtime
+        lines = [*_lines(read_bytes(file))]
     except OSError:
         return None
-    steps = [(one, shares) for one, shares in lines if one.loss is not None]
-    measured = [(one, shares) for one, shares in lines if one.predicted_tau is not None]
+    steps = [line for line in lines if line.figures.loss is not None]
     if not steps:
         return None
-    stages: dict[str, float] = {}
-    for one, _ in steps:
-        stages.setdefault(one.stage, one.step)
-    last, saved = steps[-1][0], 0
-    with suppress(TrainingError, DataError):
-        saved = describe(workspace.drafter(name))["training"].get("steps", 0)
-    recent = [one.tokens_per_second for one, _ in steps[-20:] if one.tokens_per_second]
+    measured = [line for line in lines if line.figures.predicted_tau is not None]
+    last = steps[-1].figures
+    saved_steps = _saved_steps(workspace.drafter(name))
     return TrainingRun(
-        name,
-        written,
-        saved == last.step,
-        last.step,
-        last.total,
-        stages,
-        _thinned((one.step, one.loss) for one, _ in steps if one.loss is not None),
-        _by_token(steps),
-        _by_token(measured),
-        [
-            (one.step, tuple(shares[hop] for hop in sorted(shares)))
-            for one, shares in measured
-        ],
-        [
-            (one.step, one.predicted_tau)
-            for one, _ in measured
-            if one.predicted_tau is not None
-        ],
-        sum(recent) / len(recent) if recent else 0.0,
+        name=name,
+        written=written,
+        finished=saved_steps == last.step,
+        step=last.step,
+        total=last.total,
+        stages=_first_steps(steps),
+        loss=_losses(steps),
+        agreement=_by_token(steps),
+        held_out=_by_token(measured),
+        measured=[_in_order(line) for line in measured],
+        predicted_tau=_predicted_tau(measured),
+        tokens_per_second=_speed(steps[-RECENT:]),
     )
 
 
-def _lines(text: bytes) -> Iterator[tuple[_Recorded, dict[int, float]]]:
-    """Each line with its agreement by hop; one that is not written to its end, or of no run, is dropped."""
-    for line in text.splitlines():
+def _saved_steps(drafter: Path) -> int:
+    """The steps of the drafter that is saved; 0 without one."""
+    with suppress(TrainingError, DataError):
+        steps: int = describe(drafter)["training"].get("steps", 0)
+        return steps
+    return 0
+
+
+def _first_steps(steps: Iterable[_Line]) -> dict[str, float]:
+    """The first step of each stage."""
+    stages: dict[str, float] = {}
+    for line in steps:
+        stages.setdefault(line.figures.stage, line.figures.step)
+    return stages
+
+
+def _losses(steps: Iterable[_Line]) -> Curve:
+    losses = [(line.figures.step, line.figures.loss) for line in steps]
+    return _thinned((step, loss) for step, loss in losses if loss is not None)
+
+
+def _in_order(line: _Line) -> tuple[int, tuple[float, ...]]:
+    """The step, and the agreement of each hop."""
+    agreement = tuple(share for _, share in sorted(line.agreement.items()))
+    return line.figures.step, agreement
+
+
+def _predicted_tau(measured: Iterable[_Line]) -> Curve:
+    curve: Curve = []
+    for line in measured:
+        tau = line.figures.predicted_tau
+        if tau is not None:
+            curve.append((line.figures.step, tau))
+    return curve
+
+
+def _speed(steps: Iterable[_Line]) -> float:
+    """The mean of the tokens per second; 0 if none were recorded."""
+    speeds = [line.figures.tokens_per_second for line in steps]
+    recorded = [speed for speed in speeds if speed]
+    return sum(recorded) / len(recorded) if recorded else 0.0
+
+
+def _lines(text: bytes) -> Iterator[_Line]:
+    """The lines of a run, without those that are incomplete, of no run, or not finite."""
+    for encoded in text.splitlines():
         with suppress(msgspec.DecodeError, UnicodeDecodeError, ValueError):
-            one = msgspec.json.decode(line, type=_Recorded)
-            shares = {
-                int(hop): float(value)
-                for name, value in msgspec.json.decode(line).items()
-                if (hop := name.partition("/agreement/hop")[2]).isdecimal()
-            }
-            if all(map(math.isfinite, [one.loss or 0, *shares.values()])):
-                yield one, shares
+            figures = msgspec.json.decode(encoded, type=_Figures)
+            agreement = {}
+            for name, value in msgspec.json.decode(encoded).items():
+                _, _, hop = name.partition(AGREEMENT)
+                if hop.isdecimal():
+                    agreement[int(hop)] = float(value)
+            numbers = [figures.loss or 0, *agreement.values()]
+            if all(map(math.isfinite, numbers)):
+                yield _Line(figures, agreement)
 
 
-def _by_token(lines: list[tuple[_Recorded, dict[int, float]]]) -> list[Curve]:
-    """A curve for each hop."""
-    hops = sorted({hop for _, shares in lines for hop in shares})
-    return [
-        _thinned((one.step, shares[hop]) for one, shares in lines if hop in shares)
-        for hop in hops
-    ]
+def _by_token(lines: Sequence[_Line]) -> list[Curve]:
+    """A curve of the agreement at each hop."""
+    curves: dict[int, Curve] = {}
+    for line in lines:
+        for hop, share in line.agreement.items():
+            curves.setdefault(hop, []).append((line.figures.step, share))
+    return [_thinned(curve) for _, curve in sorted(curves.items())]
 
 
 def _thinned(points: Iterable[tuple[float, float]]) -> Curve:
     """At most MOST points, each the mean of as many."""
-    whole = list(points)
-    size = max(1, math.ceil(len(whole) / MOST))
-    parts = (whole[at : at + size] for at in range(0, len(whole), size))
-    return [
-        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part))
-        for part in parts
-    ]
+    every_point = list(points)
+    size = max(1, math.ceil(len(every_point) / MOST))
+    starts = range(0, len(every_point), size)
+    return [_mean(every_point[start : start + size]) for start in starts]
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    xs, ys = zip(*points, strict=True)
+    count = len(points)
+    return sum(xs) / count, sum(ys) / count

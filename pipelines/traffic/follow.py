@@ -45,9 +45,8 @@ class Follower:
         self._loop = asyncio.Runner()
         self.trials = Trials(name, None, trial)
         self._read: Counters = {}
-        self._loaded: str | None = (
-            None  # what the server drafts with, where that is known
-        )
+        self._loaded: str | None = None
+        """The version with which the server drafts, where that is known."""
 
     def __enter__(self) -> Self:
         return self
@@ -64,16 +63,15 @@ class Follower:
         ServerError if the server cannot be reached, FollowError if it takes no drafter. A version that it
         refuses is not tried again.
         """
-        used = self.trials.current
-        if used and (gained := self._gained()) is not None:
-            self.trials.add(used, gained)
+        current = self.trials.current
+        gained = self._gained() if current else None
+        if current and gained is not None:
+            self.trials.add(current, gained)
         self.trials.tell(self.workspace)
         wanted = self.trials.wanted(self.workspace) or self.trials.current
-        if (
-            wanted not in (None, self._loaded)
-            and self._load(wanted)
-            and wanted != self.trials.current
-        ):
+        if wanted is None or wanted == self._loaded:
+            return
+        if self._load(wanted) and wanted != self.trials.current:
             self.trials.begin(wanted)
 
     def _load(self, version: str) -> bool:
@@ -87,14 +85,14 @@ class Follower:
             raise FollowError(
                 f"{self._server.url} takes no other drafter while it runs: {START}"
             )
-        if refusals := [one for one in response.json()["results"] if one]:
+        refusals = [result for result in response.json()["results"] if result]
+        if refusals:
             self.trials.refuse(version, FollowError(refusals[0]))
             self._loaded = before
             return False
         self._loaded = version
-        self._wait(
-            self._server.request("POST", "reset_prefix_cache")
-        )  # which has the drafter's entries, too
+        # The prefix cache has entries of the drafter, too.
+        self._wait(self._server.request("POST", "reset_prefix_cache"))
         self._read = self._wait(self._server.counters())
         return True
 
@@ -103,13 +101,11 @@ class Follower:
 
     def _gained(self) -> float | None:
         """Tokens for each call since the last sample; None for too few drafts."""
-        now = self._wait(self._server.counters())
-        found = between(self._read, now)
-        if (
-            self._read and now and found.generated is None
-        ):  # restarted, with the drafter of its command line
-            self._loaded = None
-        if found.accepted is None or (found.drafts or 0) < DRAFTS:
+        counters = self._wait(self._server.counters())
+        change = between(self._read, counters)
+        if self._read and counters and change.generated is None:
+            self._loaded = None  # restarted, with the drafter of its command line
+        if change.accepted is None or not change.drafts or change.drafts < DRAFTS:
             return None
-        self._read = now
-        return 1 + found.accepted / (found.drafts or 1)
+        self._read = counters
+        return 1 + change.accepted / change.drafts

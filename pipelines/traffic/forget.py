@@ -1,12 +1,12 @@
 """Deletion: traffic that was asked too long ago leaves the workspace, and its bytes leave the disk.
 
-Samples go first, then responses, images and videos, what reports show of the prompts, and the prompts last:
-they say what is too old, so that a deletion that was stopped is done again. Of a harvest that was killed, the
-responses go that no prompt has: nothing says how old they are, and it is done again. Reports show no
-harvested prompt that is not there, whatever has deleted it.
+Samples go first, then responses, images and videos, then the prompts in reports, and the prompts last: they
+tell what is too old, so that a deletion that was stopped is done again. Responses left by a killed harvest
+have no prompt, hence no age; they are deleted, and the next harvest restores them. Reports show no harvested
+prompt that is not in the workspace, whatever has deleted it.
 
-All that the product writes is named by what is in use, or left over. What killed runs have left over may hold
-any prompt, so all of it goes, and at a URL all that the last version does not name.
+All files that the product writes are named by what is in use, or left over. What killed runs have left over
+may hold any prompt, so all of it goes, and at a URL all that the last version does not name.
 """
 
 import shutil
@@ -21,6 +21,7 @@ from vlmdistill.pipelines.bench.deleted import harvested
 from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.traffic.harvest import (
     MEDIA,
@@ -39,12 +40,8 @@ from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
 
-PARTS = (
-    "prompts",
-    "responses",
-    "reports",
-    "traffic",
-)  # of a workspace, which may hold texts
+PARTS = ("prompts", "responses", "reports", "traffic")
+"""Of a workspace, which may hold texts."""
 PAGES = "*.html"  # in the folder of reports
 CLOCK = ".clock"  # its time is that of the last deletion
 
@@ -59,10 +56,15 @@ class Forgotten:
     prompts: int
     media: int
     reports: int  # evaluations that showed one of the prompts
-    bytes: (
-        int  # of samples and media, and of what killed writers have left in the store
-    )
+    bytes: int
+    """Of samples and media, and of what killed writers have left in the store."""
     dry_run: bool
+
+    @property
+    def has_deleted(self) -> bool:
+        """Whether anything was too old."""
+        counts = (self.samples, self.responses, self.prompts, self.media, self.reports)
+        return any(counts)
 
 
 def forget(
@@ -89,81 +91,85 @@ def forget(
             only_writer(workspace.responses) as answered,
         ):
             noted.deletes = answered.deletes = not dry_run
-            old = {
-                one.key for one in prompts if one.time is not None and one.time < before
-            }
-            old |= unlisted(workspace, prompts)
-            samples, size = _expire(workspace, before, old, dry_run)
-            old |= samples
-            left = [one for one in prompts if one.key not in old]
-            responses = dataset.remove(workspace.responses, old, dry_run=dry_run)
-            media = unnamed(workspace, left, dry_run)
-            shown = _Shown(workspace.reports, old, frozenset(one.key for one in left))
-            made = Forgotten(
+            old_keys = _old_keys(prompts, before) | unlisted(workspace, prompts)
+            samples, size = _expire(workspace, before, old_keys, dry_run)
+            old_keys |= samples
+            kept = [prompt for prompt in prompts if prompt.key not in old_keys]
+            responses = dataset.remove(workspace.responses, old_keys, dry_run=dry_run)
+            media = unnamed(workspace, kept, dry_run)
+            kept_keys = frozenset(prompt.key for prompt in kept)
+            shown = _ShownPrompts(workspace.reports, old_keys, kept_keys)
+            forgotten = Forgotten(
                 before=utc(before),
                 samples=len(samples),
                 responses=responses,
-                prompts=len(prompts) - len(left),
+                prompts=len(prompts) - len(kept),
                 media=len(media),
                 reports=len(shown.evaluations()),
                 bytes=size + sum(media.values()),
                 dry_run=dry_run,
             )
             if dry_run:
-                return made
+                return forgotten
             (workspace.traffic / UNLISTED).unlink(missing_ok=True)
-            if any(
-                (made.samples, made.responses, made.prompts, made.media, made.reports)
-            ):
+            if forgotten.has_deleted:
                 workspace.traffic.mkdir(parents=True, exist_ok=True)
-                audited(
-                    workspace.traffic,
-                    {"when": utc(time.time()), "forgot": asdict(made)},
-                )
+                line = {"when": utc(time.time()), "forgot": asdict(forgotten)}
+                audited(workspace.traffic, line)
         shown.remove()
         running = _remove_left_over(workspace)
         reports.publish()
-        if made.prompts:
-            prompt_table.write(file, left)
+        if forgotten.prompts:
+            prompt_table.write(file, kept)
     if running:
         raise DataError(
             f"{len(running)} running commands still read prompts, such as in {running[0]}: wait until they "
             "end, or stop them, and run it again"
         )
-    return made
+    return forgotten
+
+
+def _old_keys(prompts: Iterable[Prompt], before: float) -> set[str]:
+    """The keys of traffic that was asked before a time."""
+    return {
+        prompt.key
+        for prompt in prompts
+        if prompt.time is not None and prompt.time < before
+    }
 
 
 def _now(workspace: Workspace, dry_run: bool) -> float:
     """The time by which traffic is too old: that of the URL, if the workspace is at one."""
     if workspace.parts:
         return workspace.parts.remote.now()
-    now, looked = time.time(), workspace.traffic / CLOCK
-    store = Path(workspace.features)
-    parts = (
+    now = time.time()
+    folders = (
         workspace.root,
         workspace.traffic,
         workspace.responses,
         workspace.reports,
-        store / COMMITS,
+        Path(workspace.features) / COMMITS,
     )
-    files = [file for part in parts for file in part.glob("*") if file.is_file()]
-    far = beyond(now, files)
-    if not dry_run and files:
-        mark(looked)
-    if far:
+    paths = (path for folder in folders for path in folder.glob("*"))
+    files = [path for path in paths if path.is_file()]
+    far_ahead = beyond(now, files)
+    if files and not dry_run:
+        mark(workspace.traffic / CLOCK)
+    if far_ahead:
         raise DataError(
-            f"{far} of {workspace.root}: if it is right, run the same command again"
+            f"{far_ahead} of {workspace.root}: if it is right, run the same command again"
         )
     return now
 
 
 def _require_no_links(workspace: Workspace) -> None:
     """DataError on a link below the parts, each of which may itself be one to a folder."""
-    parts = [workspace.root / name for name in (*PARTS[1:], MEDIA, "features")]
-    paths = [workspace.prompts, *(path for part in parts for path in part.rglob("*"))]
-    if linked := [path for path in paths if path.is_symlink()]:
+    folders = [workspace.root / name for name in (*PARTS[1:], MEDIA, "features")]
+    inside = [path for folder in folders for path in folder.rglob("*")]
+    links = [path for path in (workspace.prompts, *inside) if path.is_symlink()]
+    if links:
         raise DataError(
-            f"{linked[0]} is a symbolic link, and what it leads to would stay: put the file or folder itself "
+            f"{links[0]} is a symbolic link, and what it leads to would stay: put the file or folder itself "
             "there, and run it again"
         )
 
@@ -181,28 +187,27 @@ def _expire(
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """What reports show of prompts that are old, or were harvested and are not there any more."""
+class _ShownPrompts:
+    """The prompts in reports that are old, or were harvested and are not in the workspace any more."""
 
     reports: Path
-    old: AbstractSet[str]
-    left: AbstractSet[str]
+    old_keys: AbstractSet[str]
+    kept_keys: AbstractSet[str]
 
-    def _gone(self, results: Iterable[PromptResult]) -> set[str]:
+    def _deleted(self, results: Iterable[PromptResult]) -> set[str]:
         """The keys of such prompts, of which these results are."""
-        return {*self.old, *(harvested(results) - self.left)}
+        return {*self.old_keys, *(harvested(results) - self.kept_keys)}
 
     def evaluations(self) -> dict[Path, Evaluation]:
         """The evaluations that show some, as they are to be."""
-        found = {}
+        changed = {}
         for file in records.files_in(self.reports):
             evaluation = records.read(file)
-            stripped = evaluation.without(
-                self._gone(evaluation.temperatures[0].prompts)
-            )
+            deleted = self._deleted(evaluation.temperatures[0].prompts)
+            stripped = evaluation.without(deleted)
             if stripped != evaluation:
-                found[file] = stripped
-        return found
+                changed[file] = stripped
+        return changed
 
     def remove(self) -> None:
         """Take the texts out of evaluations and unfinished ones; the numbers stay, pages are made again."""
@@ -215,26 +220,22 @@ class _Shown:
 
     def _stays(self, decoded: Decoded) -> bool:
         results = decoded.results.values()
-        return self._gone(results).isdisjoint(one.key for one in results)
+        keys = {result.key for result in results}
+        return self._deleted(results).isdisjoint(keys)
 
 
 def _remove_left_over(workspace: Workspace) -> list[Path]:
     """Remove what killed runs have left outside of the store; what running ones still have."""
-    found = left_over(workspace.root, f"{workspace.prompts.stem}.")
-    for folder in (
-        workspace.responses,
-        workspace.traffic,
-        workspace.reports,
-        workspace.reports / "served",
-    ):
-        found += left_over(folder)
+    paths = left_over(workspace.root, f"{workspace.prompts.stem}.")
+    folders = (workspace.responses, workspace.traffic, workspace.reports)
+    for folder in (*folders, workspace.reports / "served"):
+        paths += left_over(folder)
     # A log of vLLM may quote a prompt in an error.
-    found += sorted((workspace.root / "served").glob("*.log"))
+    paths += sorted((workspace.root / "served").glob("*.log"))
     if workspace.parts:
-        found += [
-            folder for part in PARTS for folder in workspace.parts.set_aside(part)
-        ]
-    for path in found:
+        for part in PARTS:
+            paths += workspace.parts.set_aside(part)
+    for path in paths:
         if path.is_dir():
             shutil.rmtree(path)
         else:

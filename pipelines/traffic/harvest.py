@@ -4,10 +4,10 @@
                 harvested/                    images and videos of the logs, named by their hash
                 traffic/audit.jsonl           a line for each harvest: what was kept, and dropped why
                         sources.json          log files that are read
-                        unlisted.txt          keys of responses whose prompts are not written yet
+                        unlisted.txt          keys of responses not yet listed in prompts.parquet
 
-Responses come first, and a prompt without one is never written: a harvest that was killed is done again, and
-finds the rest. Of what is dropped, nothing is kept.
+Responses are written before their prompts, so no prompt lacks a response. After a kill, the next harvest
+picks up the unlisted responses. Nothing is kept of what is dropped.
 """
 
 import json
@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.data.prompts import formats, prompt_table
+from vlmdistill.pipelines.data.prompts.formats import Format
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportGate, import_rows
-from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, media_parts
-from vlmdistill.pipelines.data.prompts.sources import MOST_BYTES, Row
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.data.prompts.row import MOST_BYTES, Row
+from vlmdistill.pipelines.data.prompts.splitting import SAMPLING
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.data.responses.quality import repetition
@@ -30,7 +32,8 @@ from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import address
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
-from vlmdistill.pipelines.traffic.logs import Exchange, Log, LogFile, unread_line
+from vlmdistill.pipelines.traffic.dialects import Exchange
+from vlmdistill.pipelines.traffic.logs import BadLine, Log, LogFile, unread_line
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.traffic.tokens import (
     ResponseTokens,
@@ -49,15 +52,13 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
 
 MEDIA = "harvested"
+CHAT: Format = "chat"
 AUDIT, READ, UNLISTED = "audit.jsonl", "sources.json", "unlisted.txt"
+KNOWN = "known"  # the reason of what an earlier harvest or an import has
 EVAL_SHARE = 0.1
-WRITTEN = 256  # responses of a file
-ELSEWHERE = (
-    "no request",
-    "several requests",
-    "missing media",
-    "media budget",
-)  # not the file's own fault
+ROWS_PER_FILE = 256  # of responses
+ELSEWHERE = ("no request", "several requests", "missing media", "media budget")
+"""Reasons that are not the file's own fault: it is read again by the next harvest."""
 
 
 def dataset_of(round_name: str) -> str:
@@ -79,13 +80,12 @@ class Harvest:
     exchanges: int  # read now
     kept: int
     unread: dict[str, str]  # files and folders that could not be read -> why
-    train: int  # of those
+    train: int  # of the kept ones
     eval: int
     known: int  # kept by an earlier harvest
     dropped: dict[str, int]  # by reason
-    tokens: dict[
-        str, int
-    ]  # kept responses by where their tokens come from: ids, logprobs, text
+    tokens: dict[str, int]
+    """Kept responses by where their tokens come from: ids, logprobs, text."""
     redacted: int  # kept responses that the redaction has changed
     media: int  # images and videos that were added
     media_bytes: int  # of all that are kept
@@ -110,8 +110,9 @@ def harvest(
     """
     from vlmdistill.pipelines.targets.loading import load_encoder
 
-    policy, start, now = policy or Policy(), time.monotonic(), datetime.now(UTC)
+    policy = policy or Policy()
     policy.check()
+    start, now = time.monotonic(), datetime.now(UTC)
     round_name = round_name or now.strftime("%Y-%m-%d")
     if not NAME.fullmatch(round_name):
         raise DataError(
@@ -121,15 +122,14 @@ def harvest(
     choices.check()
     logs = Log.open(names, workspace)
     folder = workspace.traffic
-    with only_writer(workspace.responses) as part, only_writer(folder) as noted:
-        read = _read_before(folder / READ, policy)
-        files = [file for file in logs.files if read.get(file.name) != [*file.state]]
+    out = workspace.responses
+    with only_writer(out) as responses_part, only_writer(folder) as traffic_part:
+        earlier = _files_read(folder / READ, policy)
+        files = [f for f in logs.files if earlier.get(f.name) != [*f.state]]
         target = load_encoder(workspace.model)
-        out = workspace.responses
         dataset.check_settings(out, {"checkpoint": str(checkpoint(workspace.model))})
-        before = _sweep(
-            workspace
-        )  # of a harvest that was killed, or deleted by another machine
+        # Of a harvest that was killed, or deleted by another machine.
+        media_before = _sweep(workspace)
         job = _Harvest(
             workspace,
             target,
@@ -138,23 +138,25 @@ def harvest(
             now.timestamp(),
             logs,
             progress,
-            dict(before),
+            dict(media_before),
         )
         folder.mkdir(parents=True, exist_ok=True)
         if files:
-            _start(out, target)
+            _write_settings(out, target)
         rows = (row for file in files for row in job.rows(file))
         try:
-            summary = import_rows(
-                [(", ".join(names), rows, "chat")], workspace.prompts, choices, gate=job
-            )
+            source = (", ".join(names), rows, CHAT)
+            summary = import_rows([source], workspace.prompts, choices, gate=job)
         finally:
-            noted.save()  # first: it says which responses have no prompt yet
-            part.save()
+            traffic_part.save()  # first: it says which responses have no prompt yet
+            responses_part.save()
             media = _sweep(workspace)
         if not job.exchanges and all(file.name in logs.unread for file in logs.files):
             raise DataError(unread_line(logs.unread))
-        made = Harvest(
+        train, held_out = job.split_counts(summary.out)
+        dropped = job.dropped + summary.skipped
+        known = dropped.pop(KNOWN, 0)
+        harvested = Harvest(
             when=utc(now.timestamp()),
             round=round_name,
             dataset=dataset_of(round_name),
@@ -165,21 +167,19 @@ def harvest(
             exchanges=job.exchanges,
             kept=len(job.kept),
             unread=logs.unread,
-            **job.sides(summary.out),
-            known=summary.skipped.pop(KNOWN, 0),
-            dropped=dict((job.dropped + summary.skipped).most_common()),
+            train=train,
+            eval=held_out,
+            known=known,
+            dropped=dict(dropped.most_common()),
             tokens=dict(job.origins),
             redacted=job.redacted,
-            media=len(media.keys() - before.keys()),
+            media=len(media.keys() - media_before.keys()),
             media_bytes=sum(media.values()),
             seconds=round(time.monotonic() - start, 3),
         )
         done = {file.name: file.state for file in files if file.name not in job.again}
-        _note(workspace, made, {**read, **done}, policy)
-    return made
-
-
-KNOWN = "known"
+        _note(workspace, harvested, {**earlier, **done}, policy)
+    return harvested
 
 
 @dataclass
@@ -187,8 +187,9 @@ class _Pending:
     """What is left to decide of a row once its prompt is made."""
 
     exchange: Exchange
-    text: str
-    changed: tuple[bool, bool]  # the messages, the response
+    text: str  # of the response, redacted
+    messages_changed: bool  # by the redaction
+    text_changed: bool
     media: dict[str, int]  # hash -> bytes
 
 
@@ -209,44 +210,37 @@ class _Harvest(ImportGate):
     dropped: Counter[str] = field(default_factory=Counter)
     origins: Counter[str] = field(default_factory=Counter)
     kept: set[str] = field(default_factory=set)
-    again: set[str] = field(
-        default_factory=set
-    )  # files of which more may be kept another time
+    again: set[str] = field(default_factory=set)
+    """Files of which more may be kept another time."""
     _pending: dict[tuple[str, int], _Pending] = field(default_factory=dict)
     _rows: list[ResponseRow] = field(default_factory=list)
-    _made: set[str] = field(default_factory=set)  # media of the kept prompts
+    _added: set[str] = field(default_factory=set)  # media of the kept prompts
 
     def __post_init__(self) -> None:
         self._tokens = ResponseTokens(self.target)
-        self._sampling, self._filters = dataset.read_settings(self.workspace.responses)
+        self._filters = dataset.read_settings(self.workspace.responses)[1]
         self._answered = dataset.keys(self.workspace.responses)
-        file = self.workspace.prompts
-        present = prompt_table.read(file) if file.is_file() else []
+        present = _prompts(self.workspace)
         self._present = {prompt.key: prompt for prompt in present}
         self._near = {_near(prompt) for prompt in present}
-        self._held, self._used = (
-            set(self.media),
-            sum(self.media.values()),
-        )  # media of kept prompts; bytes
+        self._kept_media = set(self.media)
+        self._used_bytes = sum(self.media.values())
+        self._media_folders = _media_folders(self.workspace)
 
     def rows(self, file: LogFile) -> Iterator[Row]:
         """The conversations of a log file that the policy allows, with the bytes of their media."""
-        for found in self._lines(file):
+        for line in self._lines(file):
             self.exchanges += 1
             if self.exchanges % 100 == 0:
                 self.progress(self.exchanges, 0)
             try:
-                if isinstance(found, tuple):
-                    raise found[1]
-                if why := self.policy.refusal(found, self.now):
-                    raise BadRowError(why)
-                yield self._row(file, found)
+                yield self._row(file, self._allowed(line))
             except BadRowError as error:
                 self.dropped[error.reason] += 1
                 if error.reason in ELSEWHERE:
                     self.again.add(file.name)
 
-    def _lines(self, file: LogFile) -> Iterator[Exchange | tuple[Row, BadRowError]]:
+    def _lines(self, file: LogFile) -> Iterator[Exchange | BadLine]:
         """The lines of a log file, up to where it can be read."""
         try:
             yield from self.logs.read(file)
@@ -254,31 +248,48 @@ class _Harvest(ImportGate):
             self.logs.unread[file.name] = one_line(error)
             self.again.add(file.name)
 
+    def _allowed(self, line: Exchange | BadLine) -> Exchange:
+        """The exchange of a line; BadRowError if it is none, or the policy refuses it."""
+        if isinstance(line, tuple):
+            _, error = line
+            raise error
+        refusal = self.policy.refusal(line, self.now)
+        if refusal:
+            raise BadRowError(refusal)
+        return line
+
     def _row(self, file: LogFile, exchange: Exchange) -> Row:
         require_whole(exchange)
-        said = response_text(exchange)
-        messages, text = self.policy.redacted(exchange, said)
+        response = response_text(exchange)
+        messages, text = self.policy.redacted(exchange, response)
         if not isinstance(messages, list):
             raise BadRowError("no conversation")
         row = replace(exchange.row, value={"messages": messages}, dataset=self.dataset)
-        turns = [
-            dict(message) for message in formats.conversation(row, "chat").messages
-        ]
+        conversation = formats.conversation(row, CHAT)
+        turns = [dict(message) for message in conversation.messages]
         if turns[-1]["role"] != "user":
             raise BadRowError(
                 "no question", "the conversation does not end with a turn of the user"
             )
-        room = MOST_BYTES  # for the media of a row, which memory holds
+        self._fill_in_media(file, turns)
+        self._pending[row.source, row.number] = _Pending(
+            exchange,
+            text,
+            messages_changed=messages != exchange.messages,
+            text_changed=text != response,
+            media=self._within_budget(turns),
+        )
+        return replace(row, value={"messages": turns})
+
+    def _fill_in_media(self, file: LogFile, turns: Sequence[dict[str, Any]]) -> None:
+        """Put the content of images and videos into the turns; BadRowError if memory cannot hold it."""
+        room = MOST_BYTES
         for turn in turns:
             parts = []
             for part in turn["content"]:
                 parts.append(self._part(file, part, room))
                 room -= len(parts[-1].get("bytes", b""))
             turn["content"] = parts
-        media = self._within_budget(turns)
-        changed = messages != exchange.messages, text != said
-        self._pending[row.source, row.number] = _Pending(exchange, text, changed, media)
-        return replace(row, value={"messages": turns})
 
     def _part(
         self, file: LogFile, part: Mapping[str, Any], room: int
@@ -287,98 +298,104 @@ class _Harvest(ImportGate):
         if part["type"] == "text":
             return dict(part)
         media = part["media"]
-        sampling = {name: part[name] for name in ("fps", "frames") if name in part}
         content = media if isinstance(media, bytes) else file.media(media, room)
+        sampling = {name: part[name] for name in SAMPLING if name in part}
         return {"type": part["type"], "bytes": content, **sampling}
 
     def _within_budget(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """The media of a conversation; BadRowError if they do not fit into the policy's bytes."""
-        media = {
-            name_of(part["bytes"]): len(part["bytes"])
-            for turn in turns
-            for part in turn["content"]
-            if "bytes" in part
-        }
-        more = sum(size for name, size in media.items() if name not in self.media)
-        if more and self._used + more > self.policy.media_bytes:
+        parts = [part for turn in turns for part in turn["content"] if "bytes" in part]
+        media = {name_of(part["bytes"]): len(part["bytes"]) for part in parts}
+        new_bytes = self._new_bytes(media)
+        if new_bytes and self._used_bytes + new_bytes > self.policy.media_bytes:
             raise BadRowError(
-                "media budget", f"{more} bytes more than {self.policy.media}"
+                "media budget", f"{new_bytes} bytes more than {self.policy.media}"
             )
         self._count(media)
         return media
 
+    def _new_bytes(self, media: Mapping[str, int]) -> int:
+        """The bytes of those that are not counted yet."""
+        return sum(size for name, size in media.items() if name not in self.media)
+
     def _count(self, media: Mapping[str, int]) -> None:
-        self._used += sum(
-            size for name, size in media.items() if name not in self.media
-        )
+        self._used_bytes += self._new_bytes(media)
         self.media |= media
 
     def skipped(self, row: Row) -> None:
         """Let go of a row that is not kept, and of its media unless a kept one has them."""
-        if found := self._pending.pop((row.source, row.number), None):
-            for name in found.media.keys() - self._held:
-                self._used -= self.media.pop(name, 0)
+        pending = self._pending.pop((row.source, row.number), None)
+        if pending is not None:
+            for name in pending.media.keys() - self._kept_media:
+                self._used_bytes -= self.media.pop(name, 0)
 
     def accept(self, row: Row, prompt: Prompt) -> Prompt:
         """Check and keep the response of a prompt; BadRowError if either cannot be kept."""
-        found = self._pending[row.source, row.number]
-        asked = found.exchange.time
+        pending = self._pending[row.source, row.number]
         earlier = self._present.get(prompt.key)
-        imported = earlier is not None and earlier.time is None
-        if imported or (earlier and prompt.key in self._answered):
-            raise BadRowError(
-                KNOWN
-            )  # its response would be no traffic's, which is deleted
-        prompt = earlier or replace(
-            prompt, time=int(self.now if asked is None else min(asked, self.now))
-        )
-        if prompt.key not in self._answered:  # else of a harvest that was killed
-            near = _near(prompt)
-            if near in self._near and not earlier:
-                raise BadRowError("near-duplicate")
-            response = self._response(prompt, found)
-            self._near.add(near)
-            self._rows.append(response)
-            folders = _media_folders(self.workspace)
-            names = [_harvested_name(folders, path) for path in prompt.files]
-            self._made.update(f"{MEDIA}/{name}" for name in names if name)
-            if len(self._rows) >= WRITTEN:
-                self._write()
+        is_imported = earlier is not None and earlier.time is None
+        # The response to an imported prompt would not be traffic's, which is deleted.
+        if is_imported or (earlier and prompt.key in self._answered):
+            raise BadRowError(KNOWN)
+        if earlier is None:
+            time_of_request = pending.exchange.time
+            if time_of_request is None or time_of_request > self.now:
+                time_of_request = self.now
+            prompt = replace(prompt, time=int(time_of_request))
+        else:
+            prompt = earlier
+        is_unlisted = prompt.key in self._answered  # by a harvest that was killed
+        if not is_unlisted:
+            self._keep_response(prompt, pending, is_new=earlier is None)
         self.kept.add(prompt.key)
         del self._pending[row.source, row.number]
-        self._held |= found.media.keys()
-        self._count(found.media)
+        self._kept_media |= pending.media.keys()
+        self._count(pending.media)
         return prompt
 
-    def _response(self, prompt: Prompt, found: _Pending) -> ResponseRow:
-        ids, origin = self._tokens.of(found.exchange, found.text, found.changed[1])
+    def _keep_response(self, prompt: Prompt, pending: _Pending, is_new: bool) -> None:
+        """Keep the response of a prompt; BadRowError if it is unsure, or the prompt is nearly a kept one."""
+        near = _near(prompt)
+        if is_new and near in self._near:
+            raise BadRowError("near-duplicate")
+        response = self._response(prompt, pending)
+        self._near.add(near)
+        self._rows.append(response)
+        names = [_harvested_name(self._media_folders, path) for path in prompt.files]
+        self._added.update(f"{MEDIA}/{name}" for name in names if name)
+        if len(self._rows) >= ROWS_PER_FILE:
+            self._write()
+
+    def _response(self, prompt: Prompt, pending: _Pending) -> ResponseRow:
+        exchange, text = pending.exchange, pending.text
+        ids, origin = self._tokens.of(exchange, text, pending.text_changed)
         try:
             encoded = self.target.encode(prompt.messages)
         except DataError as error:
             raise BadRowError("refused by the processor", one_line(error)) from None
-        if not found.changed[0]:
-            require_same_prompt(found.exchange, encoded.ids_L.tolist())
-        words, repeated = len(words_of(found.text)), repetition(ids)
+        if not pending.messages_changed:
+            require_same_prompt(exchange, encoded.ids_L.tolist())
+        words = len(words_of(text))
+        repeated = repetition(ids)
+        length = encoded.length + len(ids)
         limit = min(self._filters.max_length or 2**31, self.target.info.max_position)
-        if why := self._filters.reason(
-            words, repeated, encoded.length + len(ids), limit
-        ):
-            raise BadRowError(why)
+        refusal = self._filters.reason(words, repeated, length, limit)
+        if refusal:
+            raise BadRowError(refusal)
         self.origins[origin] += 1
-        self.redacted += found.changed[1]
-        asked = found.exchange.request
+        self.redacted += pending.text_changed
         return ResponseRow(
             key=prompt.key,
             ids=ids,
-            text=found.text,
-            finish=str(found.exchange.choice.get("finish_reason")),
+            text=text,
+            finish=str(exchange.choice.get("finish_reason")),
             prompt_tokens=encoded.length,
             visual_tokens=sum(span.length for span in encoded.spans),
             words=words,
             repetition=repeated,
             keep=True,
-            temperature=_number(asked.get("temperature"), 1.0),
-            top_p=_number(asked.get("top_p"), 1.0),
+            temperature=_number(exchange.request.get("temperature"), 1.0),
+            top_p=_number(exchange.request.get("top_p"), 1.0),
             max_new_tokens=max(len(ids), 1),
             target=str(self.target.fingerprint),
         )
@@ -387,93 +404,87 @@ class _Harvest(ImportGate):
         """Write the responses that are left, and let media go with the prompts to the URL."""
         self._write()
         if self.workspace.parts:
-            self.workspace.parts.send_later(self._made)
+            self.workspace.parts.send_later(self._added)
 
     def _write(self) -> None:
         """Write the responses that are kept so far."""
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         listed = self.workspace.traffic / UNLISTED
         with naming(listed), listed.open("a") as file:
             file.writelines(f"{row.key}\n" for row in rows)
         name = content_hash(sorted(row.key for row in rows))
         dataset.write_part(self.workspace.responses, name, rows)
 
-    def sides(self, file: Path) -> dict[str, int]:
+    def split_counts(self, file: Path) -> tuple[int, int]:
         """How many of the kept prompts are to train on, and held out."""
         if not self.kept:
-            return {"train": 0, "eval": 0}
-        splits = Counter(
-            one.split for one in prompt_table.read(file) if one.key in self.kept
-        )
-        return {"train": splits["train"], "eval": splits["eval"]}
+            return 0, 0
+        prompts = prompt_table.read(file)
+        splits = Counter(prompt.split for prompt in prompts if prompt.key in self.kept)
+        return splits["train"], splits["eval"]
 
 
 def _near(prompt: Prompt) -> str:
     """Equal for conversations that differ in case, spaces and punctuation alone: same words, same media."""
-    return content_hash(
-        [
-            [
-                turn["role"],
-                [
-                    part.get("digest") or _words(part.get("text", ""))
-                    for part in turn["content"]
-                ],
-            ]
-            for turn in prompt.messages
-        ]
-    )
+    turns = []
+    for turn in prompt.messages:
+        parts = turn["content"]
+        content = [part.get("digest") or _words(part.get("text", "")) for part in parts]
+        turns.append([turn["role"], content])
+    return content_hash(turns)
 
 
 def _words(text: str) -> str:
-    return " ".join("".join(c if c.isalnum() else " " for c in text.casefold()).split())
+    plain = "".join(letter if letter.isalnum() else " " for letter in text.casefold())
+    return " ".join(plain.split())
 
 
-def _number(value: Any, otherwise: float) -> float:
-    return float(value) if isinstance(value, int | float) else otherwise
+def _number(value: Any, default: float) -> float:
+    return float(value) if isinstance(value, int | float) else default
 
 
-def _start(out: Path, target: "TargetModel") -> None:
+def _write_settings(out: Path, target: "TargetModel") -> None:
     """Write the settings of a folder of responses that has none yet."""
+    if (out / dataset.SETTINGS).is_file():
+        return
     sampling, filters = dataset.read_settings(out)
-    if not (out / dataset.SETTINGS).is_file():
-        facts = {"target": str(target.fingerprint), "engine": "transformers"}
-        more = {
-            "checkpoint": str(checkpoint(target.name)),
-            "sampling": asdict(sampling),
-        }
-        dataset.write_settings(out, {**facts, **more, "filters": asdict(filters)})
-
-
-def _media(workspace: Workspace) -> dict[str, int]:
-    """The harvested images and videos: the hash of each, and its bytes."""
-    return {
-        Path(name).stem: size
-        for name, size in _files(workspace).items()
-        if not name.startswith(".")
+    settings = {
+        "target": str(target.fingerprint),
+        "engine": "transformers",
+        "checkpoint": str(checkpoint(target.name)),
+        "sampling": asdict(sampling),
+        "filters": asdict(filters),
     }
+    dataset.write_settings(out, settings)
 
 
-def _files(workspace: Workspace) -> dict[str, int]:
+def _prompts(workspace: Workspace) -> list[Prompt]:
+    """All prompts of a workspace, maybe none."""
+    file = workspace.prompts
+    return prompt_table.read(file) if file.is_file() else []
+
+
+def _media_files(workspace: Workspace) -> dict[str, int]:
     """The files of harvested media on this machine and, of a workspace at a URL, there: names and bytes."""
     folder = workspace.root / MEDIA
-    here = {
-        one.name: one.stat().st_size
-        for one in (folder.iterdir() if folder.is_dir() else ())
-    }
-    return {
-        **(workspace.parts.remote.list_files(MEDIA) if workspace.parts else {}),
-        **here,
-    }
+    paths = folder.iterdir() if folder.is_dir() else ()
+    local = {path.name: path.stat().st_size for path in paths}
+    if not workspace.parts:
+        return local
+    return {**workspace.parts.remote.list_files(MEDIA), **local}
 
 
 def _sweep(workspace: Workspace) -> dict[str, int]:
-    """Remove harvested media that no prompt names; those that are left."""
+    """Remove harvested media that no prompt names; the hashes of those that are left, and their bytes."""
     with only_writer(workspace.prompts):
-        unnamed(
-            workspace,
-            prompt_table.read(workspace.prompts) if workspace.prompts.is_file() else [],
-        )
-    return _media(workspace)
+        unnamed(workspace, _prompts(workspace))
+    files = _media_files(workspace)
+    return {
+        Path(name).stem: size
+        for name, size in files.items()
+        if not name.startswith(".")
+    }
 
 
 def unnamed(
@@ -481,18 +492,16 @@ def unnamed(
 ) -> dict[str, int]:
     """Remove the harvested media that these prompts, all there are, do not name; the files, their bytes."""
     folders = _media_folders(workspace)
-    named = {
-        name
-        for prompt in prompts
-        for part in media_parts(prompt.messages)
-        if (name := _harvested_name(folders, part["path"]))
-    }
-    gone = {name: size for name, size in _files(workspace).items() if name not in named}
-    for name in () if dry_run else gone:
-        (workspace.root / MEDIA / name).unlink(missing_ok=True)
-        if workspace.parts:
-            workspace.parts.remote.remove(f"{MEDIA}/{name}")
-    return gone
+    paths = [path for prompt in prompts for path in prompt.files]
+    named = {_harvested_name(folders, path) for path in paths}
+    files = _media_files(workspace)
+    removed = {name: size for name, size in files.items() if name not in named}
+    if not dry_run:
+        for name in removed:
+            (workspace.root / MEDIA / name).unlink(missing_ok=True)
+            if workspace.parts:
+                workspace.parts.remote.remove(f"{MEDIA}/{name}")
+    return removed
 
 
 def _media_folders(workspace: Workspace) -> tuple[str, str]:
@@ -512,26 +521,28 @@ def unlisted(workspace: Workspace, prompts: Sequence[Prompt]) -> set[str]:
     `prompts` are all there are. One that was imported since has the prompt, but says not when it was asked.
     """
     file = workspace.traffic / UNLISTED
-    noted = set(file.read_text().split()) if file.is_file() else set[str]()
-    return noted.difference(one.key for one in prompts if one.time is not None)
+    if not file.is_file():
+        return set()
+    listed = {prompt.key for prompt in prompts if prompt.time is not None}
+    return set(file.read_text().split()) - listed
 
 
-def _read_before(file: Path, policy: Policy) -> dict[str, Any]:
+def _files_read(file: Path, policy: Policy) -> dict[str, Any]:
     """The log files that an earlier harvest has read with this policy, and their state then."""
-    found = json.loads(file.read_text()) if file.is_file() else {}
-    return dict(found.get("files", {})) if found.get("policy") == policy.hash else {}
+    noted = json.loads(file.read_text()) if file.is_file() else {}
+    return dict(noted.get("files", {})) if noted.get("policy") == policy.hash else {}
 
 
 def _note(
-    workspace: Workspace, made: Harvest, read: Mapping[str, Any], policy: Policy
+    workspace: Workspace, harvested: Harvest, read: Mapping[str, Any], policy: Policy
 ) -> None:
     """Add a line to the audit, then note what was read, and what an earlier harvest has left unlisted."""
-    folder, prompts = workspace.traffic, workspace.prompts
-    audited(folder, asdict(made))
-    left = unlisted(workspace, prompt_table.read(prompts) if prompts.is_file() else [])
+    folder = workspace.traffic
+    audited(folder, asdict(harvested))
+    keys = unlisted(workspace, _prompts(workspace))
     with atomic_write(folder / UNLISTED) as new:
-        new.write_text("".join(f"{key}\n" for key in sorted(left)))
-    if not left:
+        new.write_text("".join(f"{key}\n" for key in sorted(keys)))
+    if not keys:
         (folder / UNLISTED).unlink()
     with atomic_write(folder / READ) as new:
         new.write_text(json.dumps({"policy": policy.hash, "files": read}) + "\n")

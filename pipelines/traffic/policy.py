@@ -1,6 +1,6 @@
-"""What may be kept of traffic: a share, by allow and deny lists, no older than so long, redacted.
+"""What may be kept of traffic: a share, by allow and deny lists, up to an age, redacted.
 
-A policy is a TOML file with the fields of `Policy`. Whatever cannot be decided is dropped.
+A policy is a TOML file with the fields of `Policy`. Exchanges that a rule cannot be applied to are dropped.
 """
 
 import hashlib
@@ -21,12 +21,13 @@ import msgspec
 from msgspec import Meta
 
 from vlmdistill.pipelines.media.resolver import BadRowError
-from vlmdistill.pipelines.traffic.logs import Exchange
+from vlmdistill.pipelines.traffic.dialects import Exchange
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.schema import content_hash, seconds
 
 Patterns = Mapping[str, str | tuple[str, ...]]
 Redact = Callable[[dict[str, Any]], Any]
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?")
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -51,17 +52,12 @@ class Policy(
     without what nobody may keep, or None to drop them. What it raises drops them, too."""
 
     @classmethod
-    def read(cls, file: Path | None, **changes: Any) -> "Policy":
-        """The policy of a file, if any, with the changes that are not None; DataError says what is wrong."""
+    def read(cls, file: Path | None) -> "Policy":
+        """The policy of a file, or the defaults without one; DataError says what is wrong."""
+        if file is None:
+            return cls()
         try:
-            found = tomllib.loads(file.read_text(encoding="utf-8")) if file else {}
-            policy = msgspec.convert(
-                {
-                    **found,
-                    **{name: one for name, one in changes.items() if one is not None},
-                },
-                cls,
-            )
+            policy = msgspec.convert(tomllib.loads(file.read_text("utf-8")), cls)
             policy.check()
             return policy
         except (
@@ -72,9 +68,7 @@ class Policy(
             DataError,
         ) as error:
             reason = (isinstance(error, OSError) and error.strerror) or one_line(error)
-            raise DataError(
-                f"{file or 'the policy'} cannot be used: {reason}"
-            ) from None
+            raise DataError(f"{file} cannot be used: {reason}") from None
 
     def check(self) -> None:
         """DataError if a length of time or a size cannot be read, or if there is no such function."""
@@ -88,12 +82,10 @@ class Policy(
     @cached_property
     def media_bytes(self) -> int:
         """The bytes of media that may be kept."""
-        found = re.fullmatch(
-            r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?", self.media.strip().lower()
-        )
-        if not found:
+        size = re.fullmatch(SIZE, self.media.strip().lower())
+        if not size:
             raise DataError(f"media='{self.media}': write a size such as 500MB or 20GB")
-        return int(float(found[1]) * SIZES[found[2]])
+        return int(float(size[1]) * SIZES[size[2]])
 
     @cached_property
     def function(self) -> Redact | None:
@@ -122,29 +114,37 @@ class Policy(
 
     def refusal(self, exchange: Exchange, now: float) -> str:
         """Why an exchange may not be kept, as far as its facts say; empty if it may."""
-        if self.seconds is not None:
-            if exchange.time is None:
-                return "no time"
-            if exchange.time < now - self.seconds:
-                return "too old"
-        if not all(
-            _allows(exchange.values(_named(name)), list_)
-            for name, list_ in self.allow.items()
-        ):
-            return "not allowed"
+        return (
+            self._refusal_by_age(exchange, now)
+            or self._refusal_by_lists(exchange)
+            or self._refusal_by_share(exchange)
+        )
+
+    def _refusal_by_age(self, exchange: Exchange, now: float) -> str:
+        if self.seconds is None:
+            return ""
+        if exchange.time is None:
+            return "no time"
+        return "too old" if exchange.time < now - self.seconds else ""
+
+    def _refusal_by_lists(self, exchange: Exchange) -> str:
+        for name, patterns in self.allow.items():
+            if not _allows(exchange.values(_plain_name(name)), _listed(patterns)):
+                return "not allowed"
         for name, patterns in self.deny.items():
-            values = exchange.values(_named(name))
+            values = exchange.values(_plain_name(name))
             if values is None:
                 return "unknown headers"
-            if _denies(values, patterns):
+            if _denies(values, _listed(patterns)):
                 return "denied"
-        if self.share < 1:
-            drawn = hashlib.sha256(
-                msgspec.json.encode(exchange.messages, order="sorted")
-            ).digest()
-            if int.from_bytes(drawn[:8]) >= self.share * 2**64:
-                return "not sampled"
         return ""
+
+    def _refusal_by_share(self, exchange: Exchange) -> str:
+        if self.share >= 1:
+            return ""
+        messages = msgspec.json.encode(exchange.messages, order="sorted")
+        drawn = int.from_bytes(hashlib.sha256(messages).digest()[:8])
+        return "not sampled" if drawn >= self.share * 2**64 else ""
 
     def redacted(self, exchange: Exchange, text: str) -> tuple[Any, str]:
         """Messages and response after the hook; BadRowError if it drops them or fails.
@@ -153,29 +153,26 @@ class Policy(
         """
         if self.function is None:
             return exchange.messages, text
-        given = {
+        headers = exchange.headers or {}
+        conversation = {
             "messages": deepcopy(exchange.messages),
             "response": text,
             "user": ", ".join(exchange.values("user") or ()),
-            "headers": {
-                name: ", ".join(values)
-                for name, values in (exchange.headers or {}).items()
-            },
+            "headers": {name: ", ".join(values) for name, values in headers.items()},
             "time": exchange.time,
         }
         try:
-            made = self.function(given)
-            whole = made is None or made["response"] == ""
-            messages, response = (
-                ([], "") if whole else (made["messages"], made["response"])
-            )
+            redacted = self.function(conversation)
+            is_dropped = redacted is None or redacted["response"] == ""
+            messages = [] if is_dropped else redacted["messages"]
+            response = "" if is_dropped else redacted["response"]
         except BaseException as error:
             if _is_stop(error):
                 raise
             raise BadRowError("redaction failed", type(error).__name__) from None
-        if whole:
+        if is_dropped:
             raise BadRowError("redacted whole")
-        if not (isinstance(messages, list) and isinstance(response, str)):
+        if not isinstance(messages, list) or not isinstance(response, str):
             raise BadRowError(
                 "redaction failed",
                 "it returned neither None nor messages and a response",
@@ -189,35 +186,37 @@ def _is_stop(error: BaseException) -> bool:
     return stopped or isinstance(error, KeyboardInterrupt)
 
 
-def _named(name: str) -> str:
+def _plain_name(name: str) -> str:
     return name.strip().lower()
 
 
-def _allows(values: Sequence[str] | None, patterns: str | Sequence[str]) -> bool:
+def _listed(patterns: str | Sequence[str]) -> Sequence[str]:
+    return [patterns] if isinstance(patterns, str) else patterns
+
+
+def _allows(values: Sequence[str] | None, patterns: Sequence[str]) -> bool:
     """Whether there are values, and one of the patterns matches each."""
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    return bool(values) and all(
-        any(fnmatchcase(value, pattern) for pattern in listed) for value in values or ()
+    if not values:
+        return False
+    return all(
+        any(fnmatchcase(value, pattern) for pattern in patterns) for value in values
     )
 
 
-def _denies(values: Sequence[str], patterns: str | Sequence[str]) -> bool:
+def _denies(values: Sequence[str], patterns: Sequence[str]) -> bool:
     """Whether one of the patterns matches one of the values, or all of them as a text, in any case and form.
 
     A value may have others within it, joined by a gateway, and parameters or quotes.
     """
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    meant = [form for value in values for form in _decoded(value)]
-    parts = [
-        part.strip(" \t\"'") for value in meant for part in re.split(r"[,;\r\n]", value)
-    ]
-    texts = (
-        {_folded(text) for text in (*meant, *parts, ", ".join(values))}
-        if values
-        else set()
-    )
+    if not values:
+        return False
+    forms = [form for value in values for form in _decoded(value)]
+    parts = [part for form in forms for part in re.split(r"[,;\r\n]", form)]
+    plain_parts = [part.strip(" \t\"'") for part in parts]
+    texts = {_folded(text) for text in (*forms, *plain_parts, ", ".join(values))}
+    folded_patterns = [_folded(pattern) for pattern in patterns]
     return any(
-        fnmatchcase(text, _folded(pattern)) for text in texts for pattern in listed
+        fnmatchcase(text, pattern) for text in texts for pattern in folded_patterns
     )
 
 
@@ -230,7 +229,7 @@ def _decoded(value: str) -> list[str]:
 
 def _folded(text: str) -> str:
     """A text that is equal for all cases, widths and compositions of its letters; nothing invisible."""
-    same = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return "".join(
-        letter for letter in same if unicodedata.category(letter)[0] != "C"
-    ).strip()
+    casefolded = unicodedata.normalize("NFKC", text).casefold()
+    composed = unicodedata.normalize("NFKC", casefolded)
+    visible = (letter for letter in composed if unicodedata.category(letter)[0] != "C")
+    return "".join(visible).strip()

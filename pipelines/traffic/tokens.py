@@ -5,12 +5,13 @@ own counts only if it decodes to the text and has as many tokens as the server c
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.media.resolver import BadRowError
-from vlmdistill.pipelines.traffic.logs import Exchange
+from vlmdistill.pipelines.traffic.dialects import Exchange
 from vlmdistill.stores.errors import PanicError, one_line, without_panics
 
 if TYPE_CHECKING:
@@ -18,16 +19,13 @@ if TYPE_CHECKING:
 
 Origin = Literal["ids", "logprobs", "text"]
 CUT = "\ufffd"  # ends a text whose last character was cut
-STOPS = (
-    "stop",
-    "stop_token_ids",
-)  # of a request (the second of vLLM): what ends its response beside an EOS
-OWN_PROMPT = (
-    "chat_template",
-    "chat_template_kwargs",
-    "mm_processor_kwargs",
-)  # of vLLM: another prompt is read
-TRUNCATED = re.compile(r"\(litellm_truncated\b")
+STOPS = ("stop", "stop_token_ids")
+"""Keys of a request (the second is vLLM's): what ends its response beside an EOS."""
+OWN_PROMPT = ("chat_template", "chat_template_kwargs", "mm_processor_kwargs")
+"""Keys of a request to vLLM, by which it reads another prompt."""
+TRUNCATED = re.compile(r"\(litellm_truncated\b|^redacted-by-litellm$")  # by LiteLLM
+OTHER_NAMES = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}
+"""Of counts, in the responses API."""
 BY_ID = "token_id:"  # vLLM writes tokens so with return_tokens_as_token_ids
 
 
@@ -41,13 +39,14 @@ class ResponseTokens:
     @cached_property
     def _by_text(self) -> Mapping[str, int]:
         """The tokens whose text no other token has."""
-        found: dict[str, int] = {}
-        texts = self._tokenizer.batch_decode(
-            [[one] for one in range(len(self._tokenizer))]
-        )
-        for one, text in enumerate(texts):
-            found[text] = -1 if text in found else one
-        return {text: one for text, one in found.items() if one >= 0}
+        tokens = range(len(self._tokenizer))
+        texts = self._tokenizer.batch_decode([[token] for token in tokens])
+        counts = Counter(texts)
+        return {
+            text: token
+            for token, text in zip(tokens, texts, strict=True)
+            if counts[text] == 1
+        }
 
     def of(
         self, exchange: Exchange, text: str, altered: bool
@@ -57,78 +56,97 @@ class ResponseTokens:
         `text` is the response, which the redaction has `altered`: then only the text is left to go by.
         """
         choice = exchange.choice
-        stops = any(exchange.request.get(name) for name in STOPS)
-        ended = choice.get("finish_reason") == "stop" and not stops
-        ids = None if altered else self._logged(choice)
-        if ids is not None:
-            origin: Origin = "ids" if choice.get("token_ids") else "logprobs"
-            if not all(0 <= one < self._info.vocab_size for one in ids):
-                raise BadRowError("tokens of another target")
-            whole, text = (one.rstrip(CUT) for one in (self._text(ids), text))
-            if whole != text and not (stops and whole.startswith(text)):
-                raise BadRowError("tokens differ from the text")
-            return self._ended(ids) if ended else ids, origin
+        logged_ids = None if altered else self._logged(choice)
+        if logged_ids is not None:
+            self._check_logged(exchange, logged_ids, text)
+            ids = self._with_eos(exchange, logged_ids)
+            return ids, "ids" if choice.get("token_ids") else "logprobs"
         if not altered and _reasoning(choice):
             raise BadRowError("reasoning without tokens")
+        text_ids = self._encoded(text)
+        ids = self._with_eos(exchange, text_ids)
+        counted = _counted(exchange, "completion_tokens")
+        # A server may count the EOS, or not.
+        possible = {len(ids), len(ids) - _ended_by_eos(exchange)}
+        if not altered and counted is not None and counted not in possible:
+            raise BadRowError("another number of tokens")
+        return ids, "text"
+
+    def _check_logged(self, exchange: Exchange, ids: list[int], text: str) -> None:
+        """BadRowError if logged tokens are another target's, or not those of the text."""
+        if not all(0 <= token < self._info.vocab_size for token in ids):
+            raise BadRowError("tokens of another target")
+        decoded = self._text(ids).rstrip(CUT)
+        text = text.rstrip(CUT)
+        # The text ends before a stop word of the request.
+        is_whole = decoded == text
+        is_stopped = _has_stops(exchange) and decoded.startswith(text)
+        if not is_whole and not is_stopped:
+            raise BadRowError("tokens differ from the text")
+
+    def _encoded(self, text: str) -> list[int]:
+        """The tokens of a text; BadRowError if they do not decode to it."""
         if len(text) > self._most:
             raise BadRowError("over length")
         try:
             with without_panics():
-                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         except PanicError as error:
             raise BadRowError(
                 "text that the tokenizer refuses", one_line(error)
             ) from None
         if self._text(ids) != text:
             raise BadRowError("text does not decode to itself")
-        ids = self._ended(ids) if ended else ids
-        counted = _counted(exchange, "completion_tokens")
-        if (
-            not altered
-            and counted is not None
-            and counted not in (len(ids), len(ids) - ended)
-        ):
-            raise BadRowError("another number of tokens")
-        return ids, "text"
+        return ids
 
     def _logged(self, choice: Mapping[str, Any]) -> list[int] | None:
         """The tokens that a line has, None if it has none, or some of which it is unsure."""
         ids = choice.get("token_ids")
-        if isinstance(ids, list) and ids and all(type(one) is int for one in ids):
+        if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
             return list(ids)
         logprobs = choice.get("logprobs")
         content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
         if not isinstance(content, list) or not content:
             return None
-        found = []
-        for one in content:
-            token = one.get("token") if isinstance(one, Mapping) else None
-            if not isinstance(token, str):
-                return None
-            number = token.removeprefix(BY_ID)
-            known = (
-                int(number)
-                if number != token and number.isdecimal()
-                else self._by_text.get(token)
-            )
-            if known is None:
-                return None
-            found.append(known)
-        return found
+        tokens = [self._token_of(entry) for entry in content]
+        sure_tokens = [token for token in tokens if token is not None]
+        return sure_tokens if len(sure_tokens) == len(tokens) else None
+
+    def _token_of(self, entry: Any) -> int | None:
+        """The token of an entry of logprobs; None if its text may be another one's."""
+        text = entry.get("token") if isinstance(entry, Mapping) else None
+        if not isinstance(text, str):
+            return None
+        number = text.removeprefix(BY_ID)
+        if number != text and number.isdecimal():
+            return int(number)
+        return self._by_text.get(text)
 
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def _ended(self, ids: list[int]) -> list[int]:
-        """With the EOS that ended it, which most servers leave out."""
-        return ids if ids and ids[-1] in self._info.eos_ids else [*ids, self._eos]
+    def _with_eos(self, exchange: Exchange, ids: list[int]) -> list[int]:
+        """With the EOS that ended the response, which most servers leave out."""
+        has_eos = bool(ids) and ids[-1] in self._info.eos_ids
+        if has_eos or not _ended_by_eos(exchange):
+            return ids
+        return [*ids, self._eos]
 
     @property
     def _eos(self) -> int:
         """The EOS of the chat template where the target has several."""
         own = self._tokenizer.eos_token_id
         return int(own if own in self._info.eos_ids else self._info.eos_ids[0])
+
+
+def _has_stops(exchange: Exchange) -> bool:
+    """Whether the request names what else may end its response."""
+    return any(exchange.request.get(name) for name in STOPS)
+
+
+def _ended_by_eos(exchange: Exchange) -> bool:
+    return exchange.choice.get("finish_reason") == "stop" and not _has_stops(exchange)
 
 
 def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
@@ -152,15 +170,12 @@ def require_whole(exchange: Exchange) -> None:
     A prompt of the request's own template is known by its tokens, where the server has counted them.
     """
     own = [name for name in OWN_PROMPT if exchange.request.get(name)]
-    counted = _counted(exchange, "prompt_tokens") is not None
-    if own and not (counted or exchange.response.get("prompt_token_ids")):
+    is_counted = _counted(exchange, "prompt_tokens") is not None
+    if own and not is_counted and not exchange.response.get("prompt_token_ids"):
         raise BadRowError("another prompt", f"the request has its own {own[0]}")
-    if any(
-        TRUNCATED.search(text) for text in _texts([exchange.messages, exchange.choice])
-    ):
-        raise BadRowError(
-            "cut text", "the log has a part of it: LiteLLM's spend logs cut long texts"
-        )
+    texts = _texts([exchange.messages, exchange.choice])
+    if any(TRUNCATED.search(text) for text in texts):
+        raise BadRowError("cut text", "LiteLLM logs cut or hide it")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -175,18 +190,18 @@ def _texts(value: Any) -> Iterator[str]:
 def response_text(exchange: Exchange) -> str:
     """The text of the response; BadRowError if it is not a whole one of plain text."""
     choice = exchange.choice
-    if (finish := choice.get("finish_reason")) not in ("stop", "length"):
+    finish = choice.get("finish_reason")
+    if finish not in ("stop", "length"):
         raise BadRowError("not ended", f"finish_reason {str(finish)[:40]}")
     if exchange.request.get("tools") or exchange.request.get("functions"):
         raise BadRowError("tools")
+    content = choice.get("text")
     message = choice.get("message")
-    content = (
-        message.get("content") if isinstance(message, Mapping) else choice.get("text")
-    )
+    if isinstance(message, Mapping):
+        content = message.get("content")
     if isinstance(content, list):  # of the responses API
-        content = "".join(
-            str(one.get("text", "")) for one in content if isinstance(one, Mapping)
-        )
+        parts = [part for part in content if isinstance(part, Mapping)]
+        content = "".join(str(part.get("text", "")) for part in parts)
     if not isinstance(content, str) or not content:
         raise BadRowError("no text")
     return content
@@ -201,8 +216,7 @@ def _reasoning(choice: Mapping[str, Any]) -> bool:
 def _counted(exchange: Exchange, name: str) -> int | None:
     """A number of tokens that the server has counted; None if it is not told."""
     usage = exchange.response.get("usage")
-    other = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}[
-        name
-    ]
-    found = usage.get(name, usage.get(other)) if isinstance(usage, Mapping) else None
-    return found if type(found) is int else None
+    if not isinstance(usage, Mapping):
+        return None
+    count = usage.get(name, usage.get(OTHER_NAMES[name]))
+    return count if type(count) is int else None

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of a stage did."""
+    """The speed of one run of a stage."""
 
     stage: str  # responses, features, train <method>
     engine: str

@@ -106,7 +106,7 @@ class Shards:
     def table(self, shard: str) -> pa.Table:
         """The index of a shard; StoreError when it is damaged."""
         record = self.commit(shard)
-        name = f"{record.named}/{INDEX}"
+        name = f"{record.path}/{INDEX}"
         table = read_arrow(self._backend, name, record.files[INDEX])
         schema = bytes(table.schema.serialize())
         samples = record.rows["sample"]

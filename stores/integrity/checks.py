@@ -170,9 +170,9 @@ class StoreChecks:
         if misfit:
             findings.append(Finding("damaged", commit_name(record.shard), misfit))
         if not findings:
-            findings += self._group(f"{record.named}/{GROUP}")
+            findings += self._group(f"{record.path}/{GROUP}")
         index = _CheckedIndex()
-        if not any(finding.name == f"{record.named}/{INDEX}" for finding in findings):
+        if not any(finding.name == f"{record.path}/{INDEX}" for finding in findings):
             index = self._index(record)
             findings += index.findings
 
@@ -191,7 +191,7 @@ class StoreChecks:
         """Read the index of a shard, and compare it with the record."""
         if not self._layout:
             return _CheckedIndex()
-        name = f"{record.named}/{INDEX}"
+        name = f"{record.path}/{INDEX}"
         try:
             table = read_arrow(self._backend, name, record.files[INDEX])
             faults = list(_index_faults(self._layout, record, table))
@@ -212,18 +212,18 @@ class StoreChecks:
     def _files(self, record: Commit, names: Iterable[str]) -> list[Finding]:
         findings = []
         for name in names:
-            findings += self.file(f"{record.named}/{name}", record.files[name])
+            findings += self.file(f"{record.path}/{name}", record.files[name])
         return findings
 
     def _array(self, record: Commit, spec: ArraySpec, table: pa.Table) -> list[Finding]:
         """Compare an array with its description, and each sample's rows with their checksum in the index."""
-        name = f"{record.named}/{spec.name}/{CHUNK_FILE}"
+        name = f"{record.path}/{spec.name}/{CHUNK_FILE}"
         total = record.rows[spec.rows]
         sizes = (_counts(table)[spec.rows] * spec.row_bytes).tolist()
         checksums = table[XXH3 + spec.name].to_pylist()
         not_finite_rows = set[int]()
         try:
-            description = f"{record.named}/{spec.name}/{GROUP}"
+            description = f"{record.path}/{spec.name}/{GROUP}"
             _require_described(self._backend, description, spec, total)
             if not total:
                 differing = _first_differing(iter(()), sizes, checksums)
@@ -445,7 +445,7 @@ def _check_tokens(
 ) -> Iterator[Finding]:
     """Samples whose tokens no target can have, or do not fit their line of the index."""
     total = record.rows["text"]
-    tokens_T4, _ = read_rows(backend, record.named, TOKENS, range(total))
+    tokens_T4, _ = read_rows(backend, record.path, TOKENS, range(total))
     counts = ("text_tokens", "visual_tokens", "response_tokens")
     columns = ["key", "text_row", *counts, "spans"]
     for line in table.select(columns).to_pylist():
@@ -454,7 +454,7 @@ def _check_tokens(
             layout, line, tokens_T4[start : start + line["text_tokens"]]
         )
         if fault:
-            index = f"{record.named}/{INDEX}"
+            index = f"{record.path}/{INDEX}"
             yield Finding("damaged", index, f"sample {line['key']}: {fault}")
 
 

@@ -161,7 +161,7 @@ def _without_remaining(backend: Backend, removed: Sequence[Removed]) -> list[Rem
 def _missing_shard(backend: Backend, records: Iterable[Commit | TableRecord]) -> str:
     """A shard that a record names and that does not exist; empty if there is none."""
     stored = {f"{SHARDS}/{leaf}" for leaf in backend.list_names(SHARDS)}
-    named = {record.named for record in records if isinstance(record, Commit)}
+    named = {record.path for record in records if isinstance(record, Commit)}
     return min(named - stored, default="")
 
 
@@ -170,7 +170,7 @@ def _unnamed(
 ) -> Iterator[str]:
     """The shards, tables and other files that no record names."""
     records = list(records)
-    named = {head.rpartition("/")[0], *(record.named for record in records)}
+    named = {head.rpartition("/")[0], *(record.path for record in records)}
     for folder in (SHARDS, HEADS, VIEWS, STATS, STAGING):
         for leaf in backend.list_names(folder):
             if f"{folder}/{leaf}" not in named:

@@ -226,7 +226,7 @@ def files_of(record: Record) -> list[tuple[str, Entry]]:
     """The files that a record names, with (bytes, blake3)."""
     if isinstance(record, Commit):
         entries = record.files.items()
-        return [(f"{record.named}/{name}", entry) for name, entry in entries]
+        return [(f"{record.path}/{name}", entry) for name, entry in entries]
     if isinstance(record, StoreRecord):
         return [(record.head.file, record.head.entry)]
     if isinstance(record, TableRecord):

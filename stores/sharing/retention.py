@@ -89,7 +89,7 @@ def expire(
     deleted = frozenset(key for shard in outdated for key in shard.old["key"])
     untimed = _untimed(store)
     if dry_run:
-        shards = [store.commit(shard.shard).named for shard in outdated]
+        shards = [store.commit(shard.shard).path for shard in outdated]
         sizes = {name: _bytes(store.backend, name) for name in shards}
         for item in collect_all(store, dry_run=True):
             sizes[item.name] = item.bytes
@@ -140,7 +140,7 @@ def _outdated(store: Store, keys: frozenset[str]) -> Iterator[_Outdated]:
 def _lines(store: Store, shard: str) -> pl.DataFrame:
     """The lines of a shard, with samples that another shard has, too."""
     record = store.commit(shard)
-    table = read_arrow(store.backend, f"{record.named}/{INDEX}", record.files[INDEX])
+    table = read_arrow(store.backend, f"{record.path}/{INDEX}", record.files[INDEX])
     return frame_of(table).with_columns(shard=pl.lit(shard))
 
 
@@ -148,7 +148,7 @@ def _drop(store: Store, outdated: _Outdated) -> Iterator[tuple[str, int]]:
     """Write the rest of a shard anew, drop its record, and remove its files and the merged index."""
     backend = store.backend
     shard = outdated.shard
-    folder = store.commit(shard).named
+    folder = store.commit(shard).path
     if len(outdated.rest):
         copy_shard(store, store, shard, outdated.rest)
     with writing(backend):

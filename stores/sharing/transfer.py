@@ -128,7 +128,7 @@ def _gather(
     link = source.backend.is_local and not target.backend.is_local
     bring = _link if link else _fetch
     for name, entry in fetched.items():
-        bring(source.backend, f"{record.named}/{name}", folder / name, entry)
+        bring(source.backend, f"{record.path}/{name}", folder / name, entry)
     return files
 
 
@@ -144,7 +144,7 @@ def _free_name(backend: Backend, shard: str, files: Files) -> str:
 def _copy_index(
     source: Store, record: Commit, folder: Path, arrays: set[str]
 ) -> tuple[int, str]:
-    table = read_arrow(source.backend, f"{record.named}/{INDEX}", record.files[INDEX])
+    table = read_arrow(source.backend, f"{record.path}/{INDEX}", record.files[INDEX])
     dropped = []
     for column in table.column_names:
         of_array = column.startswith((XXH3, LOSS))
@@ -225,17 +225,17 @@ def _publish(backend: Backend, folder: Path, record: Commit) -> None:
 
     StoreError when one differs from the sent one: it is removed, to be sent again.
     """
-    backend.publish(folder, record.named)
+    backend.publish(folder, record.path)
     if backend.is_local:
         # The folder was renamed, or one of its name was compared with it.
         if not is_complete(backend, record):
             raise StoreError(
-                f"another process has removed files of {backend.url}/{record.named} before it was committed: "
+                f"another process has removed files of {backend.url}/{record.path} before it was committed: "
                 "run it again"
             )
         return
     for file, (size, checksum) in record.files.items():
-        name = f"{record.named}/{file}"
+        name = f"{record.path}/{file}"
         if not _arrived(backend, name, size, checksum):
             backend.remove(name)
             raise StoreError(

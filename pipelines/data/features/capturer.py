@@ -148,7 +148,7 @@ class CaptureJob:
 
 @dataclass
 class CaptureResult:
-    """What a worker returns for one task: counts, never tensors."""
+    """The result of a worker for one task: counts, never tensors."""
 
     samples: int = 0
     tokens: int = 0  # text and visual
@@ -157,7 +157,7 @@ class CaptureResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSummary:
-    """What a run did, and what the store holds after it."""
+    """The work of a run, and the contents of the store after it."""
 
     store: str
     features: tuple[str, ...]
@@ -242,7 +242,7 @@ class Capturer:
         return encoding
 
     def facts(self) -> CaptureFacts:
-        """What the driver plans shards with."""
+        """Facts by which the driver plans shards."""
         float_bytes = 4 if self.dtype == "float32" else 2
         row_bytes = {"text": 0, "visual": 0, "span": 0}
         for feature in self.features:
@@ -413,7 +413,7 @@ def stored_head(target: Any) -> FrozenTables:
 
 @dataclass
 class _Pass:
-    """What was captured into the store, or into one annex of it."""
+    """The samples that were captured into the store, or into one annex of it."""
 
     missing: set[str]  # the keys of samples that were to be captured
     failed: dict[str, str]
@@ -537,7 +537,7 @@ def _summary(
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What the passes of one run have in common."""
+    """The arguments that the passes of one run share."""
 
     prompts: Sequence[Prompt]
     generated: dataset.Responses

@@ -72,7 +72,7 @@ class CaptureTask:
 
 @dataclass(frozen=True)
 class CaptureFacts:
-    """What the driver plans shards with; equal for all workers."""
+    """Facts by which the driver plans shards; equal for all workers."""
 
     target: str  # fingerprint
     features: tuple[str, ...]

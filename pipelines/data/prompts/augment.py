@@ -10,8 +10,8 @@ from typing import Any
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.suggestions import did_you_mean
 
-# {"role": ..., "content": [{"type": "text"|"image"|"video", "text"|"path": ..., "fps"|"frames" of a video}]}
 Message = dict[str, Any]
+"""{"role", "content": [{"type": "text", "text"} or {"type": "image"|"video", "path", "fps"|"frames"}]}"""
 
 
 @dataclass(frozen=True)
@@ -28,55 +28,51 @@ class Augmentation:
         """A copy of the conversation with the text added to its last turn."""
         if not self.text:
             return messages
-        last = messages[-1]
+        *earlier, last = messages
         parts = list(last["content"])
         if self.replaces:
             parts = [part for part in parts if part["type"] != "text"]
         if parts and parts[-1]["type"] == "text":
-            parts[-1] = {
-                "type": "text",
-                "text": parts[-1]["text"].rstrip() + self.joint + self.text,
-            }
+            question = parts.pop()["text"].rstrip()
+            parts.append({"type": "text", "text": question + self.joint + self.text})
         else:
             parts.append({"type": "text", "text": self.text})
-        return [*messages[:-1], {"role": last["role"], "content": parts}]
+        return [*earlier, {"role": last["role"], "content": parts}]
 
 
-AUGMENTATIONS = {
-    item.name: item
-    for item in (
-        Augmentation("none", "", "the question unchanged"),
-        Augmentation(
-            "long",
-            "Please answer with at least 1000 words.",
-            "ViSpec, training data of stage 2 (responses of the target to LLaVA-Pretrain)",
-        ),
-        Augmentation(
-            "explain",
-            "Please answer with an explanation.",
-            "ViSpec, evaluation on visual question answering",
-        ),
-        Augmentation(
-            "ocr",
-            "Perform an OCR task on the provided image. Please extract the text accurately and provide a "
-            "detailed explanation of the process. Ensure the response is comprehensive and well-structured.",
-            "ViSpec, evaluation on TextVQA",
-        ),
-        Augmentation(
-            "describe",
-            "Please provide a detailed description of the given image.",
-            "ViSpec, evaluation on COCO captions: the whole question",
-            replaces=True,
-        ),
-        Augmentation(
-            "reason",
-            "For the following question, provide a detailed explanation of your reasoning "
-            "leading to the answer.",
-            "MSD, evaluation through lmms-eval",
-            joint="\n",
-        ),
-    )
-}
+_ALL = (
+    Augmentation("none", "", "the question unchanged"),
+    Augmentation(
+        "long",
+        "Please answer with at least 1000 words.",
+        "ViSpec, training data of stage 2 (responses of the target to LLaVA-Pretrain)",
+    ),
+    Augmentation(
+        "explain",
+        "Please answer with an explanation.",
+        "ViSpec, evaluation on visual question answering",
+    ),
+    Augmentation(
+        "ocr",
+        "Perform an OCR task on the provided image. Please extract the text accurately and provide a "
+        "detailed explanation of the process. Ensure the response is comprehensive and well-structured.",
+        "ViSpec, evaluation on TextVQA",
+    ),
+    Augmentation(
+        "describe",
+        "Please provide a detailed description of the given image.",
+        "ViSpec, evaluation on COCO captions: the whole question",
+        replaces=True,
+    ),
+    Augmentation(
+        "reason",
+        "For the following question, provide a detailed explanation of your reasoning "
+        "leading to the answer.",
+        "MSD, evaluation through lmms-eval",
+        joint="\n",
+    ),
+)
+AUGMENTATIONS = {augmentation.name: augmentation for augmentation in _ALL}
 
 
 def find(name: str) -> Augmentation:

@@ -14,92 +14,55 @@ from typing import Any
 from vlmdistill.pipelines.media.resolver import BadRowError
 
 QUESTIONS = ("question", "query", "prompt", "instruction", "problem")
-MORE = (
-    "input",
-    "context",
-    "hint",
-    "passage",
-)  # each on its own lines below the question
+DETAILS = ("input", "context", "hint", "passage")
+"""Each on its own lines below the question; the first is the question where there is no other."""
 CHOICES = ("choices", "options")
 CHOICE_COLUMN = re.compile(r"(option|choice)[ _]?([a-z]|\d)", re.IGNORECASE)
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
+HISTORY = "history"
 
+Row = Mapping[str, Any]
 Turn = dict[str, Any]
 
 
-def turns_of(row: Mapping[str, Any]) -> tuple[list[Turn], set[str]] | None:
-    """The turns that the columns of a row make, and the columns that were read; None without a question.
+def has_question(row: Row) -> bool:
+    """Whether a column of a row is a question."""
+    return bool(_questions(row))
 
-    BadRowError if several question columns differ.
+
+def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
+    """The turns that the columns of a row make, and the columns that were read.
+
+    BadRowError if several question columns differ, or if choices or earlier turns cannot be read.
     """
-    questions = _texts(row, QUESTIONS) or _texts(row, MORE[:1])
-    if not questions:
-        return None
+    questions = _questions(row)
     question = max(questions.values(), key=len)
     if any(text.strip() not in question for text in questions.values()):
         raise BadRowError(
             "several questions",
             f"in the columns {', '.join(questions)}: keep one of them",
         )
-    more, choices = _values(row, MORE), _choices(row)
-    lines = [
-        text
-        for text in more.values()
-        if not _has(question, rf"^(\w[\w ]*:)?\s*{_exactly(text)}\s*$")
-    ]
-    shown = (
-        rf"\b{letter}[.):\]]\s*{_exactly(choice)}(?!\w)"
-        for letter, choice in choices.items()
-    )
-    if not all(_has(question, pattern) for pattern in shown):
+    details = _texts_and_numbers(row, DETAILS)
+    choices = _choices(row)
+    lines = [question]
+    lines += [text for text in details.values() if not _has_line(question, text)]
+    if not _has_choices(question, choices):
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
-    history = _list(row.get("history"))
-    if not all(map(_pair, history)):
-        raise BadRowError(
-            "history", "give it as pairs of texts: a question and its response"
-        )
-    turns = [turn for pair in history for turn in _round(*pair)]
-    reference = next((row[name] for name in REFERENCES if row.get(name)), None)
-    turns += _round("\n".join([question, *lines]), reference)
-    read = {*questions, *more, *REFERENCES, *(("history",) if history else ())}
-    read |= {name for name in (*CHOICES, *choices) if choices}
+    history = _list(row.get(HISTORY))
+    turns = [*_earlier_turns(history), *_round("\n".join(lines), _reference(row))]
+    read = {*questions, *details, *REFERENCES}
+    if history:
+        read.add(HISTORY)
+    if choices:
+        read |= {*CHOICES, *choices}
     return turns, read
 
 
-def system(row: Mapping[str, Any]) -> dict[str, str]:
+def system(row: Row) -> dict[str, str]:
     """The columns that hold the system prompt."""
     return _texts(row, SYSTEM)
-
-
-def _texts(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
-    """The columns of these names that hold text."""
-    found = {name: row.get(name) for name in names}
-    return {
-        name: text
-        for name, text in found.items()
-        if isinstance(text, str) and text.strip()
-    }
-
-
-def _values(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, str]:
-    """The columns of these names that hold text, or a number, which readers of CSV files make of digits."""
-    return _texts({name: _written(row.get(name)) for name in names}, names)
-
-
-def _written(value: Any) -> Any:
-    """A number or a truth value as text; NaN, which means that there is none, and all else as it is."""
-    is_number = isinstance(value, bool | int | float | Decimal) and value == value
-    return str(value) if is_number else value
-
-
-def _exactly(text: str) -> str:
-    return re.escape(text.strip())
-
-
-def _has(question: str, pattern: str) -> bool:
-    return re.search(pattern, question, re.MULTILINE) is not None
 
 
 def lettered(choices: Sequence[str]) -> dict[str, str]:
@@ -111,47 +74,91 @@ def lettered(choices: Sequence[str]) -> dict[str, str]:
     return dict(zip(LETTERS, choices, strict=False))
 
 
-def _choices(row: Mapping[str, Any]) -> dict[str, str]:
-    """The choices of a row by their letters: a list of texts, or a column for each letter."""
+def _questions(row: Row) -> dict[str, str]:
+    return _texts(row, QUESTIONS) or _texts(row, DETAILS[:1])
+
+
+def _texts(row: Row, names: Sequence[str]) -> dict[str, str]:
+    """The columns of these names that hold text."""
+    values = {name: row.get(name) for name in names}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, str) and value.strip()
+    }
+
+
+def _texts_and_numbers(row: Row, names: Sequence[str]) -> dict[str, str]:
+    """The columns of these names that hold text, or a number, which readers of CSV files make of digits."""
+    return _texts({name: _written(row.get(name)) for name in names}, names)
+
+
+def _written(value: Any) -> Any:
+    """A number or a truth value as text; NaN, which means that there is none, and all else as it is."""
+    is_number = isinstance(value, bool | int | float | Decimal)
+    is_nan = value != value
+    return str(value) if is_number and not is_nan else value
+
+
+def _has_line(question: str, text: str) -> bool:
+    """Whether a question has a text as a line, maybe after a name and a colon."""
+    line = rf"^(\w[\w ]*:)?\s*{re.escape(text.strip())}\s*$"
+    return re.search(line, question, re.MULTILINE) is not None
+
+
+def _has_choices(question: str, choices: Mapping[str, str]) -> bool:
+    """Whether a question has all choices after their letters."""
+    patterns = (
+        rf"\b{letter}[.):\]]\s*{re.escape(choice.strip())}(?!\w)"
+        for letter, choice in choices.items()
+    )
+    return all(re.search(pattern, question, re.MULTILINE) for pattern in patterns)
+
+
+def _choices(row: Row) -> dict[str, str]:
+    """The choices of a row by their letters: a list of texts, or a column for each letter.
+
+    BadRowError if they are of another form, and the question does not have them.
+    """
     lists = (_list(_parsed_list(row.get(name))) for name in CHOICES)
-    given = next(filter(None, lists), [])
-    listed = [_written(choice) for choice in given]
-    if listed and all(isinstance(choice, str) for choice in listed):
-        named = lettered(listed)
+    choices = [_written(choice) for choice in next(filter(None, lists), [])]
+    if choices and all(isinstance(choice, str) for choice in choices):
         return {
             letter: re.sub(rf"^\(?{letter}[.):]\s+", "", choice)
-            for letter, choice in named.items()
+            for letter, choice in lettered(choices).items()
         }
-    found = _values(row, tuple(LETTERS))
-    if "A" in found:  # else a column that happens to have such a name
-        return found
+    by_column = _texts_and_numbers(row, tuple(LETTERS))
+    if LETTERS[0] in by_column:  # else a column that happens to have such a name
+        return by_column
     _require_no_choices(row)
     return {}
 
 
-def _require_no_choices(row: Mapping[str, Any]) -> None:
+def _require_no_choices(row: Row) -> None:
     """BadRowError if choices are of a form that is not read, and the question does not have them."""
-    named = [
-        name for name in row if name in CHOICES or CHOICE_COLUMN.fullmatch(str(name))
-    ]
-    asked = "\n".join(_texts(row, QUESTIONS).values())
-    for name in named:
-        choices = row[name]
-        if isinstance(choices, str) and choices.strip() in asked:
+    question = "\n".join(_texts(row, QUESTIONS).values())
+    for name, choices in row.items():
+        if name not in CHOICES and not CHOICE_COLUMN.fullmatch(str(name)):
             continue
-        if choices not in (None, "", [], {}):
-            raise BadRowError(
-                "choices", f"'{name}': give a list of texts, or columns A, B and so on"
-            )
+        if choices in (None, "", [], {}):
+            continue
+        if isinstance(choices, str) and choices.strip() in question:
+            continue
+        raise BadRowError(
+            "choices", f"'{name}': give a list of texts, or columns A, B and so on"
+        )
 
 
 def _parsed_list(value: Any) -> Any:
     """The list that text is in JSON or Python, as the options of MMMU; any other value as it is."""
-    if not (isinstance(value, str) and re.fullmatch(r"\s*\[.*\]\s*", value, re.DOTALL)):
+    if not isinstance(value, str):
         return value
-    for read in (json.loads, ast.literal_eval):
+    text = value.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return value
+    for parse in (json.loads, ast.literal_eval):
         try:
-            return read(value.strip())
+            return parse(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
     return value
@@ -161,19 +168,32 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _pair(item: Any) -> bool:
-    return (
-        isinstance(item, list)
-        and len(item) == 2
-        and all(isinstance(text, str) for text in item)
-    )
+def _earlier_turns(history: list[Any]) -> list[Turn]:
+    """The turns of pairs of texts; BadRowError if they are something else."""
+    if not all(_is_pair(item) for item in history):
+        raise BadRowError(
+            "history", "give it as pairs of texts: a question and its response"
+        )
+    return [
+        turn for question, response in history for turn in _round(question, response)
+    ]
+
+
+def _is_pair(item: Any) -> bool:
+    if not isinstance(item, list) or len(item) != 2:
+        return False
+    return all(isinstance(text, str) for text in item)
+
+
+def _reference(row: Row) -> Any:
+    """The dataset's own response, the first one of a list."""
+    reference = next((row[name] for name in REFERENCES if row.get(name)), None)
+    return reference[0] if isinstance(reference, list) else reference
 
 
 def _round(question: str, reference: Any) -> list[Turn]:
     """A question and, if the dataset has it as text, its response."""
-    if isinstance(reference, list):
-        reference = reference[0]
-    made: list[Turn] = [{"role": "user", "content": question}]
+    turns: list[Turn] = [{"role": "user", "content": question}]
     if isinstance(reference, str) and reference.strip():
-        made.append({"role": "assistant", "content": reference})
-    return made
+        turns.append({"role": "assistant", "content": reference})
+    return turns

@@ -37,29 +37,25 @@ class EvaluationSet(
     name: str
     repository: str  # of datasets on the hub; a URL: a git repository
     files: str  # glob of its Parquet or JSON files
-    asked: Mapping[
-        str, tuple[str, ...]
-    ]  # templates of the text parts by paper, the default first
+    asked: Mapping[str, tuple[str, ...]]
+    """Templates of the text parts by paper, the default first."""
     kind: Literal["image", "video"] = "image"
     media: str = "image"  # a column with files, or a path as a glob with {columns}
-    only: tuple[str, str] | None = (
-        None  # a column and its value in the rows that are used
-    )
+    only: tuple[str, str] | None = None
+    """A column and its value in the rows that are used."""
     by: str = ""  # a column by which results are kept apart
     whole: tuple[str, ...] = ()  # papers that take all samples
-    images: tuple[str, str, str] | None = (
-        None  # files with the images, the row's key, and their key
-    )
+    images: tuple[str, str, str] | None = None
+    """Files with the images, the row's key, and their key."""
     folders: Mapping[str, str] = {}  # by name of the file: {folder} in `media`
     revision: str | None = None
     unpack: str = ""  # archives of the copy that must be unpacked in it
 
     def texts(self, paper: str, row: Mapping[str, Any]) -> list[str]:
         """The text parts of the message about a row; UndefinedError of Jinja names what the row lacks."""
-        return [
-            _TEMPLATES.from_string(text).render({**row, **_REQUESTS})
-            for text in self.asked[paper]
-        ]
+        values = {**row, **_REQUESTS}
+        templates = [_TEMPLATES.from_string(text) for text in self.asked[paper]]
+        return [template.render(values) for template in templates]
 
 
 def _lettered(
@@ -70,33 +66,40 @@ def _lettered(
 ) -> str:
     """Choices with their letters; those that are `empty` are left out."""
     return joint.join(
-        form.format(*pair) for pair in lettered(choices).items() if pair[1] not in empty
+        form.format(letter, choice)
+        for letter, choice in lettered(choices).items()
+        if choice not in empty
     )
 
 
-_REQUESTS = {name: one.text for name, one in AUGMENTATIONS.items()}
+def _declarations(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tables of a TOML file by their names, which become fields of theirs."""
+    return {name: {"name": name, **fields} for name, fields in table.items()}
+
+
+_REQUESTS = {name: augmentation.text for name, augmentation in AUGMENTATIONS.items()}
 _TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined)
 _TEMPLATES.filters["lettered"] = _lettered
 _declared = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
-_papers = {name: {"name": name, **its} for name, its in _declared["papers"].items()}
-_sets = {name: {"name": name, **its} for name, its in _declared["sets"].items()}
-PAPERS = msgspec.convert(_papers, dict[str, Paper])
-SETS = msgspec.convert(_sets, dict[str, EvaluationSet])
+PAPERS = msgspec.convert(_declarations(_declared["papers"]), dict[str, Paper])
+SETS = msgspec.convert(_declarations(_declared["sets"]), dict[str, EvaluationSet])
 
 
 def find(wanted: str) -> tuple[EvaluationSet, Paper]:
     """The set and the paper of `NAME` or `NAME@PAPER`; DataError lists the names."""
     name, _, paper = wanted.partition("@")
-    known = SETS.get(name)
-    if known is None:
+    if name not in SETS:
+        names = [*SETS, DEMO]
+        similar = did_you_mean(name, names)
         raise DataError(
-            f"there is no evaluation set '{name}'{did_you_mean(name, [*SETS, DEMO])}: choose from "
-            f"{', '.join([*SETS, DEMO])}"
+            f"there is no evaluation set '{name}'{similar}: choose from {', '.join(names)}"
         )
-    if paper and paper not in known.asked:
+    published = SETS[name]
+    papers = list(published.asked)
+    if paper and paper not in papers:
         raise DataError(
-            f"{name} has no prompts of the paper '{paper}': choose from {', '.join(known.asked)}"
+            f"{name} has no prompts of the paper '{paper}': choose from {', '.join(papers)}"
         )
-    return known, PAPERS[paper or next(iter(known.asked))]
+    return published, PAPERS[paper or papers[0]]

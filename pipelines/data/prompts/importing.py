@@ -2,24 +2,21 @@
 
 A prompt is a conversation up to an assistant turn. Its key is a hash of its roles, texts, image and video
 bytes, and video sampling. So a second import adds only new prompts, and moving the images changes nothing.
-Where an image has changed, its new prompts replace the old ones.
-
-The train/eval split is a hash of an image, or of the first question if that has none. Prompts that share an
-image or such a question are on one side, whatever imported them, and so are those that share one with any of
-these: the later turns of a conversation are on the side of the first, as its requests in a log are.
+Where an image has changed, its new prompts replace the old ones. `splitting.py` says which are held out.
 """
 
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from vlmdistill.pipelines.data.prompts import augment, formats
-from vlmdistill.pipelines.data.prompts.augment import Message
-from vlmdistill.pipelines.data.prompts.formats import MOST, Conversation, Format
+from vlmdistill.pipelines.data.prompts.augment import Augmentation, Message
+from vlmdistill.pipelines.data.prompts.folders import walk
+from vlmdistill.pipelines.data.prompts.formats import Conversation, Format
 from vlmdistill.pipelines.data.prompts.prompt_table import (
     Prompt,
     Split,
@@ -28,8 +25,16 @@ from vlmdistill.pipelines.data.prompts.prompt_table import (
     read,
     write,
 )
-from vlmdistill.pipelines.data.prompts.sources import Row, walk
+from vlmdistill.pipelines.data.prompts.row import Row
+from vlmdistill.pipelines.data.prompts.row_media import MOST_SAMPLED, Sampling
 from vlmdistill.pipelines.data.prompts.sources import read as read_rows
+from vlmdistill.pipelines.data.prompts.splitting import (
+    SAMPLING,
+    Sides,
+    content_of,
+    require_share,
+    ties_of,
+)
 from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.media.resolver import BadRowError, MediaResolver
 from vlmdistill.pipelines.workspace.workspace import only_writer
@@ -38,11 +43,15 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
-CHUNK, CHUNK_BYTES = (
-    256,
-    2**28,
-)  # rows whose images are checked together, and those in the rows themselves
-SAMPLING = ("fps", "frames")  # what a part may say about its video
+CHUNK_ROWS = 256  # whose images are checked together
+CHUNK_BYTES = 2**28  # of images in the rows themselves
+STORED_KEYS = ("type", "text", "path", "digest", *SAMPLING)  # of a part
+
+Turns = Literal["first", "all", "last"]
+Source = tuple[str, Iterator[Row], Format]
+"""The name of a source, its rows and their format."""
+Talk = tuple[Row, Conversation | None]
+"""A row and its conversation, if it can be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,46 +62,40 @@ class Choices:
     fps: float | None = None  # of every video; None: the row's, else the target's
     frames: int | None = None  # of every video, instead of `fps`
     limit: int | None = None  # prompts to import
-    turns: Literal["first", "all", "last"] = "first"
+    turns: Turns = "first"
     ask: str | None = None  # about images and videos without a question
-    augment: Sequence[str] = (
-        "none",
-    )  # one prompt each, for rows with images or videos
-    augment_text: Sequence[str] = ("none",)  # the same for text-only rows
+    augment: Sequence[str] = ("none",)
+    """Names of augmentations: one prompt for each, for rows with images or videos."""
+    augment_text: Sequence[str] = ("none",)
+    """The same for text-only rows."""
     eval_share: float = 0.05
     split: Split | None = None  # of all prompts, instead of `eval_share`
     by_dataset: bool = False  # the same prompt in two datasets is two prompts
     images_only: str = ""  # the family of a target that reads no videos
-    media: str = (
-        "images"  # the folder beside the file that keeps media of the rows themselves
-    )
+    media: str = "images"
+    """The folder beside the file that keeps media of the rows themselves."""
     private: bool = False  # list no skipped rows
 
     @property
-    def sampling(self) -> dict[str, float | int]:
+    def sampling(self) -> Sampling:
         """The sampling of all videos; empty: the row's, else the target's."""
-        return {
-            name: getattr(self, name)
-            for name in SAMPLING
-            if getattr(self, name) is not None
-        }
+        if self.fps is not None:
+            return {"fps": self.fps}
+        return {} if self.frames is None else {"frames": self.frames}
 
     def check(self) -> None:
         """DataError if a value is out of range."""
         if self.limit is not None and self.limit < 1:
             raise DataError(f"--limit {self.limit}: give a number of prompts above 0")
-        if not 0 <= self.eval_share < 1:
-            raise DataError(
-                f"--eval-share {self.eval_share}: give a share from 0 to below 1"
-            )
+        require_share(self.eval_share)
         if self.fps is not None and self.frames is not None:
             raise DataError(
                 f"--fps {self.fps} and --frames {self.frames}: give one of them"
             )
-        for name, value in (("--fps", self.fps), ("--frames", self.frames)):
-            if value is not None and not 0 < value <= MOST:
+        for option, value in (("--fps", self.fps), ("--frames", self.frames)):
+            if value is not None and not 0 < value <= MOST_SAMPLED:
                 raise DataError(
-                    f"{name} {value}: give a number above 0, at most {MOST}"
+                    f"{option} {value}: give a number above 0, at most {MOST_SAMPLED}"
                 )
         if self.images and not self.images.is_dir():
             raise DataError(f"--images {self.images}: the folder does not exist")
@@ -112,12 +115,12 @@ class ImportSummary:
     skipped_file: Path
     added: int
     present: int  # prompts of this import that the file already held
-    outdated: int  # prompts that were removed, since their images or videos have other content now
+    outdated: int
+    """Prompts that were removed, since their images or videos have other content now."""
     trimmed: int  # conversations without the assistant turn before their first question
     skipped: Counter[str]  # by reason
-    unread_columns: Counter[
-        str
-    ]  # columns with text, and keys of media parts, that were not used
+    unread_columns: Counter[str]
+    """Columns with text, and keys of turns and parts, that were not used."""
     hidden_media: Counter[str]  # those of them that hold or name images or videos
     total: int
     train: int
@@ -126,11 +129,22 @@ class ImportSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            **vars(self),
-            "out": str(self.out),
-            "skipped_file": str(self.skipped_file),
-        }
+        paths = {"out": str(self.out), "skipped_file": str(self.skipped_file)}
+        return {**vars(self), **paths}
+
+
+class ImportGate:
+    """Decides which prompts of an import are kept; this one keeps all."""
+
+    def accept(self, row: Row, prompt: Prompt) -> Prompt:
+        """A new prompt of a row, maybe changed; BadRowError if it is skipped."""
+        return prompt
+
+    def skipped(self, row: Row) -> None:
+        """A row, or a prompt of it, is not kept."""
+
+    def close(self) -> None:
+        """All rows are read, and the prompts are written next."""
 
 
 def import_prompts(
@@ -147,25 +161,24 @@ def import_prompts(
     """
     choices = choices or Choices()
     choices.check()
-    kinds = [
-        formats.detect(source, kind, choices.ask) for source in sources
-    ]  # all, before any is read
-    asked = choices.ask is not None
+    # All formats before any source is read: a wrong name fails at once.
+    kinds = [formats.detect(source, kind, choices.ask) for source in sources]
+    needs_no_question = choices.ask is not None
     named = [
-        (source, read_rows(source, asked), its)
-        for source, its in zip(sources, kinds, strict=True)
+        (source, read_rows(source, needs_no_question), its_kind)
+        for source, its_kind in zip(sources, kinds, strict=True)
     ]
     return import_rows(named, out, choices, progress)
 
 
 def import_rows(
-    named: Sequence[tuple[str, Iterator[Row], Format]],
+    sources: Sequence[Source],
     out: Path,
     choices: Choices,
     progress: Progress = silent,
-    gate: "ImportGate | None" = None,
+    gate: ImportGate | None = None,
 ) -> ImportSummary:
-    """The same with rows that were read before, by the name of their source.
+    """The same with rows that were read before.
 
     With a `gate`, that no prompt passes is no error.
     """
@@ -173,67 +186,30 @@ def import_rows(
         prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
         resolver = MediaResolver(choices.images, out.parent / choices.media)
         job = _Import(choices, resolver, progress, prompts, gate or ImportGate())
-        for _, rows, its_kind in named:
-            if job.left:
-                job.read(rows, its_kind)
+        for _, rows, kind in sources:
+            if job.room:
+                job.read(rows, kind)
         skipped_file = out.with_suffix(".skipped.jsonl")
-        _write_skipped(
-            skipped_file, [] if choices.private else job.skipped, job.sources
-        )
-        reasons = Counter(entry["reason"] for entry in job.skipped)
-        if not (job.made or gate):
-            counts = (
-                ", ".join(
-                    f"{reason} ({count})" for reason, count in reasons.most_common()
-                )
-                or "no rows"
-            )
-            cure = "; ".join(
-                text for reason, text in _cures(choices).items() if reason in reasons
-            )
-            more = (f"; row by row in {skipped_file}" if job.skipped else "") + (
-                cure and f"; {cure}"
-            )
-            raise DataError(
-                f"nothing to import from {', '.join(name for name, *_ in named)}: {counts}{more}"
-            )
-        present = len(prompts.keys() & job.made.keys())
-        now = {
-            part["path"]: part["digest"]
-            for made, _ in job.made.values()
-            for part in made.media
-        }
-        outdated = {
-            key
-            for key in prompts.keys() - job.made.keys()
-            for part in prompts[key].media
-            if part["path"] in now
-            and part.get("digest")
-            not in (None, now[part["path"]])  # None in older files
-        }
-        prompts = {
-            key: prompt for key, prompt in prompts.items() if key not in outdated
-        }
-        for key, (prompt, tie) in job.made.items():
-            earlier = prompts.get(key)
-            if (
-                earlier and earlier.time is not None
-            ):  # its response is traffic's, and deleted with it
-                continue
-            # The split stays; the paths may have changed.
-            split = earlier.split if earlier else job.sides.of(tie, choices.eval_share)
-            prompts[key] = dataclasses.replace(prompt, split=split)
+        listed = [] if choices.private else job.skipped
+        _write_skipped(skipped_file, listed, job.sources)
+        if not job.new and gate is None:
+            raise _nothing(sources, job, skipped_file)
+        outdated = _outdated(prompts, job.new)
+        present = len(prompts.keys() & job.new.keys())
+        for key in outdated:
+            del prompts[key]
+        prompts |= job.split_prompts(prompts)
         job.gate.close()
         write(out, prompts.values())
     splits = Counter(prompt.split for prompt in prompts.values())
     return ImportSummary(
         out=out,
         skipped_file=skipped_file,
-        added=len(job.made) - present,
+        added=len(job.new) - present,
         outdated=len(outdated),
         present=present,
         trimmed=job.trimmed,
-        skipped=reasons,
+        skipped=job.reasons,
         unread_columns=job.unread,
         hidden_media=job.hidden,
         total=len(prompts),
@@ -243,18 +219,39 @@ def import_rows(
     )
 
 
-class ImportGate:
-    """Decides which prompts of an import are kept; this one keeps all."""
+def _outdated(
+    prompts: Mapping[str, Prompt], new: Mapping[str, "_NewPrompt"]
+) -> list[str]:
+    """The keys of prompts whose images or videos were imported again with other content."""
+    digests = {
+        part["path"]: part["digest"]
+        for entry in new.values()
+        for part in entry.prompt.media
+    }
+    return [
+        key
+        for key in prompts.keys() - new.keys()
+        if any(_has_changed(part, digests) for part in prompts[key].media)
+    ]
 
-    def accept(self, row: Row, prompt: Prompt) -> Prompt:
-        """A new prompt of a row, maybe changed; BadRowError if it is skipped."""
-        return prompt
 
-    def skipped(self, row: Row) -> None:
-        """A row, or a prompt of it, is not kept."""
+def _has_changed(part: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
+    digest = part.get("digest")
+    return digest is not None and digests.get(part["path"], digest) != digest
 
-    def close(self) -> None:
-        """All rows are read, and the prompts are written next."""
+
+def _nothing(
+    sources: Sequence[Source], job: "_Import", skipped_file: Path
+) -> DataError:
+    """The error that no row can be used: why, and what may help."""
+    counts = [f"{reason} ({count})" for reason, count in job.reasons.most_common()]
+    clauses = [", ".join(counts) or "no rows"]
+    if job.skipped:
+        clauses.append(f"row by row in {skipped_file}")
+    cures = _cures(job.choices)
+    clauses += [text for reason, text in cures.items() if reason in job.reasons]
+    names = ", ".join(name for name, *_ in sources)
+    return DataError(f"nothing to import from {names}: {'; '.join(clauses)}")
 
 
 def _cures(choices: Choices) -> dict[str, str]:
@@ -276,109 +273,24 @@ def _cures(choices: Choices) -> dict[str, str]:
     return cures
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitSummary:
-    """How prompts are split."""
+@dataclass(frozen=True)
+class _NewPrompt:
+    """A prompt of this import, and what decides its split: an image of it, or its first question."""
 
-    out: Path
-    moved: int
-    kept: int  # of the prompts in `fixed`, and those that share an image or a question with one
-    train: int
-    eval: int
-
-
-def resplit(out: Path, eval_share: float, fixed: Collection[str] = ()) -> SplitSummary:
-    """Split the prompts of a file anew; those with a key in `fixed` stay on their side.
-
-    DataError if there are no prompts, or if the share is out of range.
-    """
-    Choices(eval_share=eval_share).check()
-    with only_writer(out):
-        prompts = read(out)
-        sides = _Sides([])
-        ties = [_ties(prompt) for prompt in prompts]
-        for prompt, its in zip(prompts, ties, strict=True):
-            sides.join(its, prompt.split if prompt.key in fixed else None)
-        new = [
-            dataclasses.replace(prompt, split=sides.of(its[0], eval_share))
-            for prompt, its in zip(prompts, ties, strict=True)
-        ]
-        write(out, new)
-    splits = Counter(prompt.split for prompt in new)
-    return SplitSummary(
-        out=out,
-        moved=sum(
-            before.split != after.split
-            for before, after in zip(prompts, new, strict=True)
-        ),
-        kept=sum(sides.known(its[0]) for its in ties),
-        train=splits["train"],
-        eval=splits["eval"],
-    )
-
-
-def _ties(prompt: Prompt) -> list[str]:
-    """What a prompt shares with others that must be on its side: its media, and a question without."""
-    digests = [part["digest"] for part in prompt.media if "digest" in part]
-    return [*(digests or prompt.files), *_question(prompt.messages)]
-
-
-def _question(messages: Sequence[Message]) -> list[str]:
-    """The hash of the first question; none if it shows images or videos."""
-    first = next(message for message in messages if message["role"] == "user")
-    return [] if any(media_parts([first])) else [content_hash(_content([first]))]
-
-
-class _Sides:
-    """The split of each image, and of each first question without one: a forest of what belongs together.
-
-    A tree with a known split has it as its root, `!train` or `!eval`, which sort before all hashes.
-    """
-
-    def __init__(self, prompts: Iterable[Prompt]) -> None:
-        self._above: dict[str, str] = {}
-        for prompt in prompts:
-            self.join(_ties(prompt), prompt.split)
-
-    def join(self, ties: Iterable[str], split: Split | None = None) -> bool:
-        """Put these on one side; False, and nothing is done, if they are on both."""
-        roots = {self._root(tie) for tie in [*ties, *([f"!{split}"] if split else [])]}
-        if roots >= {"!train", "!eval"}:
-            return False
-        lowest = min(roots)
-        self._above |= dict.fromkeys(roots - {lowest}, lowest)
-        return True
-
-    def known(self, tie: str) -> bool:
-        """Whether the side of an image or a question is given."""
-        return self._root(tie).startswith("!")
-
-    def of(self, tie: str, eval_share: float) -> Split:
-        """The side of an image or a question."""
-        root = self._root(tie)
-        if root.startswith("!"):
-            return "eval" if root == "!eval" else "train"
-        return "eval" if int(content_hash([root]), 16) < eval_share * 2**64 else "train"
-
-    def _root(self, tie: str) -> str:
-        while above := self._above.get(tie):
-            self._above[tie] = self._above.get(above, above)
-            tie = above
-        return tie
+    prompt: Prompt
+    tie: str
 
 
 @dataclass
 class _Import:
-    """The state of an import: prompts made, rows skipped."""
+    """The state of an import: new prompts, skipped rows."""
 
     choices: Choices
     resolver: MediaResolver
     progress: Progress
     present: Mapping[str, Prompt]
     gate: ImportGate
-    made: dict[str, tuple[Prompt, str]] = field(
-        default_factory=dict
-    )  # and an image of it, for the split
+    new: dict[str, _NewPrompt] = field(default_factory=dict)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     unread: Counter[str] = field(default_factory=Counter)
@@ -387,17 +299,25 @@ class _Import:
     rows: int = 0
 
     def __post_init__(self) -> None:
-        self.sides = _Sides(self.present.values())
+        self._sides = Sides(self.present.values())
 
     @property
-    def left(self) -> int:
+    def room(self) -> int:
         """How many rows to read before the limit may be reached; a chunk of them at most."""
         limit = self.choices.limit
-        return CHUNK if limit is None else max(0, min(CHUNK, limit - len(self.made)))
+        if limit is None:
+            return CHUNK_ROWS
+        return max(0, min(CHUNK_ROWS, limit - len(self.new)))
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """How many rows were skipped, by reason."""
+        return Counter(entry["reason"] for entry in self.skipped)
 
     def read(self, rows: Iterator[Row], kind: Format) -> None:
         """Take the rows of one source, until the limit."""
-        for chunk in self._chunks((row, self._conversation(row, kind)) for row in rows):
+        talks = ((row, self._conversation(row, kind)) for row in rows)
+        for chunk in self._chunks(talks):
             self.resolver.check_all(
                 (part, row.folder)
                 for row, talk in chunk
@@ -406,33 +326,61 @@ class _Import:
             )
             for row, talk in chunk:
                 self.sources.add(row.source)
-                if talk and self.left:
+                if talk and self.room:
                     self._take(row, talk)
             self.rows += len(chunk)
             self.progress(self.rows, 0)
-            if not self.left:
+            if not self.room:
                 return
 
+    def split_prompts(self, prompts: Mapping[str, Prompt]) -> dict[str, Prompt]:
+        """The new prompts with their split, which stays for those that are in the file.
+
+        Left out are those that traffic has in the file: their responses are deleted with it.
+        """
+        split_prompts = {}
+        for key, entry in self.new.items():
+            earlier = prompts.get(key)
+            if earlier is None:
+                split = self._sides.of(entry.tie, self.choices.eval_share)
+            elif earlier.time is not None:
+                continue
+            else:
+                split = earlier.split
+            split_prompts[key] = dataclasses.replace(entry.prompt, split=split)
+        return split_prompts
+
     def _conversation(self, row: Row, kind: Format) -> Conversation | None:
+        """The conversation of a row; None if it is skipped."""
+        sampling, ask = self.choices.sampling, self.choices.ask
         try:
-            talk = formats.conversation(
-                row, kind, self.choices.sampling, self.choices.ask
-            )
-            if (family := self.choices.images_only) and any(
-                part["type"] == "video" for part in media_parts(talk.messages)
-            ):
-                raise BadRowError(
-                    "video",
-                    f"targets of the family {family} support images, not videos",
-                )
-            return talk
+            talk = formats.conversation(row, kind, sampling, ask)
+            self._require_readable(talk)
         except BadRowError as error:
             self._skip(row, error)
             return None
+        return talk
+
+    def _require_readable(self, talk: Conversation) -> None:
+        """BadRowError if the target cannot read the videos of a conversation."""
+        family = self.choices.images_only
+        if not family:
+            return
+        if any(part["type"] == "video" for part in media_parts(talk.messages)):
+            raise BadRowError(
+                "video", f"targets of the family {family} support images, not videos"
+            )
 
     def _skip(self, row: Row, error: BadRowError) -> None:
-        entry = {"source": row.source, "row": row.number, "line": row.line}
-        self.skipped.append({**entry, "reason": error.reason, "detail": error.detail})
+        self.skipped.append(
+            {
+                "source": row.source,
+                "row": row.number,
+                "line": row.line,
+                "reason": error.reason,
+                "detail": error.detail,
+            }
+        )
         self.gate.skipped(row)
 
     def _take(self, row: Row, talk: Conversation) -> None:
@@ -448,141 +396,126 @@ class _Import:
         self.trimmed += talk.trimmed
         self.unread.update(talk.unread)
         self.hidden.update(talk.hidden)
-        names = self.choices.augment if digests else self.choices.augment_text
-        ties = [*digests, *_question(talk.messages)]
+        ties = ties_of(digests, talk.messages)
         if self.choices.split and not digests:  # the user may put texts anywhere
             ties = [f"!{self.choices.split}"]
-        agreed = self.sides.join(ties, self.choices.split)
-        for turn, (asked, reference) in enumerate(
-            _questions(talk.messages, self.choices.turns), 1
-        ):
+        agrees = self._sides.join(ties, self.choices.split)
+        for prompt in self._prompts(row, talk, has_media=bool(digests)):
+            try:
+                self._require_new(prompt, agrees)
+                accepted = self.gate.accept(row, prompt)
+                self.new[prompt.key] = _NewPrompt(accepted, ties[0])
+            except BadRowError as error:
+                self._skip(row, error)
+            if not self.room:
+                return
+
+    def _prompts(
+        self, row: Row, talk: Conversation, has_media: bool
+    ) -> Iterator[Prompt]:
+        """The prompts of a conversation: of its turns, with each augmentation."""
+        names = self.choices.augment if has_media else self.choices.augment_text
+        questions = _questions(talk.messages, self.choices.turns)
+        for turn, (messages, reference) in enumerate(questions, 1):
             for name in names:
                 augmentation = augment.find(name)
-                messages = augmentation.apply(asked)
-                content = _content(messages)
-                prompt = Prompt(
-                    key=content_hash(
-                        [row.dataset, content] if self.choices.by_dataset else content
-                    ),
-                    dataset=row.dataset,
-                    split="train",  # decided when all rows are read
-                    messages=[_bare(message) for message in messages],
-                    augmentation=name,
-                    augmentation_text=augmentation.text,
-                    reference=reference,
-                    source=row.source,
-                    row=row.number,
-                    turn=turn,
-                )
-                if not agreed and prompt.key not in self.present:
-                    where = (
-                        "train and eval"
-                        if not self.choices.split
-                        else f"not in {self.choices.split}"
-                    )
-                    self._skip(
-                        row,
-                        BadRowError(
-                            "images of the other split", f"they are {where} already"
-                        ),
-                    )
-                    continue
-                if prompt.key in self.made:
-                    earlier, _ = self.made[prompt.key]
-                    where = f"the same prompt as row {earlier.row} of {Path(earlier.source).name}"
-                    self._skip(row, BadRowError("duplicate", where))
-                    continue
-                try:
-                    self.made[prompt.key] = self.gate.accept(row, prompt), ties[0]
-                except BadRowError as error:
-                    self._skip(row, error)
-                if not self.left:
-                    return
+                yield self._prompt(row, turn, messages, reference, augmentation)
 
-    def _chunks(
-        self, rows: Iterator[tuple[Row, Conversation | None]]
-    ) -> Iterator[list[tuple[Row, Conversation | None]]]:
-        """Rows in chunks that fit into memory, which holds the images of some."""
-        chunk: list[tuple[Row, Conversation | None]] = []
-        size = 0
-        for row, talk in rows:
-            chunk.append((row, talk))
-            media = (
-                [part["media"] for part in media_parts(talk.messages)] if talk else []
+    def _prompt(
+        self,
+        row: Row,
+        turn: int,
+        messages: list[Message],
+        reference: str | None,
+        augmentation: Augmentation,
+    ) -> Prompt:
+        messages = augmentation.apply(messages)
+        content = content_of(messages)
+        identity = [row.dataset, content] if self.choices.by_dataset else content
+        return Prompt(
+            key=content_hash(identity),
+            dataset=row.dataset,
+            split="train",  # decided when all rows are read
+            messages=[_stored(message) for message in messages],
+            augmentation=augmentation.name,
+            augmentation_text=augmentation.text,
+            reference=reference,
+            source=row.source,
+            row=row.number,
+            turn=turn,
+        )
+
+    def _require_new(self, prompt: Prompt, agrees: bool) -> None:
+        """BadRowError if a prompt was made already, or its images are on the other side of the split."""
+        if not agrees and prompt.key not in self.present:
+            split = self.choices.split
+            where = f"not in {split}" if split else "train and eval"
+            raise BadRowError("images of the other split", f"they are {where} already")
+        if prompt.key in self.new:
+            earlier = self.new[prompt.key].prompt
+            raise BadRowError(
+                "duplicate",
+                f"the same prompt as row {earlier.row} of {Path(earlier.source).name}",
             )
-            size += sum(len(one) for one in media if isinstance(one, bytes))
-            if len(chunk) >= self.left or size > CHUNK_BYTES:
+
+    def _chunks(self, talks: Iterator[Talk]) -> Iterator[list[Talk]]:
+        """Rows in chunks that fit into memory, which holds the images of some."""
+        chunk: list[Talk] = []
+        size = 0
+        for row, talk in talks:
+            chunk.append((row, talk))
+            for part in media_parts(talk.messages if talk else ()):
+                if isinstance(part["media"], bytes):
+                    size += len(part["media"])
+            if len(chunk) >= self.room or size > CHUNK_BYTES:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
         if chunk:
             yield chunk
 
 
-def _content(messages: Iterable[Message]) -> list[Any]:
-    """The content that identifies a prompt, without the paths of its files."""
-    return [
-        [
-            message["role"],
-            [
-                [
-                    part["type"],
-                    part.get("digest") or part["text"],
-                    *_only(part, SAMPLING).items(),
-                ]
-                for part in message["content"]
-            ],
-        ]
-        for message in messages
-    ]
-
-
-def _bare(message: Message) -> Message:
+def _stored(message: Message) -> Message:
     """The message as stored: type, text or path, hash of the file, and video sampling."""
     parts = [
-        _only(part, ("type", "text", "path", "digest", *SAMPLING))
+        {key: part[key] for key in STORED_KEYS if key in part}
         for part in message["content"]
     ]
     return {"role": message["role"], "content": parts}
 
 
-def _only(part: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: part[name] for name in names if name in part}
-
-
 def _questions(
-    messages: Sequence[Message], which: Literal["first", "all", "last"]
+    messages: Sequence[Message], which: Turns
 ) -> Iterator[tuple[list[Message], str | None]]:
     """Each prompt of a conversation, with the response of the dataset; `last` is one that ends with it."""
-    for index, message in enumerate(messages):
-        if message["role"] != "user" or (which == "last" and index < len(messages) - 1):
+    end = len(messages)
+    for index, message in enumerate(messages, 1):
+        if message["role"] != "user" or (which == "last" and index < end):
             continue
-        reference = messages[index + 1]["content"] if index + 1 < len(messages) else []
-        text = "\n".join(part["text"] for part in reference if part["type"] == "text")
-        yield list(messages[: index + 1]), text or None
+        response = messages[index]["content"] if index < end else []
+        texts = [part["text"] for part in response if part["type"] == "text"]
+        yield list(messages[:index]), "\n".join(texts) or None
         if which == "first":
             return
 
 
 def _write_skipped(
-    path: Path, skipped: list[dict[str, Any]], sources: set[str]
+    path: Path, skipped: Iterable[dict[str, Any]], sources: set[str]
 ) -> None:
     """Replace the entries of `sources` in the list of skipped rows; other entries stay."""
     lines = path.read_text().splitlines() if path.is_file() else []
-    kept = [entry for entry in map(json.loads, lines) if entry["source"] not in sources]
+    entries = [json.loads(line) for line in lines]
+    kept = [entry for entry in entries if entry["source"] not in sources]
     with atomic_write(path) as file:
-        file.write_text(
-            "".join(json.dumps(entry) + "\n" for entry in [*kept, *skipped])
-        )
+        text = "".join(json.dumps(entry) + "\n" for entry in [*kept, *skipped])
+        file.write_text(text)
 
 
 def media_of(prompts: Path, folder: Path | None = None) -> list[str]:
     """The images and videos of the prompts in a file, if there is one, or all files of a folder."""
     if folder is not None:
-        return [str(path.absolute()) for path, _ in walk(folder)] or [
-            str(folder.absolute())
-        ]
-    return [
-        path
-        for prompt in (load(prompts) if prompts.is_file() else ())
-        for path in prompt.files
-    ]
+        files = [str(path.absolute()) for path, _ in walk(folder)]
+        return files or [str(folder.absolute())]
+    if not prompts.is_file():
+        return []
+    return [path for prompt in load(prompts) for path in prompt.files]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from vlmdistill.pipelines.data.prompts.augment import Message
-from vlmdistill.pipelines.data.prompts.sources import reading_parquet
+from vlmdistill.pipelines.data.prompts.parquet_rows import reading_parquet
 from vlmdistill.pipelines.data.spool import Spool
 from vlmdistill.pipelines.media.urls import address, is_url
 from vlmdistill.pipelines.workspace.workspace import only_writer
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 Split = Literal["train", "eval"]
-LENGTHS = {
-    "image": 2000,
-    "video": 20000,
-}  # of media, in characters of text, to sort prompts by length
+LENGTHS = {"image": 2000, "video": 20000}
+"""Of media, in characters of text, to sort prompts by length."""
 BATCH = 1 << 13  # prompts in memory at once
 LATER = ("time",)  # columns that files of earlier versions lack
 TRAFFIC = "traffic-"  # begins the dataset of harvested prompts
@@ -40,18 +38,16 @@ class Prompt:
     key: str
     dataset: str
     split: Split
-    messages: list[
-        Message
-    ]  # parts: {"type": "text", "text"} or {"type": "image"|"video", "path", "digest"}
+    messages: list[Message]
+    """Parts are {"type": "text", "text"} or {"type": "image"|"video", "path", "digest"}."""
     augmentation: str
     augmentation_text: str
     reference: str | None  # the dataset's own response
     source: str
     row: int
     turn: int  # which user turn of the row it ends with, from 1
-    time: int | None = (
-        None  # when it was asked, in seconds since 1970; None: it is no traffic
-    )
+    time: int | None = None
+    """When it was asked, in seconds since 1970; None: it is no traffic."""
 
     @property
     def files(self) -> list[str]:
@@ -75,19 +71,13 @@ def schema() -> Any:
     import pyarrow as pa
 
     text = pa.string()
-    sampling = {
-        "fps": pa.float64(),
-        "frames": pa.int32(),
-    }  # of a video; both null: the target's own
-    part = pa.struct(
-        {"type": text, "text": text, "path": text, "digest": text, **sampling}
-    )
-    message = pa.struct({"role": text, "content": pa.list_(part)})
-    columns = dict.fromkeys(
-        (column.name for column in dataclasses.fields(Prompt)), text
-    )
+    part = {"type": text, "text": text, "path": text, "digest": text}
+    # The sampling of a video; both are null for the target's own.
+    part |= {"fps": pa.float64(), "frames": pa.int32()}
+    message = {"role": text, "content": pa.list_(pa.struct(part))}
+    columns = dict.fromkeys((field.name for field in dataclasses.fields(Prompt)), text)
     columns |= {
-        "messages": pa.list_(message),
+        "messages": pa.list_(pa.struct(message)),
         "row": pa.int64(),
         "turn": pa.int32(),
         "time": pa.int64(),
@@ -144,11 +134,8 @@ def _file(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(path)
-    missing = [
-        name
-        for name in schema().names
-        if name not in file.schema_arrow.names and name not in LATER
-    ]
+    required = [name for name in schema().names if name not in LATER]
+    missing = [name for name in required if name not in file.schema_arrow.names]
     if missing:
         raise DataError(
             f"{path} is not a prompts file: it lacks the columns {', '.join(missing)}"
@@ -164,15 +151,16 @@ def _columns(file: Any) -> list[str]:
 def _prompt(row: dict[str, Any], base: str) -> Prompt:
     """The prompt of a row; its paths may be relative to `base`, a folder or URL."""
     for message in row["messages"]:
-        message["content"] = [
-            {k: v for k, v in p.items() if v is not None} for p in message["content"]
-        ]
+        message["content"] = [_without_nulls(part) for part in message["content"]]
     for part in media_parts(row["messages"]):
         if not is_url(part["path"]):
-            part["path"] = posixpath.join(
-                base, part["path"]
-            )  # which leaves absolute paths as they are
+            # An absolute path stays as it is.
+            part["path"] = posixpath.join(base, part["path"])
     return Prompt(**row)
+
+
+def _without_nulls(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if value is not None}
 
 
 class Prompts(Sequence[Prompt]):
@@ -199,11 +187,8 @@ class Prompts(Sequence[Prompt]):
         """Those of other keys."""
         import polars as pl
 
-        return Prompts(
-            self._spool,
-            self.file,
-            self.facts.filter(~pl.col("key").is_in(keys.implode())),
-        )
+        is_left = ~pl.col("key").is_in(keys.implode())
+        return Prompts(self._spool, self.file, self.facts.filter(is_left))
 
 
 def facts_of(prompts: Sequence[Prompt]) -> "pl.DataFrame":
@@ -212,24 +197,16 @@ def facts_of(prompts: Sequence[Prompt]) -> "pl.DataFrame":
 
     if isinstance(prompts, Prompts):
         return prompts.facts
-    return pl.DataFrame(
-        {
-            "key": [prompt.key for prompt in prompts],
-            "chars": [
-                _chars(message["content"] for message in prompt.messages)
-                for prompt in prompts
-            ],
-        },
-        {"key": pl.String, "chars": pl.Int64},
-    )
+    keys = [prompt.key for prompt in prompts]
+    chars = [_chars(prompt.messages) for prompt in prompts]
+    schema = {"key": pl.String, "chars": pl.Int64}
+    return pl.DataFrame({"key": keys, "chars": chars}, schema)
 
 
-def _chars(contents: Iterable[Iterable[dict[str, Any]]]) -> int:
-    return sum(
-        LENGTHS.get(part["type"]) or len(part["text"])
-        for parts in contents
-        for part in parts
-    )
+def _chars(messages: Iterable[Message]) -> int:
+    """The length of a conversation in characters, each medium counted as text."""
+    parts = (part for message in messages for part in message["content"])
+    return sum(LENGTHS.get(part["type"]) or len(part["text"]) for part in parts)
 
 
 def _chars_of(messages: Any) -> Array:
@@ -241,12 +218,17 @@ def _chars_of(messages: Any) -> Array:
     chars = pc.coalesce(pc.utf8_length(parts.field("text")), 0)
     for kind, length in LENGTHS.items():
         chars = pc.if_else(pc.equal(parts.field("type"), kind), length, chars)
-    totals = np.insert(
-        np.cumsum(chars.to_numpy(zero_copy_only=False), dtype=np.int64), 0, 0
-    )
+    # Sums over lists of lists are differences of running totals at their ends.
+    totals = _running_totals(chars)
     for lists in (contents, messages):
-        totals = totals[np.insert(np.cumsum(lists.value_lengths().to_numpy()), 0, 0)]
+        totals = totals[_running_totals(lists.value_lengths())]
     return np.diff(totals)
+
+
+def _running_totals(numbers: Any) -> Array:
+    """The sums of the first 0, 1, 2, ... numbers of an Arrow column."""
+    values = numbers.to_numpy(zero_copy_only=False)
+    return np.insert(np.cumsum(values, dtype=np.int64), 0, 0)
 
 
 def load(
@@ -264,44 +246,46 @@ def load(
     facts: list[pl.DataFrame] = []
 
     def batches() -> Iterator[Any]:
-        left = limit
+        room = limit
         with reading_parquet(path):
-            for batch in file.iter_batches(BATCH, columns=_columns(file)):
-                batch = batch.select(_columns(file))
+            for batch in file.iter_batches(BATCH, columns=columns):
+                batch = batch.select(columns)
                 if split != "all":
                     batch = batch.filter(pc.equal(batch["split"], split))
-                batch = batch.slice(0, left)
-                left = None if left is None else left - len(batch)
-                chars = _chars_of(batch["messages"])
-                facts.append(
-                    pl.DataFrame(
-                        {
-                            "key": pl.Series(batch["key"], dtype=pl.String),
-                            "chars": chars,
-                        }
-                    )
-                )
+                batch = batch.slice(0, room)
+                facts.append(_facts_of_batch(batch))
                 yield batch
-                if left == 0:
+                if room is not None:
+                    room -= len(batch)
+                if room == 0:
                     return
 
     with reading_parquet(path):
         file = _file(path)
-    kinds = pa.schema([file.schema_arrow.field(name) for name in _columns(file)])
+    columns = _columns(file)
+    batch_schema = pa.schema([file.schema_arrow.field(name) for name in columns])
     try:
-        spool = Spool(path.parent, kinds, batches())
+        spool = Spool(path.parent, batch_schema, batches())
     except OSError as error:
         where = f"{path.parent} or {tempfile.gettempdir()}"
         raise DataError(
             f"the prompts of {path} cannot be copied to {where}: {error.strerror}"
         ) from None
-    found = pl.concat(facts) if facts else facts_of([])
-    if not len(found):
+    all_facts = pl.concat(facts) if facts else facts_of([])
+    if not len(all_facts):
         total = file.metadata.num_rows
         raise DataError(
             f"the split '{split}' has none of the {total} prompts: import some with --split {split}"
         )
-    return Prompts(spool, path, found.with_row_index("row"))
+    return Prompts(spool, path, all_facts.with_row_index("row"))
+
+
+def _facts_of_batch(batch: Any) -> "pl.DataFrame":
+    """The `facts_of` the prompts in an Arrow batch."""
+    import polars as pl
+
+    keys = pl.Series(batch["key"], dtype=pl.String)
+    return pl.DataFrame({"key": keys, "chars": _chars_of(batch["messages"])})
 
 
 def write(out: Path, prompts: Iterable[Prompt]) -> None:
@@ -320,9 +304,10 @@ def write(out: Path, prompts: Iterable[Prompt]) -> None:
 
 def _row(prompt: Prompt, base: str) -> dict[str, Any]:
     """The row of a prompt, with paths relative to `base` where they are below it."""
-    messages = [
-        turn | {"content": [*map(dict, turn["content"])]} for turn in prompt.messages
-    ]
+    messages = []
+    for turn in prompt.messages:
+        parts = [dict(part) for part in turn["content"]]
+        messages.append({**turn, "content": parts})
     for part in media_parts(messages):
         part["path"] = part["path"].removeprefix(base)
-    return vars(prompt) | {"messages": messages}
+    return {**vars(prompt), "messages": messages}

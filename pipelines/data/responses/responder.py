@@ -80,7 +80,7 @@ class ResponseTask:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseSummary:
-    """What a run did, and what the folder holds after it."""
+    """The work of a run, and the contents of the folder after it."""
 
     out: Path
     prompts: int
@@ -99,7 +99,7 @@ class ResponseSummary:
 
 @dataclass
 class ResponseResult:
-    """What a worker returns for one task."""
+    """The result of a worker for one task."""
 
     rows: list[ResponseRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
@@ -265,7 +265,7 @@ def _tokens(encoded: "EncodedPrompt") -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ResponseWork:
-    """What workers do for `respond`, and what else is done with their results."""
+    """The worker of `respond`, and a second use of its results."""
 
     worker: Callable[..., Responder] = Responder
     shared: Callable[..., Shared] = Shared
@@ -349,7 +349,7 @@ class _ResponseRun:
             raise DataError(f"--batch-size {self.batch}: give a number above 0")
 
     def settings(self, fingerprint: Fingerprint) -> dict[str, Any]:
-        """What all responses of a folder have in common."""
+        """The settings that all responses of a folder share."""
         return {
             "checkpoint": str(fingerprint),
             "sampling": dataclasses.asdict(self.sampling),

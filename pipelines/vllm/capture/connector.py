@@ -42,7 +42,7 @@ class Done:
 
 @dataclass
 class DoneList(KVConnectorMetadata):
-    """What the scheduler hands to the workers in one step."""
+    """The finished sequences that the scheduler hands to the workers in one step."""
 
     done: list[Done] = field(default_factory=list)
 

@@ -112,7 +112,7 @@ Message: TypeAlias = Start | Ready | Failed | Submit | RunAll | States | Finishe
 
 
 class Header(Struct, frozen=True, array_like=True):
-    """What precedes the bytes of the tensors: their names, dtypes and shapes."""
+    """Precedes the bytes of the tensors: the message, and their names, dtypes and shapes."""
 
     message: Message
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]

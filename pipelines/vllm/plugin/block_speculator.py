@@ -86,7 +86,7 @@ class TextDFlashSpeculator(_TextContext, ChosenDFlashSpeculator):
 
 
 class ChosenDSparkSpeculator(BesideAnyTarget, DSparkSpeculator):
-    """The same for DSpark."""
+    """vLLM's speculator for its own DSpark drafters, and `TextDSparkSpeculator` for those of text alone."""
 
     def __new__(cls, vllm_config: VllmConfig, *_: object) -> "ChosenDSparkSpeculator":
         """Choose by the drafter's folder."""

@@ -117,7 +117,7 @@ class Feeder:
         )
 
     def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
-        """The same on the device."""
+        """An array as a tensor on the device."""
         return torch.from_numpy(values).to(self.device)
 
     def _steps(

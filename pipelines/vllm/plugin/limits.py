@@ -1,4 +1,4 @@
-"""What the plugin supports; everything else is refused in one line before vLLM starts an engine."""
+"""The limits of the plugin: all that it does not support is refused before vLLM starts an engine."""
 
 import os
 import sys

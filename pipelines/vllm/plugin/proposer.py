@@ -239,7 +239,7 @@ def _requests(runner: Any) -> dict[str, Any]:
 
 
 def _reading(runner: Any) -> dict[str, Reading]:
-    """What the batch reads of its requests."""
+    """The requests of the batch, as the feeder takes them."""
     requests = {}
     for name, state in _requests(runner).items():
         requests[name] = Reading(

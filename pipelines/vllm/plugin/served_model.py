@@ -172,7 +172,7 @@ class EagleVlmdistill(ImageEmbeddings, nn.Module):
 
 
 class Eagle3BlockVlmdistill(EagleVlmdistill, Eagle3LlamaForCausalLM):
-    """The same on states of several layers, which vLLM keeps for classes of EAGLE-3 alone."""
+    """An `EagleVlmdistill` on states of several layers, which vLLM keeps for classes of EAGLE-3 alone."""
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         """The states from `with_last_state`, [N, S], as the entries read them, [N, D]."""

@@ -30,7 +30,7 @@ FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
 
 
 class Swap:
-    """What vLLM adds to its workers."""
+    """The methods that vLLM adds to its workers."""
 
     model_runner: Any
     speculative_config: Any

@@ -1,4 +1,4 @@
-"""What the plugin replaces in vLLM 0.31: the same as in 0.32."""
+"""The classes of vLLM 0.31 that the plugin replaces: the same as in 0.32."""
 
 from vlmdistill.pipelines.vllm.plugin.v0_32 import V2_ONLY, install
 

@@ -1,4 +1,4 @@
-"""What the plugin replaces in vLLM 0.32: what makes the drafters of each runner, and repairs on a CPU.
+"""The classes of vLLM 0.32 that the plugin replaces: those that draft, on each runner; and repairs on a CPU.
 
 v1/worker/gpu_model_runner.py takes the proposers from v1/spec_decode when it is imported, and
 v1/worker/gpu/spec_decode `init_speculator` the speculator when it needs one.
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def _repair() -> None:
-    """What vLLM does otherwise on a CPU alone, see `cpu`."""
+    """Repair faults that vLLM has on a CPU alone, see `cpu`."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.v1.sample import rejection_sampler
 

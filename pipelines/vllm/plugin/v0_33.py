@@ -1,4 +1,4 @@
-"""What the plugin replaces in vLLM 0.33: what makes the drafters of the V2 runner.
+"""The classes of vLLM 0.33 that the plugin replaces: those that draft on the V2 runner.
 
 Its V1 runner is deprecated and not supported (`limits.check_limits`), and it has no drafters with heads.
 """

@@ -52,7 +52,7 @@ def store(tmp_path: Path) -> Store:
 def forge(store: Store, edit: Edit, **facts: Any) -> str:
     """Change the files of shard u0 as a faulty writer would have made them, all sums right; the shard."""
     root, record = Path(store.path), store.commit("u0")
-    shard = root / record.named
+    shard = root / record.path
     files = {name: (shard / name).read_bytes() for name in record.files}
     edit(files)
     entries = {name: (len(data), digest(data)) for name, data in files.items()}
@@ -61,12 +61,12 @@ def forge(store: Store, edit: Edit, **facts: Any) -> str:
     )
     for name in record.files:
         (shard / name).unlink()
-    shard.rename(root / changed.named)
+    shard.rename(root / changed.path)
     for name, data in files.items():
-        (root / changed.named / name).write_bytes(data)
+        (root / changed.path / name).write_bytes(data)
     for folder in (COMMITS, f"ledger/{COMMITS}"):
         (root / folder / "u0.json").write_bytes(seal(changed))
-    return changed.named
+    return changed.path
 
 
 def index(change: Callable[[pa.Table], pa.Table]) -> Edit:
@@ -349,8 +349,8 @@ def test_what_may_not_be_read_is_told_as_that_and_not_as_damage(
 ) -> None:
     filter_store(store, "v", expressions=["words > 2"])
     denied = [
-        f"{store.commit('u0').named}/{TEXT}",
-        f"{store.commit('u0').named}/index.arrow",
+        f"{store.commit('u0').path}/{TEXT}",
+        f"{store.commit('u0').path}/index.arrow",
         "heads/",
         "views/v-",
     ]

@@ -25,7 +25,7 @@ from tests.pipelines.data.prompts.rows import (
 )
 from tests.pipelines.data.prompts.test_sources import tar
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.data.prompts import sources
+from vlmdistill.pipelines.data.prompts import archives, parquet_rows, sources, unpacking
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
 from vlmdistill.stores.errors import DataError
@@ -355,7 +355,7 @@ def xz(content: bytes, dictionary: int) -> bytes:
 def test_what_needs_too_much_memory_to_unpack_is_refused(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "XZ_MEMORY", 2**22)
+    monkeypatch.setattr(unpacking, "XZ_MEMORY", 2**22)
     text = json.dumps(TALK).encode()
     (tmp_path / "a.json.xz").write_bytes(xz(text, 2**23))
     with pytest.raises(DataError, match=r"a\.json\.xz.*memory"):
@@ -394,7 +394,7 @@ def test_a_table_of_one_endless_line_is_refused(
 def test_parquet_that_unpacks_to_far_more_than_it_has_is_refused(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(parquet_rows, "MOST_BYTES", 2**20)
     path = tmp_path / "a.parquet"
     question = ["What?", "Who?"]
     for value in ("a" * 2**22, [None] * 2**19):
@@ -407,15 +407,15 @@ def test_parquet_that_unpacks_to_far_more_than_it_has_is_refused(
 def test_large_values_of_parquet_are_read_a_few_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(parquet_rows, "MOST_BYTES", 2**20)
     taken: list[int] = []
-    values = sources._values
+    values = parquet_rows.values
 
     def counted(batch: Any) -> Any:
         taken.append(len(batch))
         return values(batch)
 
-    monkeypatch.setattr(sources, "_values", counted)
+    monkeypatch.setattr(parquet_rows, "values", counted)
     path = tmp_path / "a.parquet"
     rows = [{"question": f"{n}?", "note": chr(65 + n % 26) * 40_000} for n in range(50)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=10)
@@ -426,7 +426,7 @@ def test_large_values_of_parquet_are_read_a_few_at_once(
 def test_a_sample_of_an_archive_fits_into_memory(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
+    monkeypatch.setattr(archives, "MOST_BYTES", 1000)
     members = [("0.json", TALK), ("0.a.bin", b"0" * 600), ("0.b.bin", b"0" * 600)]
     source = tar(tmp_path / "a.tar", *members, ("1.json", TALK))
     assert import_prompts([source], out).skipped == {"not a file of a sample": 1}

@@ -456,7 +456,7 @@ def test_a_hostile_tar_archive_ends_in_one_line(
 def test_a_member_that_is_too_large_is_skipped(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmdistill.pipelines.data.prompts.sources.MOST_BYTES", 200)
+    monkeypatch.setattr("vlmdistill.pipelines.data.prompts.archives.MOST_BYTES", 200)
     source = tar(
         tmp_path / "a.tar", ("0.json", {**TALK, "id": "0" * 200}), ("1.json", TALK)
     )

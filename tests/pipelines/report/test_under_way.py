@@ -1,26 +1,16 @@
-"""Trainings and evaluations under way on the page, and the page that follows them."""
+"""Trainings and evaluations under way on the page."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from tests.pipelines.report.html_page import Page, make
-from tests.pipelines.workspace.conftest import on, runs
-from tests.pipelines.workspace.disks import On
-from vlmdistill.pipelines.bench.records import Training, write
+from vlmdistill.pipelines.bench.records import Training
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
-from vlmdistill.pipelines.report import live as live_report
-from vlmdistill.pipelines.report.live import LiveReport, PageVersion
 from vlmdistill.pipelines.report.page import plot
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import DataError, StoreError
-
-__all__ = ["on", "runs"]
 
 
 def train(
@@ -78,12 +68,6 @@ def decode(workspace: Workspace, prompts: int) -> None:
 
 def drawn(page: Page) -> list[str]:
     return [label for label in page.attributes("aria-label", "svg") if label]
-
-
-def live(version: PageVersion, tmp_path: Path) -> Page:
-    file = tmp_path / "live.html"
-    file.write_text(version.html, encoding="utf-8")
-    return Page(file)
 
 
 def test_curves_of_a_training_and_how_far_it_is(
@@ -167,75 +151,14 @@ def test_long_trainings_and_odd_figures_are_drawn(
 
 
 def test_an_evaluation_under_way_has_figures_and_no_verdict(
-    workspace: Workspace, tmp_path: Path
+    workspace: Workspace, save: Save
 ) -> None:
+    save("sparrow")
     decode(workspace, 12)
-    page = live(LiveReport(workspace).version(), tmp_path)
+    page = Page(make(workspace).page)
     assert "12 of 48 prompts decoded" in page.text
     rows = [row for row in page.rows if row.get("prompts") == "12"]
     assert [row[""].strip() for row in rows] == ["sparrow", "wren"]
     assert all(row["speedup so far"].startswith("1.50\u00d7") for row in rows)
-    assert "answer" not in page.attributes("class")
-
-
-def test_the_page_changes_when_its_files_do(
-    workspace: Workspace, save: Save, tmp_path: Path
-) -> None:
-    report = LiveReport(workspace)
-    empty = report.version()
-    assert "no evaluations" in live(empty, tmp_path).text
-    assert report.version() is empty
-    train(workspace, "wren", 10)
-    begun = report.version()
-    decode(workspace, 1)
-    running = report.version()
-    save("sparrow")
-    ended = report.version()
-    assert len({one.tag for one in (empty, begun, running, ended)}) == 4
-    assert "Use sparrow" in live(ended, tmp_path).text
-    assert "no evaluations" not in ended.html
-    assert not (workspace.reports / "index.html").exists()
-
-
-def test_a_damaged_record_is_named_and_what_was_shown_stays(
-    workspace: Workspace, save: Save, tmp_path: Path
-) -> None:
-    save("sparrow")
-    report = LiveReport(workspace)
-    report.version()
-    (workspace.reports / "odd.json").write_text("{}")
-    os.mkfifo(workspace.reports / "pipe.json")
-    page = live(report.version(), tmp_path)
-    assert "odd.json" in page.text or "pipe.json" in page.text
-    assert "Use sparrow" in page.text
-
-
-def test_a_live_page_shows_what_is_selected(
-    workspace: Workspace, save: Save, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError, match="no evaluations"):
-        LiveReport(workspace, ["drafter = 'wren'"])
-    save("sparrow")
-    save("wren")
-    assert (
-        "sparrow"
-        not in live(
-            LiveReport(workspace, ["drafter = 'wren'"]).version(), tmp_path
-        ).text
-    )
-    with pytest.raises(StoreError):
-        LiveReport(workspace, ["colour = 'red'"])
-
-
-def test_a_workspace_at_a_url_is_looked_at_again(
-    on: On, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = on("here")
-    report = LiveReport(here)
-    assert "no evaluations" in report.version().html
-    there = on("there")
-    write(evaluation("sparrow"), there.reports / "sparrow.json")
-    there.close()
-    assert "no evaluations" in report.version().html  # within the minute
-    monkeypatch.setattr(live_report, "EVERY", 0.0)
-    assert "Use sparrow" in report.version().html
+    under_way = page.source[page.source.index('id="under-way"') :]
+    assert 'class="answer"' not in under_way[: under_way.index("</section>")]

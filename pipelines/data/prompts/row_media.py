@@ -1,0 +1,381 @@
+"""The images and videos of a row, and where its parts and placeholders show them."""
+
+import base64
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from vlmdistill.pipelines.data.prompts.hidden_media import media_kind
+from vlmdistill.pipelines.media.resolver import BadRowError, Media
+
+Kind = Literal["image", "video"]
+Sampling = Mapping[str, float | int]
+"""`fps` or `frames` of a video; empty: the target's own."""
+Part = dict[str, Any]
+
+KINDS: tuple[Kind, ...] = ("image", "video")
+COLUMNS: dict[Kind, tuple[str, str]] = {
+    "image": ("image", "images"),
+    "video": ("video", "videos"),
+}
+NUMBERED_COLUMN = {kind: re.compile(rf"{kind}_?(\d+)") for kind in KINDS}  # as of MMMU
+FRAME_COUNTS = ("frames", "nframes", "num_frames")
+SAMPLING = ("fps", *FRAME_COUNTS)
+CLIP_BOUNDS = (
+    "video_start",
+    "video_end",
+    "start",
+    "end",
+    "start_time",
+    "end_time",
+    "start_sec",
+    "end_sec",
+)
+MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
+
+# <image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart from the
+# text: one line break or space at each side.
+PLACEHOLDER = re.compile(
+    r"(?:\r?\n[ \t]*| )?"
+    r"<(?P<bar>\|)?"
+    r"(?:(?P<plain>image|IMAGE|video|VIDEO)"
+    r"|(?P<numbered>[Ii]mage|IMAGE|[Vv]ideo|VIDEO)[ _-]?(?P<number>\d{1,6}))"
+    r"(?(bar)\|)>"
+    r"(?:[ \t]*\r?\n| )?"
+)
+FOREIGN_PLACEHOLDER = re.compile(
+    r"<image_placeholder>|<ImageHere>|<\|(?:image|video)_pad\|>|<\|vision_start\|>"
+)
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """A placeholder with a number, and the part that it becomes."""
+
+    number: int
+    part: Part
+
+
+@dataclass
+class _Placement:
+    """Which of the row's images, or of its videos, are shown so far."""
+
+    media: list[Media]
+    in_order: int = 0  # by placeholders and parts without a number, one after the other
+    by_index: set[int] = field(default_factory=set)  # again and again
+    numbered: list[_Numbered] = field(default_factory=list)  # not placed yet
+
+    @property
+    def shown(self) -> int:
+        """How many are shown."""
+        return self.in_order + len(self.by_index)
+
+
+@dataclass
+class Unread:
+    """What a row has and no prompt includes: columns, and keys of turns and parts."""
+
+    names: list[str] = field(default_factory=list)
+    hidden: dict[str, Kind] = field(default_factory=dict)
+    """Those that hold or name an image or a video -> its kind."""
+
+    def add(
+        self, names: Collection[str], holder: Mapping[str, Any], prefix: str = ""
+    ) -> None:
+        """Note names of a row, a turn or a part."""
+        self.names += [f"{prefix}{name}" for name in names]
+        self.look_into(names, holder, prefix)
+
+    def look_into(
+        self, names: Collection[str], holder: Mapping[str, Any], prefix: str = ""
+    ) -> None:
+        """Note which of these values hold or name images or videos."""
+        for name in names:
+            if kind := media_kind(holder.get(name)):
+                self.hidden[f"{prefix}{name}"] = kind
+
+    def extend(self, other: "Unread") -> None:
+        """Add what another one has."""
+        self.names += other.names
+        self.hidden |= other.hidden
+
+
+def unread_names(holder: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """The names of what has content and was not read."""
+    filled = [
+        str(name)
+        for name, value in holder.items()
+        if isinstance(value, str | bytes | list | dict) and value
+    ]
+    return [name for name in filled if name != "id" and name not in read]
+
+
+def media_columns(row: Mapping[str, Any], kind: Kind) -> list[str]:
+    """The columns for images or videos: `image` and `images`, else also `image_1`, `image_2` and so on."""
+    named = [name for name in COLUMNS[kind] if name in row]
+    if any(row[name] for name in named):
+        return named
+    numbers = {}
+    for name in row:
+        match = NUMBERED_COLUMN[kind].fullmatch(str(name))
+        if match:
+            numbers[str(name)] = int(match[1])
+    return [*named, *sorted(numbers, key=lambda name: numbers[name])]
+
+
+def has_media_columns(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a column for images or videos, which may be empty."""
+    return any(media_columns(row, kind) for kind in KINDS)
+
+
+def has_media(row: Mapping[str, Any]) -> bool:
+    """Whether a column of a row has images or videos."""
+    return any(row.get(name) for kind in KINDS for name in media_columns(row, kind))
+
+
+class RowMedia:
+    """The images and videos in the columns of a row, or in the keys of a turn, and where they are shown.
+
+    Placeholders and parts use them up in order. A part or a placeholder with a number may show one again.
+    """
+
+    def __init__(
+        self, row: Mapping[str, Any], sampling: Sampling | None, *, has_tags: bool
+    ) -> None:
+        """Of a row whose text has placeholders, even without any column for media, if `has_tags`.
+
+        A `sampling` that is not empty overrides that of the row.
+        """
+        self._row = row
+        self._sampling = sampling
+        names = {kind: media_columns(row, kind) for kind in KINDS}
+        filled = {kind: [n for n in names[kind] if row.get(n)] for kind in KINDS}
+        self._of = {kind: _Placement(_media_of(row, filled[kind])) for kind in KINDS}
+        self.tagged = has_tags or any(names.values())  # else <image> is ordinary text
+        self.columns = {name for kind in KINDS for name in filled[kind]}
+        if self._of["video"].media:
+            self.columns |= {*SAMPLING}
+        self.unread = Unread()
+
+    def __bool__(self) -> bool:
+        """Whether there are any images or videos."""
+        return any(placement.media for placement in self._of.values())
+
+    def of_turn(self, turn: Mapping[str, Any]) -> "RowMedia":
+        """The media of a turn, if it has any of its own; else these."""
+        own = RowMedia(turn, self._sampling, has_tags=False)
+        return own if own else self
+
+    def part_of_placeholder(self, kind: Kind, number: str | None) -> Part:
+        """The part of a placeholder. LLaVA uses <image> for videos too."""
+        if kind == "image" and self._of["video"].media and not self._of["image"].media:
+            kind = "video"
+        if number is None:
+            return self.part(kind, {}, self._next(kind))
+        part = self.part(kind, {}, "")
+        self._of[kind].numbered.append(_Numbered(int(number), part))
+        return part
+
+    def part_without_file(self, kind: Kind, keys: Mapping[str, Any]) -> Part:
+        """The part that shows the image or video of its `index`, from 0, else the next one of the row."""
+        placement = self._of[kind]
+        index = _index(keys.get("index"), kind)
+        if index is None:
+            return self.part(kind, keys, self._next(kind))
+        if placement.in_order:
+            raise _half_numbered(kind)
+        count = len(placement.media)
+        if not 0 <= index < count:
+            raise BadRowError(
+                f"{kind} count",
+                f"a part shows the {kind} of index {index}, the row has {count}",
+            )
+        placement.by_index.add(index)
+        return self.part(kind, keys, placement.media[index])
+
+    def part(self, kind: Kind, keys: Mapping[str, Any], media: Media) -> Part:
+        """The part of an image or video, with its own keys."""
+        used = {"type", kind, f"{kind}_url", "path", "url", "bytes", "index", *SAMPLING}
+        unused = [
+            key for key in keys if keys[key] not in (None, "") and key not in used
+        ]
+        self.unread.names += [f"{kind}.{key}" for key in unused]
+        if kind == "image":
+            return {"type": kind, "media": media}
+        _require_whole_video(keys)
+        _require_whole_video(self._row)
+        sampling = self._sampling or _sampling(keys) or _sampling(self._row)
+        return {"type": kind, "media": media, **sampling}
+
+    def place_numbered(self) -> None:
+        """Give each numbered placeholder its image or video, counted from 1, or from 0 if there is a 0.
+
+        BadRowError unless the numbers are those of all images or videos.
+        """
+        for kind, placement in self._of.items():
+            if not placement.numbered:
+                continue
+            if placement.shown:
+                raise _half_numbered(kind)
+            numbers = {placeholder.number for placeholder in placement.numbered}
+            first = min(*numbers, 1)
+            count = len(placement.media)
+            if numbers != {*range(first, first + count)}:
+                listed = ", ".join(map(str, sorted(numbers)))
+                raise BadRowError(
+                    f"{kind} count",
+                    f"the text has {kind} {listed}, the row has {count}",
+                )
+            for placeholder in placement.numbered:
+                index = placeholder.number - first
+                placeholder.part["media"] = placement.media[index]
+                placement.by_index.add(index)
+
+    def parts_without_placeholder(self) -> list[Part]:
+        """The parts of media that no placeholder shows, which come first as in LLaVA.
+
+        BadRowError if placeholders show only some.
+        """
+        parts = []
+        for kind, placement in self._of.items():
+            count = len(placement.media)
+            if placement.shown == 0:
+                parts += [self.part(kind, {}, media) for media in placement.media]
+            elif placement.shown != count:
+                shown = f"{placement.shown} <{kind}> in the text"
+                raise BadRowError(f"{kind} count", f"{shown}, {count} given")
+        return parts
+
+    def _next(self, kind: Kind) -> Media:
+        """The next image or video of the row."""
+        placement = self._of[kind]
+        if placement.by_index:
+            raise _half_numbered(kind)
+        count = len(placement.media)
+        if placement.in_order >= count:
+            raise BadRowError(
+                f"{kind} count",
+                f"the text has more <{kind}> than the row has files ({count})",
+            )
+        placement.in_order += 1
+        return placement.media[placement.in_order - 1]
+
+
+def split_at_placeholders(text: str) -> Iterator[str | re.Match[str]]:
+    """The texts and the placeholders of a text, in turn. It begins and ends with a text, maybe empty."""
+    start = 0
+    for match in PLACEHOLDER.finditer(text):
+        yield text[start : match.start()]
+        yield match
+        start = match.end()
+    yield text[start:]
+
+
+def _half_numbered(kind: Kind) -> BadRowError:
+    return BadRowError(
+        f"{kind} count", f"some parts name their {kind} by a number, and some do not"
+    )
+
+
+def _index(value: Any, kind: Kind) -> int | None:
+    """The index in a part; None if it has none. Columns with nulls hold numbers as 1.0, others as text."""
+    is_nan = value != value
+    if value is None or value == "" or is_nan:
+        return None
+    try:
+        if not isinstance(value, bool) and float(value) == int(float(value)):
+            return int(float(value))
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise BadRowError(
+        f"{kind} count",
+        f"the index of a part is {str(value)[:40]!r}: give a number from 0",
+    )
+
+
+def _media_of(row: Mapping[str, Any], names: list[str]) -> list[Media]:
+    """The media of columns, in order. BadRowError if `image` and `images` differ."""
+    lists = [_listed(row[name]) for name in names]
+    is_numbered = not any(name in COLUMNS[kind] for kind in KINDS for name in names)
+    if is_numbered or not lists:
+        return [media for column in lists for media in column]
+    if any(column != lists[0] for column in lists):
+        raise BadRowError(
+            "several media columns", f"{' and '.join(names)} differ: keep one"
+        )
+    return lists[0]
+
+
+def _listed(value: Any) -> list[Media]:
+    """The media of a column: one, or a list."""
+    items = value if isinstance(value, list) else [value]
+    return [read_media(item) for item in items]
+
+
+def read_media(item: Any) -> Media:
+    """The path or the bytes of a file, in any form that rows use; BadRowError if it is neither."""
+    if isinstance(item, Mapping):
+        encoded = item.get("bytes")
+        if isinstance(encoded, str) and encoded:
+            return _from_base64(encoded)
+        item = item.get("bytes") or item.get("path") or item.get("url")
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, list):
+        raise BadRowError(
+            "list of frames",
+            "put the frames of a video into a folder and give its path",
+        )
+    if not isinstance(item, str) or not item:
+        raise BadRowError("no media file", f"neither path nor bytes: {str(item)[:60]}")
+    if item.startswith("data:"):
+        return _from_base64(item.partition(",")[2])
+    if item.startswith("file://"):
+        path = item.removeprefix("file://").removeprefix("localhost")
+        return unquote(path, errors="surrogateescape")
+    return item
+
+
+def _from_base64(text: str) -> bytes:
+    """Decode base64, with or without line breaks."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise BadRowError(
+            "no media file", f"its bytes are text, but not base64: {error}"
+        ) from None
+
+
+def _require_whole_video(keys: Mapping[str, Any]) -> None:
+    """BadRowError if the row uses only a part of a video, which prompts do not support."""
+    bounds = [f"{name} {keys[name]}" for name in CLIP_BOUNDS if keys.get(name)]
+    if bounds:
+        raise BadRowError(
+            "part of a video", f"{', '.join(bounds)}: cut it into a separate file"
+        )
+
+
+def _sampling(keys: Mapping[str, Any]) -> Sampling:
+    """The video sampling of a row: frames per second, a number of frames, or empty."""
+    fps: Any = keys.get("fps")
+    counts = (keys[name] for name in FRAME_COUNTS if keys.get(name) is not None)
+    count: Any = next(counts, None)
+    if fps is None and count is None:
+        return {}
+    if fps is not None and count is not None:
+        raise BadRowError(
+            "video sampling",
+            f"fps {fps} and frames {count}: give one of them, or --fps",
+        )
+    try:
+        value = int(count) if fps is None else float(fps)
+    except (TypeError, ValueError, OverflowError):
+        value = 0
+    if not 0 < value <= MOST_SAMPLED:
+        raise BadRowError(
+            "video sampling",
+            f"fps {fps}, frames {str(count)[:40]}: give a number above 0, at most {MOST_SAMPLED}",
+        )
+    return {"frames": value} if fps is None else {"fps": value}

@@ -1,0 +1,223 @@
+"""Turn the turns of a row into messages with known roles and checked parts.
+
+A response may write <image> and shows none; anything else that is unknown raises BadRowError.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from vlmdistill.pipelines.data.prompts.augment import Message
+from vlmdistill.pipelines.data.prompts.json_rows import loads
+from vlmdistill.pipelines.data.prompts.row_media import (
+    FOREIGN_PLACEHOLDER,
+    KINDS,
+    Kind,
+    Part,
+    RowMedia,
+    read_media,
+    split_at_placeholders,
+    unread_names,
+)
+from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.stores.errors import lone_surrogate
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+}
+TOOLS = (
+    "tool",
+    "function",
+    "function_call",
+    "tool_call",
+    "tool_response",
+    "observation",
+    "ipython",
+)
+CONTENT_KEYS = ("content", "value", "text")
+
+
+def role_of(turn: Any) -> str:
+    """The role of a turn in lower case; empty if it is not a turn."""
+    if not isinstance(turn, Mapping):
+        return ""
+    return str(turn.get("role") or turn.get("from")).lower()
+
+
+def is_system(turn: Any) -> bool:
+    """Whether a turn is a system prompt."""
+    return ROLES.get(role_of(turn)) == "system"
+
+
+@dataclass
+class MessageReader:
+    """Reads the turns of one row."""
+
+    media: RowMedia
+    counts_from_text: bool = True
+    """Whether `<image 1>` needs an image also in a row without any column for media."""
+    unplaced: list[str] = field(default_factory=list)
+    """Numbered placeholders of a row without images and videos."""
+
+    def message(self, turn: Any) -> Message:
+        """The message of a turn of either style: from/value or role/content."""
+        if not isinstance(turn, Mapping):
+            raise BadRowError("not an object", f"a turn is {type(turn).__name__}")
+        role = _known_role(turn)
+        filled = (key for key in CONTENT_KEYS if turn.get(key) is not None)
+        content_key = next(filled, "content")
+        media = self.media.of_turn(turn)
+        parts = []
+        for item in _content_items(turn.get(content_key)):
+            parts += self._parts(item, media, is_response=role == "assistant")
+        own_columns = set[str]()
+        if media is not self.media:
+            media.place_numbered()
+            parts = media.parts_without_placeholder() + parts
+            self.media.unread.extend(media.unread)
+            own_columns = media.columns
+        read = {"role", "from", content_key, *own_columns}
+        self.media.unread.add(unread_names(turn, read), turn, "turn.")
+        _require_content(role, parts)
+        return {"role": role, "content": parts}
+
+    def _parts(self, item: Any, media: RowMedia, is_response: bool) -> list[Part]:
+        """The parts of one item of a content: several if its text has placeholders."""
+        if isinstance(item, str):
+            item = {"type": "text", "text": item}
+        kind = _part_kind(item)
+        if kind == "text":
+            return self._parts_of_text(item, media, is_response)
+        for known in KINDS:
+            if kind == known:
+                return [_media_part(item, known, media)]
+        raise BadRowError("unknown part", kind or type(item).__name__)
+
+    def _parts_of_text(
+        self, item: Mapping[str, Any], media: RowMedia, is_response: bool
+    ) -> list[Part]:
+        text = item.get("text")
+        media.unread.add(unread_names(item, {"type", "text"}), item, "text.")
+        if text is None:
+            return []
+        if not isinstance(text, str):
+            raise BadRowError("text is not a string", type(text).__name__)
+        if position := lone_surrogate(text):
+            raise BadRowError(
+                "text is not Unicode", f"unpaired surrogate at character {position}"
+            )
+        if is_response:
+            return [{"type": "text", "text": text}] if text else []
+        return self._parts_at_placeholders(text, media)
+
+    def _parts_at_placeholders(self, text: str, media: RowMedia) -> list[Part]:
+        """The texts and media of a text; all but its placeholders stays as it is, with its indentation."""
+        foreign = FOREIGN_PLACEHOLDER.search(text)
+        if foreign and media.tagged and media:
+            raise BadRowError("foreign placeholder", f"{foreign[0]}: write <image>")
+        parts: list[Part] = []
+        pending = ""  # text before the next placeholder that shows something
+        for piece in split_at_placeholders(text):
+            if isinstance(piece, str):
+                pending += piece
+            elif not self._shows(piece, media):
+                pending += piece[0]
+            else:
+                if pending.strip():
+                    parts.append({"type": "text", "text": pending})
+                pending = ""
+                kind: Kind = "image" if "image" in piece[0].lower() else "video"
+                parts.append(media.part_of_placeholder(kind, piece["number"]))
+        is_whole = not parts
+        if pending.strip() or (pending and is_whole):
+            parts.append({"type": "text", "text": pending})
+        return parts
+
+    def _shows(self, placeholder: re.Match[str], media: RowMedia) -> bool:
+        """Whether a placeholder shows an image or a video; else it is ordinary text."""
+        if placeholder["number"] is None:
+            return media.tagged
+        if media:
+            return True
+        if self.counts_from_text or media.tagged:
+            self.unplaced.append(placeholder[0].strip())
+        return False
+
+
+def _known_role(turn: Mapping[str, Any]) -> str:
+    """The role of a turn: system, user or assistant."""
+    role = role_of(turn)
+    if role in TOOLS or turn.get("tool_calls") or turn.get("function_call"):
+        raise BadRowError("tool call", f"a turn of '{role}': prompts cannot call tools")
+    if role not in ROLES:
+        raise BadRowError(
+            "unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}"
+        )
+    return ROLES[role]
+
+
+def _content_items(content: Any) -> list[Any]:
+    """The items of a content: a list, a list written as JSON text, or one text."""
+    parsed = _parsed_parts(content)
+    return parsed if isinstance(parsed, list) else [{"type": "text", "text": parsed}]
+
+
+def _parsed_parts(content: Any) -> Any:
+    """The parts that JSON text as a whole content stands for; any other content as it is."""
+    if not (isinstance(content, str) and re.match(r'\s*\[\s*\{\s*"', content)):
+        return content
+    try:
+        parts = loads(content)
+    except (ValueError, RecursionError):
+        return content
+    kinds = [
+        _plain_kind(str(part.get("type"))) if isinstance(part, Mapping) else ""
+        for part in parts
+    ]
+    is_parts = bool(kinds) and all(kind in ("text", *KINDS) for kind in kinds)
+    return parts if is_parts else content
+
+
+def _part_kind(item: Any) -> str:
+    """The kind of a part. It may have no type, as in Qwen's examples: {"image": path}."""
+    if not isinstance(item, Mapping):
+        return ""
+    if item.get("type"):
+        return _plain_kind(str(item["type"]))
+    named = (kind for kind in KINDS if item.get(kind) or item.get(f"{kind}_url"))
+    return next(named, "text")
+
+
+def _plain_kind(kind: str) -> str:
+    return kind.removeprefix("input_").removesuffix("_url")
+
+
+def _media_part(item: Mapping[str, Any], kind: Kind, media: RowMedia) -> Part:
+    """The part of an image or a video, which has a file of its own or shows one of the row."""
+    keys = (kind, f"{kind}_url", "path", "url", "bytes")
+    key = next((key for key in keys if item.get(key)), None)
+    if key is None:
+        return media.part_without_file(kind, item)
+    value = {"bytes": item[key]} if key == "bytes" else item[key]
+    return media.part(kind, item, read_media(value))
+
+
+def _require_content(role: str, parts: list[Part]) -> None:
+    """BadRowError if a message has no text, and does not show an image or a video of the user."""
+    has_text = any(part["type"] == "text" and part["text"].strip() for part in parts)
+    shows_media = role == "user" and any(part["type"] in KINDS for part in parts)
+    if not has_text and not shows_media:
+        raise BadRowError("empty turn", role)
+
+
+def require_alternating(messages: list[Message]) -> None:
+    """BadRowError if a role comes twice in a row."""
+    for before, after in pairwise(messages):
+        if before["role"] == after["role"]:
+            raise BadRowError(
+                "roles do not alternate", f"two {after['role']} turns in a row"
+            )
