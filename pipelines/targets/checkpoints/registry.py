@@ -80,7 +80,7 @@ class Options(TypedDict, total=False):
 def shipped(name: str) -> Path | None:
     """The `config.json` of a registry name, or of its hub id, as published; None for any other.
 
-    It has all that determines shapes, positions and tokens: `target show` needs no weights.
+    It determines shapes, positions and tokens, so that `target show` needs no weights.
     """
     for short, hub in HUB.items():
         if name in (short, hub):
@@ -88,17 +88,18 @@ def shipped(name: str) -> Path | None:
     return None
 
 
-def hub_id(name: str, others: Iterable[str] = ()) -> str:
+def hub_id(name: str, suggested: Iterable[str] = ()) -> str:
     """The hub id of a registry name, or the hub id itself; TargetError if it is neither.
 
-    The error suggests similar names, also of `others`.
+    The error suggests similar names, also of `suggested`.
     """
     if name in HUB:
         return HUB[name]
     if Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
-        near = did_you_mean(name, (*EMBEDDED, *HUB, *HUB.values(), *others))
+        near = did_you_mean(name, (*EMBEDDED, *HUB, *HUB.values(), *suggested))
+        names = ", ".join((*EMBEDDED, *HUB))
         raise TargetError(
-            f"there is no target '{name}'{near}: give a checkpoint folder, a hub id, or one of "
-            f"{', '.join((*EMBEDDED, *HUB))}"
+            f"there is no target '{name}'{near}: give a checkpoint folder, a hub id, "
+            f"or one of {names}"
         )
     return name
