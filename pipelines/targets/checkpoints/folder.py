@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants
 
+from vlmdistill.pipelines.targets.checkpoints import packaged
 from vlmdistill.pipelines.targets.checkpoints.registry import (
     HUB,
     REGISTRY,
@@ -37,6 +38,8 @@ def resolve(name: str) -> Path:
 
     Raises TargetError if the folder does not exist or is incomplete, or if the hub is unreachable.
     """
+    if name == packaged.NAME:
+        return complete(packaged.make())
     if (folder := _local(name)) is not None:
         return complete(folder)
     return complete(_from_hub(name, hub_id(name)))
@@ -67,6 +70,8 @@ def locate(name: str) -> CheckpointLocation:
 
     Raises TargetError if the name is invalid or nothing is known of it here.
     """
+    if name == packaged.NAME:
+        return _packaged()
     if (folder := _local(name)) is not None:
         origin = "embedded in this package" if name in EMBEDDED else "a local folder"
     else:
@@ -91,6 +96,18 @@ def locate(name: str) -> CheckpointLocation:
     return CheckpointLocation(origin, config, folder, "")
 
 
+def _packaged() -> CheckpointLocation:
+    """The target that is made of a package at first use."""
+    origin = f"made of the package {packaged.PACKAGE}"
+    folder = packaged.folder()
+    if folder.is_dir():
+        return CheckpointLocation(origin, folder / "config.json", folder, "")
+    config = shipped(packaged.NAME)
+    assert config is not None, "the package ships the configuration"
+    lacking = f"not in {folder.parent}: made on first use"
+    return CheckpointLocation(origin, config, None, lacking)
+
+
 @dataclass(frozen=True)
 class NamedTarget:
     """A target with a short name, and whether its weights are on this machine."""
@@ -104,8 +121,8 @@ class NamedTarget:
 
 
 def named_targets() -> dict[str, NamedTarget]:
-    """The embedded and the published targets, by name."""
-    return {name: _named_target(name) for name in (*EMBEDDED, *REGISTRY)}
+    """The embedded, packaged and published targets, by name."""
+    return {name: _named_target(name) for name in (*EMBEDDED, packaged.NAME, *REGISTRY)}
 
 
 def _named_target(name: str) -> NamedTarget:
@@ -115,7 +132,9 @@ def _named_target(name: str) -> NamedTarget:
         parameters = published.parameters
     else:
         family = family_of(location.config).name
-        parameters = parameters_in(location.config.parent)
+        parameters = packaged.PARAMETERS
+        if name in EMBEDDED:
+            parameters = parameters_in(location.config.parent)
     return NamedTarget(
         origin=location.origin,
         family=family,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
+from vlmdistill.pipelines.targets.checkpoints import packaged
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.stores.errors import TargetError
@@ -82,9 +83,12 @@ def shipped(name: str) -> Path | None:
 
     It determines shapes, positions and tokens, so that `target show` needs no weights.
     """
+    configs = Path(__file__).parents[1] / "configs"
+    if name == packaged.NAME:
+        return configs / f"{name}.json"
     for short, hub in HUB.items():
         if name in (short, hub):
-            return Path(__file__).parents[1] / "configs" / f"{short}.json"
+            return configs / f"{short}.json"
     return None
 
 
@@ -96,8 +100,9 @@ def hub_id(name: str, suggested: Iterable[str] = ()) -> str:
     if name in HUB:
         return HUB[name]
     if Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
-        near = did_you_mean(name, (*EMBEDDED, *HUB, *HUB.values(), *suggested))
-        names = ", ".join((*EMBEDDED, *HUB))
+        short = (*EMBEDDED, packaged.NAME, *HUB)
+        near = did_you_mean(name, (*short, *HUB.values(), *suggested))
+        names = ", ".join(short)
         raise TargetError(
             f"there is no target '{name}'{near}: give a checkpoint folder, a hub id, "
             f"or one of {names}"
