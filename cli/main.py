@@ -31,6 +31,7 @@ from vlmdistill.cli.generate import generate
 from vlmdistill.cli.harvest import harvest
 from vlmdistill.cli.importing import import_drafter
 from vlmdistill.cli.listing import list_names
+from vlmdistill.cli.plan import plan
 from vlmdistill.cli.prompts import prompts
 from vlmdistill.cli.report import report
 from vlmdistill.cli.responses import responses
@@ -49,6 +50,7 @@ from vlmdistill.stores.errors import (
 
 GROUPS = {"target": target.app, "store": store.app}
 COMMANDS = (
+    plan,
     prompts,
     responses,
     features,

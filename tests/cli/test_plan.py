@@ -1,0 +1,106 @@
+"""`vlmdistill plan`: what a project takes, from the configuration alone."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from vlmdistill.cli.main import app, main
+from vlmdistill.pipelines.workspace import rates
+
+SEVEN = "qwen2.5-vl-7b"
+
+
+@pytest.fixture
+def planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def plan(*arguments: str, model: str = SEVEN) -> dict[str, Any]:
+        runs = ["--runs", str(tmp_path), "--json"]
+        assert main(["plan", model, *arguments, *runs]) == 0
+        facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return facts
+
+    return plan
+
+
+def test_rates_are_those_that_an_h100_reached(planned: Any) -> None:
+    facts = planned("--gpus", "H100", "--for", "eagle2", "--recipe", "fair-paper")
+    assert facts["stages"]["features"]["rate"] == pytest.approx(17_000, rel=0.05)
+    training = facts["methods"]["eagle2"]["training"]
+    assert training["rate"] == pytest.approx(4_000 / 0.025, rel=0.05)
+    assert not training["measured"]
+
+
+def test_two_gpus_take_half_of_the_time_and_the_same_disk_for_features(
+    planned: Any,
+) -> None:
+    single, double = planned("--gpus", "H100"), planned("--gpus", "2xh100")
+    assert single["hours"] == pytest.approx(2 * double["hours"])
+    for facts in (single, double):
+        assert facts["stages"]["features"]["memory"]["fits"]
+    disks = [facts["stages"]["features"]["disk_bytes"] for facts in (single, double)]
+    assert disks[0] == disks[1]
+
+
+def test_what_the_workspace_has_measured_on_such_gpus_replaces_an_assumption(
+    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:10001")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
+    workspace = tmp_path / SEVEN
+    workspace.mkdir()
+    rates.record(workspace, "features", tokens=5_000, seconds=10)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (48 << 30, 48 << 30))
+    facts = planned("--gpus", "4xL40S")
+    features = facts["stages"]["features"]
+    assert (features["rate"], features["measured"]) == (1_000, True)
+    assert not facts["stages"]["responses"]["measured"]
+    others = planned("--gpus", "4xH100")["stages"]["features"]
+    assert not others["measured"]
+
+
+def test_a_target_that_is_too_large_is_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--gpus", "RTX4090", "--for", "hivis", "--runs", str(tmp_path)]
+    assert main(["plan", "qwen2.5-vl-32b", *options]) == 0
+    output = capsys.readouterr()
+    assert "does not fit" in output.out
+    assert "--zero" in output.err
+
+
+def test_the_commands_of_a_plan_are_commands_of_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ["--runs", str(tmp_path)]
+    assert main(["plan", SEVEN, "--gpus", "4xH100", "--for", "all", *runs]) == 0
+    output = capsys.readouterr().out
+    _, _, commands = output.partition("commands:")
+    lines = [shlex.split(line)[1:] for line in commands.split("\n") if line.strip()]
+    assert {line[0] for line in lines} == {
+        "prompts",
+        "features",
+        "train",
+        "eval",
+        "export",
+    }
+    group: Any = typer.main.get_command(app)
+    for verb, *arguments in lines:
+        group.commands[verb].make_context(verb, arguments)
+
+
+@pytest.mark.parametrize("gpus", ["0xH100", "H10", "two", ""])
+def test_gpus_that_are_none_are_refused(
+    gpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", SEVEN, "--gpus", gpus]) != 0
+    assert "--gpus" in capsys.readouterr().err
