@@ -275,7 +275,8 @@ class DFlash(FrequentTokens, Drafter):
         super().__init__(config, info, head)
         width = info.hidden_size
         eps = info.rms_norm_eps
-        self.fc = nn.Linear(len(self.sources) * width, width, bias=False)
+        inputs = len(self.sources) * width
+        self.fc = nn.Linear(inputs, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
         unbiased = replace(info, attention_bias=False)
         self.layers = nn.ModuleList()
@@ -385,7 +386,8 @@ class DFlash(FrequentTokens, Drafter):
             return None
         read_NX = estimate_ND
         if self.config.markov:
-            read_NX = torch.cat([estimate_ND, self.markov_in(last_N)], dim=-1)
+            markov_NX = self.markov_in(last_N)
+            read_NX = torch.cat([estimate_ND, markov_NX], dim=-1)
         logit_N1: Tensor = self.tell(read_NX)
         return logit_N1[:, 0]
 
@@ -491,10 +493,8 @@ class DFlash(FrequentTokens, Drafter):
         architecture = "DFlashDraftModel"
         if self.config.context == "text":
             architecture = "DFlashVlmdistill"  # of the plugin
-        return {
-            "architectures": [architecture],
-            "dflash_config": {**self._published_inputs(), "causal": False},
-        }
+        dflash_config = {**self._published_inputs(), "causal": False}
+        return {"architectures": [architecture], "dflash_config": dflash_config}
 
     def _dspark_settings(self) -> dict[str, Any]:
         config = self.config

@@ -202,17 +202,19 @@ def _compressors(config: EagleVLM.Config, info: TargetInfo) -> list[Compressor]:
     pool = GroupCompressor(width, ratio, "pool")
     convolve = GroupCompressor(width, config.kernel, "convolve")
     resample = QueryCompressor(info, config.queries)
-    choices: dict[Choice, list[Compressor]] = {
-        "select": [prune, pool, convolve, resample],
-        "weigh": [prune, pool, convolve],
-        "concat": [prune, pool, convolve, resample],
-        "prune": [prune],
-        "pool": [pool],
-        "convolve": [convolve],
-        "resample": [resample],
-        "none": [],
+    if choice in ("select", "concat"):
+        return [prune, pool, convolve, resample]
+    if choice == "weigh":
+        return [prune, pool, convolve]
+    if choice == "none":
+        return []
+    compressors: dict[str, Compressor] = {
+        "prune": prune,
+        "pool": pool,
+        "convolve": convolve,
+        "resample": resample,
     }
-    return choices[config.compressor]
+    return [compressors[choice]]
 
 
 def _gumbel(score_MB: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
