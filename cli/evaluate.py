@@ -1,6 +1,7 @@
 """`vlmdistill eval`: decode held-out prompts with and without drafters, here or with a running server."""
 
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,25 +10,32 @@ import typer
 from vlmdistill.cli import console, forecasts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vlmdistill.pipelines.bench.records import Evaluation
-    from vlmdistill.pipelines.bench.served import ServedDrafters
+    from vlmdistill.pipelines.bench.served import (
+        OnFailure,
+        ServedDrafters,
+        ServerOptions,
+    )
+    from vlmdistill.pipelines.bench.settings import Settings
     from vlmdistill.pipelines.bench.statistics import Figures
+    from vlmdistill.pipelines.report.comparison import Ranking
+    from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
+    from vlmdistill.pipelines.workspace.trained import Trained
     from vlmdistill.pipelines.workspace.workspace import Workspace
+    from vlmdistill.stores.progress import Progress
 
 SERVER = "openai:"
 HERE, VLLM, THERE = "transformers", "vllm", "openai:URL"
-ENGINES = {
-    **dict.fromkeys(
-        ("dry_run", "tree", "threads", "attention", "compiled", "thinking"), (HERE,)
-    ),
+LOCAL = ("dry_run", "tree", "threads", "attention", "compiled", "thinking")
+ENGINES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(LOCAL, (HERE,)),
     "target_dtype": (HERE, VLLM),
     "concurrency": (VLLM, THERE),
     "name": (HERE, THERE),
     **dict.fromkeys(("baseline", "served_model"), (THERE,)),
 }
-"""Options that only some engines have."""
+"""Options that only some engines have, by parameter."""
+LIMIT = 100  # prompts, unless a paper's set has a number of its own
 
 
 def evaluate(
@@ -149,103 +157,209 @@ def evaluate(
     engine` once. The exit status is 1 when a response at temperature 0 differs from the target's by more than
     a near-tie, a request failed, or a drafter could not be served.
     """
-    from vlmdistill.drafters.checkpoints.description import describe
-    from vlmdistill.pipelines.data.prompts import prompt_table
-
     if listed:
         show_list(console.workspace(model, runs), drafters or [], as_json)
         return
-    kind = _engine(context, engine, drafters or [])
+    names = drafters or []
+    kind = _engine(context, engine, names)
     workspace = console.workspace(model, runs)
     if bench:
-        from vlmdistill.pipelines.prompts import import_evaluation_sets
-
         if prompts is not None:
             raise typer.BadParameter("--bench has its own", param_hint="--prompts")
-        with console.progress("importing", "rows") as read:
-            prompts, limit = import_evaluation_sets(
-                workspace, bench, bench_data, limit, read, fps=fps, frames=frames
-            )
+        sets = _EvaluationSets(bench, bench_data, fps, frames)
+        prompts, limit = sets.import_into(workspace, limit)
     else:
         of_sets = {"--bench-data": bench_data, "--fps": fps, "--frames": frames}
-        for option, value in of_sets.items():
-            if value is not None:
-                raise typer.BadParameter("it needs --bench", param_hint=option)
-    if kind == HERE:
-        prompt_table.load(
-            prompts or workspace.prompts, model, "eval", 1
-        )  # before the slow imports
-    for drafter in drafters or []:
-        describe(workspace.drafter(drafter))
+        _require_bench(of_sets)
+    trained = _open_drafters(workspace, names, kind, prompts)
     from vlmdistill.pipelines.bench import evaluate as pipeline
 
     how = console.loading(attention, target_dtype, compiled=compiled)
     settings = pipeline.Settings(
         temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
         max_new_tokens=max_new_tokens,
-        limit=100 if limit is None else limit,
+        limit=LIMIT if limit is None else limit,
         trees=pipeline.trees_of(tree or ()),
         seed=seed,
         threads=threads,
         how={**how, "thinking": thinking} if thinking else how,
         concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
     )
+    task = _Task(workspace, trained, settings, prompts, as_json)
     if kind == HERE:
-        for text in pipeline.oversized_trees(workspace, drafters or [], settings):
-            console.note(f"warning: {text}")
-    if kind == HERE and (dry_run or not anyway):
+        run_here = _RunHere(task, name or "", dry_run=dry_run, anyway=anyway)
+        run_here()
+    elif kind == VLLM:
+        _run_vllm(task)
+    else:
+        from vlmdistill.pipelines.bench.served import ServerOptions
+
+        server = ServerOptions(
+            url=engine.removeprefix(SERVER),
+            baseline=baseline,
+            name=name,
+            served_model=served_model,
+        )
+        _run_server(task, server)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is evaluated, whatever decodes."""
+
+    workspace: "Workspace"
+    drafters: "Sequence[Trained]"  # none with a running server
+    settings: "Settings"
+    prompts_file: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class _EvaluationSets:
+    """Sets of papers, from the hub or from a folder."""
+
+    names: Sequence[str]
+    folder: Path | None
+    fps: float | None
+    frames: int | None
+
+    def import_into(
+        self, workspace: "Workspace", limit: int | None
+    ) -> tuple[Path, int]:
+        """The file of their prompts, and how many to decode."""
+        from vlmdistill.pipelines.prompts import import_evaluation_sets
+
+        with console.progress("importing", "rows") as report:
+            return import_evaluation_sets(
+                workspace,
+                [*self.names],
+                self.folder,
+                limit,
+                report,
+                fps=self.fps,
+                frames=self.frames,
+            )
+
+
+def _require_bench(options: Mapping[str, object]) -> None:
+    """BadParameter for an option that has an effect only with --bench."""
+    for option, value in options.items():
+        if value is not None:
+            raise typer.BadParameter("it requires --bench", param_hint=option)
+
+
+def _open_drafters(
+    workspace: "Workspace", names: Sequence[str], kind: str, prompts: Path | None
+) -> "list[Trained]":
+    """Find mistakes in names and prompts before the slow imports."""
+    from vlmdistill.pipelines.data.prompts import prompt_table
+    from vlmdistill.pipelines.workspace.trained import open_drafters
+
+    if kind == HERE:
+        file = prompts or workspace.prompts
+        prompt_table.load(file, workspace.model, "eval", 1)
+    return open_drafters(workspace, names)
+
+
+@dataclass(frozen=True)
+class _RunHere:
+    """Decode in this process."""
+
+    task: _Task
+    title: str
+    dry_run: bool
+    anyway: bool
+
+    def __call__(self) -> None:
+        """Decode, unless this is a dry run or memory will not suffice, and print the results."""
+        from vlmdistill.pipelines.bench import evaluate as pipeline
+
+        task = self.task
+        for warning in pipeline.oversized_trees(task.drafters, task.settings):
+            console.note(f"warning: {warning}")
+        if self.dry_run or not self.anyway:
+            self._forecast()
+        if self.dry_run:
+            return
+        reports = str(task.workspace.reports)
+        with console.progress("decoding", "prompts", reports) as report:
+            evaluations = pipeline.evaluate(
+                task.workspace,
+                task.drafters,
+                task.settings,
+                prompts_file=task.prompts_file,
+                title=self.title,
+                on_prompt=report,
+            )
+        if task.as_json:
+            console.result({one.name: _facts(one) for one in evaluations}, as_json=True)
+        else:
+            show(evaluations)
+        check_lossless(evaluations)
+
+    def _forecast(self) -> None:
+        """Print the forecast on a dry run; else DataError if memory will not suffice."""
         from vlmdistill.pipelines.planning import forecast
 
+        task = self.task
         planned = forecast.evaluation(
-            workspace, drafters or [], settings, prompts, timed=dry_run
+            task.workspace,
+            [drafter.name for drafter in task.drafters],
+            task.settings,
+            task.prompts_file,
+            timed=self.dry_run,
         )
-        if dry_run:
-            forecasts.show_evaluation(planned, as_json)
-            return
-        planned.check(workspace.reports)
-    if kind != HERE:
-        from vlmdistill.pipelines.bench import served
+        if self.dry_run:
+            forecasts.show_evaluation(planned, task.as_json)
+        else:
+            planned.check(task.workspace.reports)
 
-        errors: list[str] = []
-        with console.progress("sending", "prompts") as report:
-            if kind == VLLM:
-                found = served.evaluate_drafters(
-                    workspace,
-                    drafters or [],
-                    settings,
-                    prompts_file=prompts,
-                    on_prompt=report,
-                    on_failure=errors.append,
-                )
-            else:
-                one = served.evaluate_server(
-                    workspace,
-                    engine.removeprefix(SERVER),
-                    settings,
-                    baseline=baseline,
-                    name=name,
-                    served_model=served_model,
-                    prompts_file=prompts,
-                    on_prompt=report,
-                    on_failure=errors.append,
-                )
-                found = served.ServedDrafters([one])
-        show_served(found, as_json, errors, by_name=kind == VLLM)
-        return
-    with console.progress("decoding", "prompts", str(workspace.reports)) as report:
-        evaluations = pipeline.evaluate(
-            workspace,
-            drafters or [],
-            settings,
-            prompts_file=prompts,
-            title=name or "",
+
+def _run_vllm(task: _Task) -> None:
+    """Measure servers of vLLM that are started for the drafters."""
+    from vlmdistill.pipelines.bench import served
+
+    def measure(report: "Progress", on_failure: "OnFailure") -> "ServedDrafters":
+        return served.evaluate_drafters(
+            task.workspace,
+            task.drafters,
+            task.settings,
+            prompts_file=task.prompts_file,
             on_prompt=report,
+            on_failure=on_failure,
         )
-    if as_json:
-        console.result({one.name: _facts(one) for one in evaluations}, as_json=True)
-    else:
-        show(evaluations)
-    check_lossless(evaluations)
+
+    _show_measured(measure, task.as_json, by_name=True)
+
+
+def _run_server(task: _Task, server: "ServerOptions") -> None:
+    """Measure a running server."""
+    from vlmdistill.pipelines.bench import served
+
+    def measure(report: "Progress", on_failure: "OnFailure") -> "ServedDrafters":
+        evaluation = served.evaluate_server(
+            task.workspace,
+            server,
+            task.settings,
+            prompts_file=task.prompts_file,
+            on_prompt=report,
+            on_failure=on_failure,
+        )
+        return served.ServedDrafters([evaluation])
+
+    _show_measured(measure, task.as_json, by_name=False)
+
+
+def _show_measured(
+    measure: "Callable[[Progress, OnFailure], ServedDrafters]",
+    as_json: bool,
+    *,
+    by_name: bool,
+) -> None:
+    errors: list[str] = []
+    with console.progress("sending", "prompts") as report:
+        measured = measure(report, errors.append)
+    show_served(measured, as_json, errors, by_name=by_name)
 
 
 def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> None:
@@ -258,10 +372,11 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
         console.result({"evaluations": rows}, as_json=True)
     elif rows:
         columns = list(selection.LISTED)
-        console.rows(columns, [[_cell(row[name]) for name in columns] for row in rows])
+        lines = [[_cell(row[name]) for name in columns] for row in rows]
+        console.rows(columns, lines)
     else:
-        of = f" of {', '.join(drafters)}" if drafters else ""
-        console.note(f"no evaluations{of} in {workspace.reports}")
+        of_drafters = f" of {', '.join(drafters)}" if drafters else ""
+        console.note(f"no evaluations{of_drafters} in {workspace.reports}")
 
 
 def _cell(value: object) -> str:
@@ -279,11 +394,13 @@ def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:
             param_hint="--engine",
         )
     for option in context.command.params:
+        engines = ENGINES.get(option.name or "", (kind,))
         source = context.get_parameter_source(option.name or "")
-        needed = ENGINES.get(option.name or "", (kind,))
-        if kind not in needed and source is not None and source.name != "DEFAULT":
+        given = source is not None and source.name != "DEFAULT"
+        if given and kind not in engines:
             raise typer.BadParameter(
-                f"it needs --engine {' or '.join(needed)}", param_hint=option.opts[0]
+                f"it requires --engine {' or '.join(engines)}",
+                param_hint=option.opts[0],
             )
     if kind == THERE and drafters:
         raise typer.BadParameter(
@@ -296,9 +413,9 @@ def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:
 
 
 def show_served(
-    found: "ServedDrafters",
+    measured: "ServedDrafters",
     as_json: bool,
-    errors: "Sequence[str]",
+    errors: Sequence[str],
     *,
     by_name: bool = False,
 ) -> None:
@@ -306,42 +423,59 @@ def show_served(
 
     `errors` are what servers said of failed requests.
     """
-    import msgspec
-
     from vlmdistill.pipelines.report.results import ServerResult
     from vlmdistill.pipelines.report.tables import SERVED, served
 
-    results = [ServerResult(made, load) for made in found.made for load in made.loads]
+    results = [
+        ServerResult(evaluation, load)
+        for evaluation in measured.evaluations
+        for load in evaluation.loads
+    ]
     if as_json:
-        facts = {
-            made.name: {
-                **msgspec.to_builtins(made),
-                "loads": [
-                    asdict(one.figures) for one in results if one.evaluation is made
-                ],
-            }
-            for made in found.made
-        }
-        console.result(known(facts if by_name else facts.popitem()[1]), as_json=True)
+        facts = _served_facts(results)
+        if not by_name:
+            (facts,) = facts.values()
+        console.result(known(facts), as_json=True)
     elif results:
         console.rows(SERVED, served(results))
-    for warning in (warning for one in results for warning in one.warnings):
-        console.note(f"warning: {warning}")
-    for made in found.made:
-        if made.failed:
-            sent = sum(len(run.requests) + len(run.failed) for run in made.runs)
-            first = made.failed[0]
+    for result in results:
+        for warning in result.warnings:
+            console.note(f"warning: {warning}")
+    _note_failures(measured, errors)
+    any_failed = any(evaluation.failed for evaluation in measured.evaluations)
+    if measured.failed or any_failed:
+        raise typer.Exit(1)
+
+
+def _served_facts(results: "Sequence[ServerResult]") -> dict[str, Any]:
+    """Evaluations of servers as JSON, by name, with figures instead of the requests."""
+    import msgspec
+
+    facts: dict[str, Any] = {}
+    for result in results:
+        evaluation = result.evaluation
+        if evaluation.name not in facts:
+            facts[evaluation.name] = {**msgspec.to_builtins(evaluation), "loads": []}
+        facts[evaluation.name]["loads"].append(asdict(result.figures))
+    return facts
+
+
+def _note_failures(measured: "ServedDrafters", errors: Sequence[str]) -> None:
+    """Say which requests and drafters failed, and why."""
+    for evaluation in measured.evaluations:
+        if evaluation.failed:
+            runs = evaluation.runs
+            sent = sum(len(run.requests) + len(run.failed) for run in runs)
+            first = evaluation.failed[0]
             console.note(
-                f"{len(made.failed)} of {sent} requests failed, prompt {first.key}: {first.reason}"
+                f"{len(evaluation.failed)} of {sent} requests failed, prompt {first.key}: {first.reason}"
             )
     if errors:
         console.note(f"the first error: {errors[0]}")
-    for name, error in found.failed.items():
+    for name, error in measured.failed.items():
         if log := getattr(error, "log", ""):
             console.note(f"{log}\n")
         console.note(f"{name} was not measured: {error}")
-    if found.failed or any(made.failed for made in found.made):
-        raise typer.Exit(1)
 
 
 def known(facts: Any) -> Any:
@@ -350,12 +484,25 @@ def known(facts: Any) -> Any:
         return {
             name: known(value) for name, value in facts.items() if value is not None
         }
-    return [known(one) for one in facts] if isinstance(facts, list) else facts
+    if isinstance(facts, list):
+        return [known(value) for value in facts]
+    return facts
 
 
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
     from vlmdistill.pipelines.report.comparison import drifts, rank
+
+    rankings = rank(evaluations)
+    results = [result for ranking in rankings for result in ranking.results]
+    _show_tables(results)
+    _show_rankings(rankings)
+    warnings = [warning for result in results for warning in result.warnings]
+    for warning in [*warnings, *drifts(evaluations)]:
+        console.note(f"warning: {warning}")
+
+
+def _show_tables(results: "Sequence[DrafterResult]") -> None:
     from vlmdistill.pipelines.report.tables import (
         COLUMNS,
         PARTS,
@@ -365,28 +512,16 @@ def show(evaluations: "list[Evaluation]") -> None:
         responses,
     )
 
-    names = (
-        "drafter",
-        "T",
-        "tau",
-        "speedup",
-        "CPU speedup",
-        "decode speedup",
-        "cycle cost",
-        "tokens/s",
-    )
-    header = [*names, "identical"]
-    rankings = rank(evaluations)
-    results = [one for ranking in rankings for one in ranking.results]
-    lines = [
-        [*(COLUMNS[name](one) for name in names), responses(one.figures.lossless, "")]
-        for one in results
-    ]
-    warnings = [warning for one in results for warning in one.warnings]
-    console.rows(header, lines)
-    if parts := divided(results):
+    speeds = ("speedup", "CPU speedup", "decode speedup", "cycle cost", "tokens/s")
+    names = ("drafter", "T", "tau", *speeds)
+    lines = []
+    for result in results:
+        cells = [COLUMNS[name](result) for name in names]
+        lines.append([*cells, responses(result.figures.lossless, "")])
+    console.rows([*names, "identical"], lines)
+    if rows := divided(results):
         console.echo("")
-        console.rows(PARTS, parts)
+        console.rows(PARTS, rows)
     if table := budgets(results):
         console.echo("")
         console.rows(table[0], table[1:])
@@ -394,10 +529,11 @@ def show(evaluations: "list[Evaluation]") -> None:
     if table := calibrations(results):
         console.rows(table[0], table[1:])
         console.echo("")
+
+
+def _show_rankings(rankings: "Sequence[Ranking]") -> None:
     for ranking in rankings:
         console.echo(ranking.text)
-    for warning in [*warnings, *drifts(evaluations)]:
-        console.note(f"warning: {warning}")
 
 
 def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
@@ -405,15 +541,18 @@ def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
     from vlmdistill.pipelines.bench.audit import failures
 
     contradictions = [
-        f"{one.name}: {text}" for one in evaluations for text in failures(one)
+        f"{evaluation.name}: {text}"
+        for evaluation in evaluations
+        for text in failures(evaluation)
     ]
     for text in contradictions:
         console.note(f"error: {text}")
-    if odd := [one.name for one in evaluations if not one.lossless]:
+    lossy = [evaluation.name for evaluation in evaluations if not evaluation.lossless]
+    if lossy:
         console.note(
-            f"not lossless: responses at temperature 0 differ from the target's: {', '.join(odd)}"
+            f"not lossless: responses at temperature 0 differ from the target's: {', '.join(lossy)}"
         )
-    if odd or contradictions:
+    if lossy or contradictions:
         raise typer.Exit(1)
 
 
@@ -421,7 +560,7 @@ def _rates(figures: "Figures") -> dict[str, Any]:
     """The metrics; null: there is no such rate, as nothing was drafted."""
     from vlmdistill.pipelines.bench.statistics import OF_CYCLES
 
-    absent = OF_CYCLES if not figures.calls else ()
+    absent = () if figures.calls else OF_CYCLES
     return {**asdict(figures), **dict.fromkeys(absent)}
 
 
@@ -432,19 +571,17 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
     from vlmdistill.pipelines.bench.records import LABELS
     from vlmdistill.pipelines.bench.statistics import figures
 
-    facts: dict[str, Any] = msgspec.to_builtins(evaluation)
-    prompts = {"count": len(evaluation.keys), "hash": evaluation.prompt_set}
-    measured = [
-        {
-            "temperature": at.temperature,
-            **_rates(figures(at)),
-            **{
-                f"by_{name}": {
-                    value: _rates(figures(part)) for value, part in at.by(label).items()
-                }
-                for name, label in LABELS.items()
-            },
-        }
-        for at in evaluation.temperatures
-    ]
-    return {**facts, "prompts": prompts, "temperatures": measured}
+    temperatures = []
+    for measurement in evaluation.temperatures:
+        facts = {"temperature": measurement.temperature, **_rates(figures(measurement))}
+        for name, label in LABELS.items():
+            groups = measurement.by(label)
+            facts[f"by_{name}"] = {
+                value: _rates(figures(group)) for value, group in groups.items()
+            }
+        temperatures.append(facts)
+    return {
+        **msgspec.to_builtins(evaluation),
+        "prompts": {"count": len(evaluation.keys), "hash": evaluation.prompt_set},
+        "temperatures": temperatures,
+    }

@@ -137,6 +137,10 @@ def prompts(
     \b
     A folder of images and videos, or a tar archive of them
     vlmdistill prompts photos --ask "Describe the image."
+
+    \b
+    Without data: questions that the target writes itself
+    vlmdistill prompts self --limit 500
     """
     if resplit is not None:
         if sources or split:

@@ -202,7 +202,7 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
     facts["parameters"] = evaluation.parameters
     facts["title"] = evaluation.title
     facts["measured"] = evaluation.measured
-    facts["software"] = evaluation.software and asdict(evaluation.software)
+    facts["software"] = asdict(evaluation.software)
     facts["temperature"] = result.temperature
     return {**facts, **asdict(result.figures)}
 
@@ -210,9 +210,8 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
 def _served_facts(result: "ServerResult") -> Any:
     """A result of a server as JSON, without numbers that it does not report."""
     facts = asdict(result.figures)
-    software = result.evaluation.software
     facts["name"] = result.evaluation.name
-    facts["software"] = software and asdict(software)
+    facts["software"] = asdict(result.evaluation.software)
     return known(facts)
 
 

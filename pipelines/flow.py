@@ -34,6 +34,7 @@ from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import rates
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores import progress
 from vlmdistill.stores.errors import DataError
@@ -377,15 +378,14 @@ def measure(
 ) -> list[Evaluation]:
     """Evaluate all drafters unless that is done; each with its own draft tree if none is given."""
     settings = replace(plan.evaluation, trees=(tree,) if tree else ())
-    evaluations = evaluate.kept(workspace, plan.drafters, settings)
+    drafters = open_drafters(workspace, plan.drafters)
+    evaluations = evaluate.kept(workspace, drafters, settings)
     if evaluations:
         return evaluations
     if not plan.anyway:
         planned = forecast.evaluation(workspace, plan.drafters, settings, timed=False)
         planned.check(workspace.reports)
     with bar("decoding", "prompts", str(workspace.reports)) as report:
-        evaluations = evaluate.evaluate(
-            workspace, plan.drafters, settings, on_prompt=report
-        )
+        evaluations = evaluate.evaluate(workspace, drafters, settings, on_prompt=report)
     log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")
     return evaluations

@@ -24,6 +24,7 @@ from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.train import planned
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 BLOCK = ("layers=2", "stages.*.anchors=32")
@@ -72,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = evaluate.Settings(
         limit=options.limit, threads=1, trees=tuple(map(Tree.parse, TREES))
     )
-    made = evaluate.evaluate(workspace, names, settings, title="blocks")
+    drafters = open_drafters(workspace, names)
+    made = evaluate.evaluate(workspace, drafters, settings, title="blocks")
     results = {one.name: one for ranking in rank(made) for one in ranking.results}
     for warning in dict.fromkeys(
         text for one in results.values() for text in one.warnings

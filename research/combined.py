@@ -20,6 +20,7 @@ from research.trial import Trial, cost
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, difference, figures
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 WREN = Setting("wren")
@@ -121,8 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     names = trial.all_folders([*chosen.values()])
     asked = evaluate.trees_of(options.tree or ["auto"])
+    workspace = trial.at(0, "combined")
     made = evaluate.evaluate(
-        trial.at(0, "combined"), names, replace(trial.evaluation(), trees=asked)
+        workspace,
+        open_drafters(workspace, names),
+        replace(trial.evaluation(), trees=asked),
     )
     print(
         "\n| setting | trees | tau | speedup | wren's is higher by | times | identical |"

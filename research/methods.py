@@ -33,6 +33,7 @@ from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 UNTRAINED = 4  # prompts for the untrained drafters
@@ -98,9 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = evaluate.Settings(
         temperatures=(0.0, 1.0), limit=options.limit, trees=(tree,)
     )
-    reports = evaluate.kept(workspace, folders, settings)
+    drafters = open_drafters(workspace, folders)
+    reports = evaluate.kept(workspace, drafters, settings)
     reports = reports or evaluate.evaluate(
-        workspace, folders, settings, on_prompt=_progress
+        workspace, drafters, settings, on_prompt=_progress
     )
     for warning in (
         text

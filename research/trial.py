@@ -38,8 +38,10 @@ from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import (
     Decoding,
     Measurement,
+    Phases,
     PromptKind,
     PromptResult,
+    Turn,
 )
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.cluster.reporting import check_failed
@@ -51,9 +53,10 @@ from vlmdistill.pipelines.demo import files
 from vlmdistill.pipelines.demo.clips import patches_for
 from vlmdistill.pipelines.targets import software
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.loader.epoch import Epoch
 from vlmdistill.stores.manifest import VIEWS, record_names
 from vlmdistill.stores.schema import content_hash
@@ -271,12 +274,17 @@ class Trial:
 
     def _decode(self, workspace: Workspace, settings: Sequence[Setting]) -> None:
         if not self._decoded(workspace, settings):
-            evaluate.evaluate(workspace, self.all_folders(settings), self.evaluation())
+            drafters = open_drafters(workspace, self.all_folders(settings))
+            evaluate.evaluate(workspace, drafters, self.evaluation())
 
     def _decoded(
         self, workspace: Workspace, settings: Sequence[Setting]
     ) -> list[Measured]:
-        kept = evaluate.kept(workspace, self.all_folders(settings), self.evaluation())
+        try:
+            drafters = open_drafters(workspace, self.all_folders(settings))
+        except TrainingError:
+            return []  # not all are trained
+        kept = evaluate.kept(workspace, drafters, self.evaluation())
         return [
             Measured(one.temperatures[0], one.hardware, one.measured[:10])
             for one in kept
@@ -359,7 +367,14 @@ def count(drafter: Drafter, store: Store, keys: Sequence[str]) -> Measurement:
         plain, own = counts(walk(right_R.tolist()), len(right_R))
         kind: PromptKind = "image" if len(batch.start_M) else "text"
         rows.append(
-            PromptResult(key=key, dataset="", kind=kind, plain=plain, drafted=own)
+            PromptResult(
+                key=key,
+                dataset="",
+                kind=kind,
+                plain=plain,
+                drafted=own,
+                turn=Turn(started=0, ended=0, seconds=(0, 0), plain=0, drafted=1),
+            )
         )
     return Measurement(temperature=0.0, prompts=tuple(rows))
 
@@ -376,8 +391,13 @@ def counts(found: Walk, end: int) -> tuple[Decoding, Decoding]:
         seconds=0,
         prefill_seconds=0,
         decode_seconds=0,
+        finish="stop",
+        phases=Phases(),
+        passes=end,
+        missed=0,
     )
-    return plain, replace(plain, calls=found.calls, accepted=found.accepted)
+    own = replace(plain, calls=found.calls, accepted=found.accepted, passes=found.calls)
+    return plain, own
 
 
 def cost(runs: Sequence[Run]) -> str:

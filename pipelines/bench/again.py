@@ -27,7 +27,7 @@ class Repeated:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How it was decoded the first time."""
+    """How prompts were decoded the first time."""
 
     model: str
     how: Mapping[str, Any]  # of loading the target
@@ -45,12 +45,11 @@ def decode_again(drafters: Sequence[Repeated], conditions: Conditions) -> Calls:
     """The calls of each drafter for some of the prompts; TrainingError if the process fails."""
     if not PROMPTS or not drafters:
         return {}
-    with tempfile.TemporaryDirectory() as made, Processes() as children:
-        out = Path(made) / "calls.json"
-        threads = {"OMP_NUM_THREADS": str(conditions.threads)}
-        children.start(
-            "decoding again", _decode, (drafters, conditions, PROMPTS, out), threads
-        )
+    with tempfile.TemporaryDirectory() as folder, Processes() as children:
+        out = Path(folder) / "calls.json"
+        arguments = (drafters, conditions, PROMPTS, out)
+        environment = {"OMP_NUM_THREADS": str(conditions.threads)}
+        children.start("decoding again", _decode, arguments, environment)
         for _ in children.messages():
             pass
         return msgspec.json.decode(out.read_bytes(), type=Calls)
@@ -63,6 +62,7 @@ def _decode(
     out: Path,
     report: Progress,
 ) -> None:
+    """Decode the first `count` prompts, and write the calls to `out`: runs in a process of its own."""
     from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.drafters.decoding.decoders import speculate
     from vlmdistill.pipelines.targets.loading import load
@@ -72,18 +72,20 @@ def _decode(
     chosen_keys = set(conditions.keys[:count])
     chosen = [prompt for prompt in prompts if prompt.key in chosen_keys]
     calls: Calls = {}
-    for repeated in drafters:
-        drafter, tree = target.drafter(repeated.folder), Tree.parse(repeated.tree)
+    for done, repeated in enumerate(drafters, 1):
+        drafter = target.drafter(repeated.folder)
+        tree = Tree.parse(repeated.tree)
+        calls[repeated.label] = ()
         for prompt in chosen:
-            encoded = target.encode(prompt.messages)
             cycles = speculate(
                 target,
                 drafter,
-                encoded,
+                target.encode(prompt.messages),
                 tree=tree,
                 max_new_tokens=conditions.max_new_tokens,
             )
+            # The first cycle is the prefill's.
             again = Again(key=prompt.key, calls=len(list(cycles)) - 1)
-            calls[repeated.label] = (*calls.get(repeated.label, ()), again)
-            report(len(calls), len(drafters))
+            calls[repeated.label] += (again,)
+            report(done, len(drafters))
     out.write_bytes(msgspec.json.encode(calls))

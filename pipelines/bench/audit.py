@@ -1,23 +1,24 @@
 """What the counts of an evaluation must satisfy, whatever decoded: from the records alone, so for any reader.
 
 At temperature 0, a response that equals the target's has as many tokens as it. A cycle gains the drafted
-tokens that it accepts and the target's own one, which only the last may lack, and no more than its tree is
+tokens that it accepts and the bonus token, which only the last cycle may lack, and no more than its tree is
 deep. The target, not the decoder, counts its forward passes: one for each cycle. All prompts that were to be
-measured are. What a drafter does does not depend on the process: some prompts are decoded again in another.
+measured are. A drafter's drafts are the same in every process: some prompts are decoded again in another.
 
 At temperatures above 0, the surprise -log p(x) of a sampled token x has the entropy of the target's own
 distribution p as its mean. The sum of the differences over all tokens is a martingale of known variance: far
 from 0, the tokens are not samples of p. Some wrong tokens have a large surprise, too greedy ones a small one.
 So it is with the counts of first, second, later and rare choices (`sampled.py`), which tell what one moment
-does not. The responses of both sides are as long.
+does not. The responses of both sides are as long, and sampled with the same seeds.
 
 The baseline is compared with the target's own steps, with the stock model's `generate`, and with the last
-evaluation of the same target on the same machine.
+evaluation of the same target on the same machine; the seconds of all decodings with the machine's clock.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,7 @@ from vlmdistill.pipelines.bench.records import (
     PromptResult,
     Rank,
     RankCount,
+    Stock,
     Turn,
 )
 from vlmdistill.pipelines.bench.sampled import prompt_seed
@@ -49,141 +51,214 @@ NAMED: Final = 3  # prompts that a finding names
 ERRORS: Final = 4.0  # standard errors that a sum over samples may be off
 NATS: Final = 10.0  # besides: the sum is skewed, a single rare token is no finding
 TOKENS: Final = 3.0  # likewise, of counts
-# of plain decoding's step to the target's own, in pairs: honest ones have 0.98 to 1.04
 SLOW_STEP: Final = 1.1
-SLOW: Final = 1.15  # of plain decoding to `generate`, and to earlier evaluations
-LEAKED: Final = (
-    0.1  # share of the prompts that a drafter has seen, above which it is not ranked
-)
-SLOW_READS: Final = 1.5  # of a step to an earlier one, which was not measured beside it
-# of plain decoding's pace to the machine's own, which other programs can only slow down
+"""Plain decoding's step over the target's own, in pairs: honest ones have 0.98 to 1.04."""
+SLOW: Final = 1.15  # plain decoding over `generate`, and over earlier evaluations
+SLOW_READS: Final = 1.5
+"""A step over that of an earlier evaluation, which was not measured beside it."""
 FAST_PACE: Final = 2.0
+"""The calibrated step over plain decoding's: other programs can only slow it down."""
 BETWEEN: Final = 0.01  # seconds that may pass between two decodings of a prompt
 EQUAL: Final = 1e-6  # relative difference of numbers that are recorded twice
+LEAKED: Final = 0.1
+"""Share of the prompts that a drafter has seen, above which it is not ranked."""
 
 
 def failures(evaluation: Evaluation) -> list[str]:
-    """What cannot be true of an evaluation, as sentences; empty for a sound one."""
-    found = []
-    if missing := sorted(set(evaluation.asked) - set(evaluation.keys)):
-        found.append(
-            f"{len(missing)} of {len(evaluation.asked)} prompts were not measured: {_some(missing)}"
-        )
-    if evaluation.asked and (
-        added := sorted(set(evaluation.keys) - set(evaluation.asked))
-    ):
-        found.append(
-            f"{len(added)} prompts were measured that were not to be: {_some(added)}"
-        )
-    if twice := sorted(
-        key for key, count in Counter(evaluation.keys).items() if count > 1
-    ):
-        found.append(
-            f"{len(twice)} prompts are in the record more than once: {_some(twice)}"
-        )
-    limit = _most(evaluation)
-    for at in evaluation.temperatures:
-        wrong: dict[str, list[str]] = {}
-        for prompt in at.prompts:
-            for text in {*_prompt(prompt, at.temperature, limit)}:
-                wrong.setdefault(text, []).append(prompt.key)
-        where = f" at temperature {at.temperature:g}"
-        found += [
-            f"{text}{where}, in {len(keys)} prompts: {_some(keys)}"
-            for text, keys in wrong.items()
-        ]
-        found += _sampled(at, where)
-        found += _clocks(at, where)
-        found += _seeds(at, where, evaluation.seed)
-    greedy = [at for at in evaluation.temperatures if at.temperature == 0]
-    calls = {one.key: one.drafted.calls for at in greedy for one in at.prompts}
-    if other := [
-        one.key
-        for one in evaluation.again
-        if one.calls != calls.get(one.key, one.calls)
-    ]:
-        found.append(
-            "a process that has seen no response needs other numbers of calls for the same prompts: "
-            f"{_some(other)}"
-        )
-    return found
+    """Contradictions within an evaluation, as sentences; none in a sound one."""
+    texts = [*_wrong_prompts(evaluation)]
+    for measurement in evaluation.temperatures:
+        where = f" at temperature {measurement.temperature:g}"
+        texts += _wrong_counts(evaluation, measurement, where)
+        texts += _wrong_samples(measurement, where)
+        texts += _wrong_clocks(measurement, where)
+        texts += _wrong_seeds(evaluation, measurement, where)
+    texts += _wrong_calls(evaluation)
+    return texts
 
 
-def _sampled(at: Measurement, where: str) -> Iterator[str]:
+def _wrong_prompts(evaluation: Evaluation) -> Iterator[str]:
+    """All prompts that were to be measured are, each once, and no others."""
+    asked, measured = set(evaluation.asked), set(evaluation.keys)
+    if missing := sorted(asked - measured):
+        yield f"{len(missing)} of {len(asked)} prompts were not measured: {_some(missing)}"
+    if asked and (others := sorted(measured - asked)):
+        yield f"{len(others)} prompts were measured that were not to be: {_some(others)}"
+    counts = Counter(evaluation.keys)
+    if repeated := sorted(key for key, count in counts.items() if count > 1):
+        yield f"{len(repeated)} prompts are in the record more than once: {_some(repeated)}"
+
+
+def _wrong_counts(
+    evaluation: Evaluation, measurement: Measurement, where: str
+) -> Iterator[str]:
+    """The counts of each prompt agree; each contradiction is named once."""
+    limit = _most_gained(evaluation)
+    keys_of: dict[str, list[str]] = {}
+    for prompt in measurement.prompts:
+        texts = _contradictions(prompt, measurement.temperature, limit)
+        for text in dict.fromkeys(texts):
+            keys_of.setdefault(text, []).append(prompt.key)
+    for text, keys in keys_of.items():
+        yield f"{text}{where}, in {len(keys)} prompts: {_some(keys)}"
+
+
+def _contradictions(
+    prompt: PromptResult, temperature: float, limit: int | None
+) -> Iterator[str]:
+    """`limit`: the most tokens that a cycle can gain; None: not known."""
+    plain, drafted = prompt.plain, prompt.drafted
+    if temperature == 0 and plain.check == drafted.check == "identical":
+        lengths = {plain.tokens, drafted.tokens}
+        if prompt.stock:
+            lengths.add(prompt.stock.tokens)
+        if len(lengths) > 1:
+            yield "identical responses have different numbers of tokens"
+    for whose, decoded in (("the drafter", drafted), ("plain decoding", plain)):
+        yield from _contradictions_of_side(whose, decoded)
+    if drafted.chain_tried and drafted.chain_tried[0] > drafted.calls:
+        yield "more chains were verified than there were calls"
+    if limit is not None and drafted.tokens - 1 > drafted.calls * limit:
+        yield "the drafter gained more tokens than its tree is deep"
+    if limit is not None and sum(drafted.chain_accepted) > drafted.accepted + limit:
+        yield "acceptance by position does not agree with the accepted tokens"
+    if drafted.sections and not _sections_add_up(drafted):
+        yield "the sections of the response do not add up to it"
+
+
+def _contradictions_of_side(whose: str, decoded: Decoding) -> Iterator[str]:
+    gained = decoded.tokens - 1
+    lacking_bonus = decoded.accepted + decoded.calls - gained
+    if not 0 <= lacking_bonus <= min(decoded.calls, 1):
+        yield f"the tokens of {whose} are not the accepted ones and one for each call"
+    if decoded.finish == "broken":
+        yield f"the responses of {whose} go on after an EOS, or end at neither an EOS nor the limit"
+    if decoded.passes != decoded.calls:
+        yield f"the target counts other forward passes than {whose}"
+
+
+def _sections_add_up(drafted: Decoding) -> bool:
+    calls = sum(section.calls for section in drafted.sections)
+    tokens = sum(section.tokens for section in drafted.sections)
+    accepted = sum(section.accepted for section in drafted.sections)
+    expected = (drafted.calls, drafted.tokens - 1, drafted.accepted)
+    return (calls, tokens, accepted) == expected
+
+
+def _most_gained(evaluation: Evaluation) -> int | None:
+    """The most tokens that a cycle can gain; None for a method with a tree of its own."""
+    method = evaluation.drafter
+    if method in catalogue.NAMES and not catalogue.load(method).shaped:
+        return None
+    try:
+        return Tree.parse(evaluation.tree).depth + 2
+    except DataError:
+        return None
+
+
+def _wrong_samples(measurement: Measurement, where: str) -> Iterator[str]:
     """What is wrong with sampled responses as samples of the target's distribution."""
-    for whose, off in surprises(at).items():
+    for whose, off in surprises(measurement).items():
         if abs(off.nats) > ERRORS * off.error + NATS:
             yield (
                 f"the responses of {whose}{where} are not samples of the target's distribution: their "
                 f"surprise is off by {off.nats:.0f} nats, with a standard error of {off.error:.0f}"
             )
-    for whose, decoded in _sides(at).items():
-        for counted in rank_counts(decoded):
-            error = counted.variance**0.5
-            if abs(counted.tokens - counted.expected) > ERRORS * error + TOKENS:
+    for whose, decoded in _sides(measurement).items():
+        for count in rank_counts(decoded):
+            error = count.variance**0.5
+            if abs(count.tokens - count.expected) > ERRORS * error + TOKENS:
                 yield (
                     f"the responses of {whose}{where} are not samples of the target's distribution: "
-                    f"{counted.tokens} tokens are its {counted.rank} choices, {counted.expected:.0f} are "
+                    f"{count.tokens} tokens are its {count.rank} choices, {count.expected:.0f} are "
                     f"expected, with a standard error of {error:.0f}"
                 )
-    if at.temperature > 0 and (beyond := _longer(at)) > ERRORS:
+    errors = _length_difference(measurement)
+    if measurement.temperature > 0 and errors > ERRORS:
         yield (
             f"the responses of the drafter and of plain decoding{where} differ in length by "
-            f"{beyond:.1f} standard errors"
+            f"{errors:.1f} standard errors"
         )
 
 
-def _clocks(at: Measurement, where: str) -> Iterator[str]:
-    """What one clock says that another one excludes."""
-    for whose, decoded in _sides(at).items():
-        elapsed = (1 + TOLERANCE) * sum(one.seconds for one in decoded)
-        if sum(one.cpu_seconds or 0.0 for one in decoded) > elapsed:
-            yield f"the thread of {whose}{where} has more CPU seconds than elapsed"
-        spent = [astuple(one.phases) for one in decoded if one.phases]
-        if sum(map(sum, spent)) > elapsed:
-            yield f"the phases of {whose}{where} have more seconds than elapsed"
-    changed = [
-        prompt.key
-        for prompt in at.prompts
-        if (turn := prompt.turn)
-        if not _same(turn.seconds[turn.plain], prompt.plain.seconds)
-        or not _same(turn.seconds[turn.drafted], prompt.drafted.seconds)
-    ]
-    if changed:
-        yield f"the seconds of decodings{where} are recorded twice, and differ: {_some(changed)}"
-
-
-def _seeds(at: Measurement, where: str, seed: int) -> Iterator[str]:
-    """Both sides sample a prompt with the same seed, and each prompt with another one."""
-    if at.temperature == 0:
-        return
-    for whose, decoded in _sides(at).items():
-        odd = [
-            prompt.key
-            for number, (prompt, response) in enumerate(
-                zip(at.prompts, decoded, strict=True)
-            )
-            if response.seed not in (None, prompt_seed(seed, number))
-        ]
-        if odd:
-            yield f"{whose}{where} sampled with other seeds than those of the prompts: {_some(odd)}"
-
-
-def _longer(at: Measurement) -> float:
+def _length_difference(measurement: Measurement) -> float:
     """How many standard errors the lengths of the two sides differ by.
 
     Both sides sample the same distribution, so each difference is as likely as its negative. With random
     signs a sum exceeds z standard errors with a probability of at most 2 exp(-z^2 / 2) (Hoeffding 1963).
     """
-    beyond = [prompt.drafted.tokens - prompt.plain.tokens for prompt in at.prompts]
-    error = sum(tokens**2 for tokens in beyond) ** 0.5
-    return abs(sum(beyond)) / error if error else 0.0
+    differences = [
+        prompt.drafted.tokens - prompt.plain.tokens for prompt in measurement.prompts
+    ]
+    error = sum(tokens**2 for tokens in differences) ** 0.5
+    return abs(sum(differences)) / error if error else 0.0
 
 
-def _sides(at: Measurement) -> dict[str, list[Decoding]]:
+def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
+    """What one clock says that another one excludes."""
+    for whose, decoded in _sides(measurement).items():
+        elapsed = sum(response.seconds for response in decoded)
+        allowed = (1 + TOLERANCE) * elapsed
+        cpu_seconds = sum(response.cpu_seconds or 0.0 for response in decoded)
+        if cpu_seconds > allowed:
+            yield f"the thread of {whose}{where} has more CPU seconds than elapsed"
+        in_phases = sum(sum(astuple(response.phases)) for response in decoded)
+        if in_phases > allowed:
+            yield f"the phases of {whose}{where} have more seconds than elapsed"
+    differing = [
+        prompt.key for prompt in measurement.prompts if not _agrees_with_turn(prompt)
+    ]
+    if differing:
+        yield f"the seconds of decodings{where} are recorded twice, and differ: {_some(differing)}"
+
+
+def _agrees_with_turn(prompt: PromptResult) -> bool:
+    turn = prompt.turn
+    plain = math.isclose(turn.seconds[turn.plain], prompt.plain.seconds, rel_tol=EQUAL)
+    drafted = math.isclose(
+        turn.seconds[turn.drafted], prompt.drafted.seconds, rel_tol=EQUAL
+    )
+    return plain and drafted
+
+
+def _wrong_seeds(
+    evaluation: Evaluation, measurement: Measurement, where: str
+) -> Iterator[str]:
+    """Both sides sample a prompt with the same seed, and each prompt with another one."""
+    if measurement.temperature == 0:
+        return
+    for whose, decoded in _sides(measurement).items():
+        unexpected = []
+        for number, response in enumerate(decoded):
+            if response.seed != prompt_seed(evaluation.seed, number):
+                unexpected.append(measurement.prompts[number].key)
+        if unexpected:
+            yield f"{whose}{where} sampled with other seeds than those of the prompts: {_some(unexpected)}"
+
+
+def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
+    """Another process needs as many calls."""
+    calls_of: dict[str, int] = {}
+    for measurement in evaluation.temperatures:
+        if measurement.temperature == 0:
+            for prompt in measurement.prompts:
+                calls_of[prompt.key] = prompt.drafted.calls
+    differing = [
+        again.key
+        for again in evaluation.again
+        if again.calls != calls_of.get(again.key, again.calls)
+    ]
+    if differing:
+        yield (
+            "a process that has seen no response needs other numbers of calls for the same prompts: "
+            f"{_some(differing)}"
+        )
+
+
+def _sides(measurement: Measurement) -> dict[str, list[Decoding]]:
     return {
-        "the drafter": [prompt.drafted for prompt in at.prompts],
-        "plain decoding": [prompt.plain for prompt in at.prompts],
+        "the drafter": [prompt.drafted for prompt in measurement.prompts],
+        "plain decoding": [prompt.plain for prompt in measurement.prompts],
     }
 
 
@@ -191,34 +266,35 @@ class Surprise:
     """How far the surprise of responses is from its mean."""
 
     def __init__(self, decoded: list[Decoding]) -> None:
-        self.nats = sum(one.surprise or 0.0 for one in decoded)
-        self.error = sum(one.surprise_variance or 0.0 for one in decoded) ** 0.5
-        self.tokens = sum(one.tokens for one in decoded)
+        self.nats = sum(response.surprise or 0.0 for response in decoded)
+        variance = sum(response.surprise_variance or 0.0 for response in decoded)
+        self.error = variance**0.5
+        self.tokens = sum(response.tokens for response in decoded)
 
 
-def surprises(at: Measurement) -> dict[str, Surprise]:
+def surprises(measurement: Measurement) -> dict[str, Surprise]:
     """The surprise of the drafter's responses and of plain decoding's; empty if it was not measured."""
     return {
-        name: Surprise(decoded)
-        for name, decoded in _sides(at).items()
-        if all(one.surprise is not None for one in decoded)
+        whose: Surprise(decoded)
+        for whose, decoded in _sides(measurement).items()
+        if all(response.surprise is not None for response in decoded)
     }
 
 
 def rank_counts(decoded: Iterable[Decoding]) -> list[RankCount]:
     """The counts of all responses together, by rank."""
-    by_rank: dict[Rank, list[RankCount]] = {}
+    counts_of: dict[Rank, list[RankCount]] = {}
     for response in decoded:
-        for counted in response.ranks:
-            by_rank.setdefault(counted.rank, []).append(counted)
+        for count in response.ranks:
+            counts_of.setdefault(count.rank, []).append(count)
     return [
         RankCount(
             rank=rank,
-            tokens=sum(counted.tokens for counted in counts),
-            expected=sum(counted.expected for counted in counts),
-            variance=sum(counted.variance for counted in counts),
+            tokens=sum(count.tokens for count in counts),
+            expected=sum(count.expected for count in counts),
+            variance=sum(count.variance for count in counts),
         )
-        for rank, counts in by_rank.items()
+        for rank, counts in counts_of.items()
     ]
 
 
@@ -227,72 +303,31 @@ def doubts_of_run(evaluation: Evaluation) -> list[str]:
     return [*slow_baseline(evaluation), *_odd_times(evaluation)]
 
 
-def _odd_times(evaluation: Evaluation) -> Iterator[str]:
-    """Times that do not fit the machine's clock or speed, or the order of decoding."""
-    steps = [one.plain_step for one in evaluation.calibrations if one.plain_step]
-    for at in evaluation.temperatures:
-        where = f" at temperature {at.temperature:g}"
-        calls = sum(prompt.plain.calls for prompt in at.prompts)
-        decoding = sum(prompt.plain.decode_seconds for prompt in at.prompts)
-        if calls and steps and FAST_PACE * decoding / calls < min(steps):
-            yield (
-                f"a step of plain decoding{where} takes {1e3 * decoding / calls:.2f} ms, and took "
-                f"{1e3 * min(steps):.2f} ms when the machine was calibrated"
-            )
-        turns = [prompt.turn for prompt in at.prompts if prompt.turn]
-        yield from _unaccounted_turns(at, turns, where)
-        yield from _fixed_order(turns, where)
-
-
-def _fixed_order(turns: Sequence[Turn], where: str) -> Iterator[str]:
-    """With k decoders, one of two comes first in at least one of k prompts in a row."""
-    decodings = max((len(turn.seconds) for turn in turns), default=0)
-    if not turns or len(turns) < 2 * decodings:
-        return
-    plain_first = [turn.plain < turn.drafted for turn in turns]
-    order = "plain decoding came before the drafter"
-    if not any(plain_first):
-        order = "the drafter came before plain decoding"
-    if all(plain_first) or not any(plain_first):
-        yield f"{order} on each prompt{where}: the order should rotate"
-
-
-def _unaccounted_turns(
-    at: Measurement, turns: Sequence[Turn], where: str
-) -> Iterator[str]:
-    """The decodings of a prompt fill the time between its beginning and its end."""
-    passed = sum(turn.ended - turn.started for turn in turns)
-    decoding = sum(sum(turn.seconds) for turn in turns)
-    decodings = sum(len(turn.seconds) for turn in turns)
-    sides = [side for prompt in at.prompts for side in (prompt.plain, prompt.drafted)]
-    allowed = tolerance(cpu_share_of(sides)) * passed + BETWEEN * decodings
-    if abs(passed - decoding) > allowed:
-        yield (
-            f"the decodings{where} have {decoding:.1f} seconds, and {passed:.1f} passed by the machine's "
-            "clock: something else ran between them, or times were changed"
-        )
-
-
 def slow_baseline(evaluation: Evaluation) -> list[str]:
     """Warnings of a baseline that is slower than it has to be: speedups over it say little."""
     return [*_slow_steps(evaluation), *_slow_target(evaluation)]
 
 
 def _slow_steps(evaluation: Evaluation) -> Iterator[str]:
-    """Against the target's own steps."""
-    ratios = [one.step_ratio for one in evaluation.calibrations if one.step_ratio]
+    """Compared with the target's own steps."""
+    ratios = [
+        calibration.step_ratio
+        for calibration in evaluation.calibrations
+        if calibration.step_ratio
+    ]
     if ratios and min(ratios) > SLOW_STEP:
         yield f"a step of plain decoding takes {min(ratios):.2f} times as long as the target's own step"
 
 
 def _slow_target(evaluation: Evaluation) -> Iterator[str]:
-    """Against `generate`, and against the last evaluation on this machine."""
+    """Compared with `generate`, and with the last evaluation on this machine."""
     now, earlier = baseline(evaluation), evaluation.earlier
     if now.against_stock and now.against_stock < 1 / SLOW:
         yield f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast"
-    elif earlier is None:
         return
-    elif now.against_stock and earlier.against_stock:
+    if earlier is None:
+        return
+    if now.against_stock and earlier.against_stock:
         if now.against_stock * SLOW < earlier.against_stock:
             yield (
                 f"plain decoding is {now.against_stock:.2f} times as fast as model.generate, and was "
@@ -305,14 +340,72 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
         )
 
 
+def _odd_times(evaluation: Evaluation) -> Iterator[str]:
+    """Times that do not fit the machine's clock or speed, or the order of decoding."""
+    for measurement in evaluation.temperatures:
+        where = f" at temperature {measurement.temperature:g}"
+        yield from _fast_pace(evaluation, measurement, where)
+        yield from _unaccounted_turns(measurement, where)
+        yield from _fixed_order(measurement, where)
+
+
+def _fast_pace(
+    evaluation: Evaluation, measurement: Measurement, where: str
+) -> Iterator[str]:
+    """Compared with the steps of the calibrations."""
+    steps = [
+        calibration.plain_step
+        for calibration in evaluation.calibrations
+        if calibration.plain_step
+    ]
+    calls = sum(prompt.plain.calls for prompt in measurement.prompts)
+    seconds = sum(prompt.plain.decode_seconds for prompt in measurement.prompts)
+    if calls and steps and FAST_PACE * seconds / calls < min(steps):
+        yield (
+            f"a step of plain decoding{where} takes {1e3 * seconds / calls:.2f} ms, and took "
+            f"{1e3 * min(steps):.2f} ms when the machine was calibrated"
+        )
+
+
+def _unaccounted_turns(measurement: Measurement, where: str) -> Iterator[str]:
+    """The decodings of a prompt fill the time between its beginning and its end."""
+    turns = [prompt.turn for prompt in measurement.prompts]
+    passed = sum(turn.ended - turn.started for turn in turns)
+    decoding = sum(sum(turn.seconds) for turn in turns)
+    decodings = sum(len(turn.seconds) for turn in turns)
+    sides = [
+        side
+        for prompt in measurement.prompts
+        for side in (prompt.plain, prompt.drafted)
+    ]
+    allowed = tolerance(cpu_share_of(sides)) * passed + BETWEEN * decodings
+    if abs(passed - decoding) > allowed:
+        yield (
+            f"the decodings{where} have {decoding:.1f} seconds, and {passed:.1f} passed by the machine's "
+            "clock: something else ran between them, or times were changed"
+        )
+
+
+def _fixed_order(measurement: Measurement, where: str) -> Iterator[str]:
+    """With k decoders, the later of two comes first on at least one of k prompts in a row."""
+    turns: Sequence[Turn] = [prompt.turn for prompt in measurement.prompts]
+    decodings = max(len(turn.seconds) for turn in turns)
+    if len(turns) < 2 * decodings:
+        return
+    plain_came_first = {turn.plain < turn.drafted for turn in turns}
+    if plain_came_first == {True}:
+        yield f"plain decoding came before the drafter on each prompt{where}: the order should rotate"
+    if plain_came_first == {False}:
+        yield f"the drafter came before plain decoding on each prompt{where}: the order should rotate"
+
+
 def leaked(evaluation: Evaluation) -> list[str]:
-    """That a drafter has seen many of the prompts in training, so that its numbers say little of others."""
+    """A finding if a drafter has seen so many prompts that its numbers say little of others."""
     leak = evaluation.leak
     if leak is None or len(leak.keys) <= LEAKED * len(evaluation.keys):
         return []
-    return [
-        f"it has seen {len(leak.keys)} of {len(evaluation.keys)} prompts in training"
-    ]
+    seen, prompts = len(leak.keys), len(evaluation.keys)
+    return [f"it has seen {seen} of {prompts} prompts in training"]
 
 
 def unknown_training(evaluation: Evaluation) -> list[str]:
@@ -334,11 +427,12 @@ def unknown_training(evaluation: Evaluation) -> list[str]:
 
 def baseline(evaluation: Evaluation) -> Baseline:
     """What plain decoding compares with in an evaluation."""
-    reads = [
-        one.reads
-        for one in evaluation.calibrations
-        if one.reads and (one.cpu_share is None or one.cpu_share >= BUSY)
-    ]
+    reads = []
+    for calibration in evaluation.calibrations:
+        cpu_share = calibration.cpu_share
+        undisturbed = cpu_share is None or cpu_share >= BUSY
+        if calibration.reads and undisturbed:
+            reads.append(calibration.reads)
     return Baseline(
         measured=evaluation.measured,
         against_stock=against_stock(evaluation),
@@ -347,18 +441,19 @@ def baseline(evaluation: Evaluation) -> Baseline:
 
 
 def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
-    """That of the last evaluation under the same conditions before this one, unless it was slow."""
-    like = Heading.of(evaluation)
-    headings = [(records.heading(file), file) for file in records.files_in(reports)]
-    before = [
-        (one.measured, file)
-        for one, file in headings
-        if one.of_baseline == like.of_baseline
-    ]
+    """That of the last evaluation under the same conditions before this one, unless it is in doubt."""
+    conditions = Heading.of(evaluation).of_baseline
+    before = []
+    for file in records.files_in(reports):
+        with suppress(DataError):  # what cannot be read is not compared
+            heading = records.heading(file)
+            if heading.of_baseline == conditions:
+                before.append((heading.measured, file))
     for _, file in sorted(before, reverse=True):
-        past = records.read(file)
-        if not doubts_of_run(past):
-            return baseline(past)
+        with suppress(DataError):
+            past = records.read(file)
+            if not doubts_of_run(past):
+                return baseline(past)
     return None
 
 
@@ -367,82 +462,34 @@ def against_stock(evaluation: Evaluation) -> float | None:
 
     In CPU seconds where both have them: other programs disturb the clock.
     """
-    pairs = [
-        (one.plain, one.stock)
-        for at in evaluation.temperatures
-        for one in at.prompts
-        if one.stock is not None
-    ]
-    tokens = (
-        sum(plain.tokens for plain, _ in pairs),
-        sum(stock.tokens for _, stock in pairs),
-    )
-    seconds = (
-        sum(plain.seconds for plain, _ in pairs),
-        sum(stock.seconds for _, stock in pairs),
-    )
-    if all(
-        None not in (plain.cpu_seconds, stock.cpu_seconds) for plain, stock in pairs
-    ):
-        seconds = (
-            sum(plain.cpu_seconds or 0.0 for plain, _ in pairs),
-            sum(stock.cpu_seconds or 0.0 for _, stock in pairs),
-        )
-    if not all(tokens) or not all(seconds):
+    plain: list[Decoding] = []
+    stock: list[Stock] = []
+    for measurement in evaluation.temperatures:
+        for prompt in measurement.prompts:
+            if prompt.stock is not None:
+                plain.append(prompt.plain)
+                stock.append(prompt.stock)
+    plain_pace = _pace(plain, stock)
+    stock_pace = _pace(stock, plain)
+    if not plain_pace or not stock_pace:
         return None
-    return (seconds[1] / tokens[1]) / (seconds[0] / tokens[0])
+    return stock_pace / plain_pace
 
 
-def _most(evaluation: Evaluation) -> int | None:
-    """The most tokens that a cycle can gain; None for a method with a tree of its own."""
-    if (
-        evaluation.drafter in catalogue.NAMES
-        and not catalogue.load(evaluation.drafter).shaped
-    ):
-        return None
-    try:
-        return Tree.parse(evaluation.tree).depth + 2
-    except DataError:
-        return None
-
-
-def _prompt(one: PromptResult, temperature: float, limit: int | None) -> Iterator[str]:
-    plain, own = one.plain, one.drafted
-    if temperature == 0 and plain.check == own.check == "identical":
-        lengths = {plain.tokens, own.tokens} | (
-            {one.stock.tokens} if one.stock else set()
-        )
-        if len(lengths) > 1:
-            yield "identical responses have different numbers of tokens"
-    if limit is not None and own.tokens - 1 > own.calls * limit:
-        yield "the drafter gained more tokens than its tree is deep"
-    if own.chain_tried and own.chain_tried[0] > own.calls:
-        yield "more chains were verified than there were calls"
-    for whose, decoded in (("the drafter", own), ("plain decoding", plain)):
-        if (
-            not 0
-            <= decoded.accepted + decoded.calls - (decoded.tokens - 1)
-            <= min(decoded.calls, 1)
-        ):
-            yield f"the tokens of {whose} are not the accepted ones and one for each call"
-        if decoded.finish == "broken":
-            yield f"the responses of {whose} go on after an EOS, or end at neither an EOS nor the limit"
-        if decoded.passes is not None and decoded.passes != decoded.calls:
-            yield f"the target counts other forward passes than {whose}"
-    sums = tuple(
-        sum(getattr(part, name) for part in own.parts)
-        for name in ("calls", "tokens", "accepted")
-    )
-    if own.parts and sums != (own.calls, own.tokens - 1, own.accepted):
-        yield "the parts of the response do not add up to it"
-    if limit is not None and sum(own.chain_accepted) > own.accepted + limit:
-        yield "acceptance by position does not agree with the accepted tokens"
-
-
-def _same(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=EQUAL)
+def _pace(
+    side: Sequence[Decoding | Stock], other_side: Sequence[Decoding | Stock]
+) -> float | None:
+    """Seconds per token of one side, in CPU seconds if both sides have them."""
+    tokens = sum(response.tokens for response in side)
+    both_sides = [*side, *other_side]
+    if all(response.cpu_seconds is not None for response in both_sides):
+        seconds = sum(response.cpu_seconds or 0.0 for response in side)
+    else:
+        seconds = sum(response.seconds for response in side)
+    return seconds / tokens if tokens else None
 
 
 def _some(keys: list[str]) -> str:
     more = len(keys) - NAMED
-    return ", ".join(keys[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    rest = f" and {more} more" if more > 0 else ""
+    return ", ".join(keys[:NAMED]) + rest

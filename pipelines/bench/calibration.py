@@ -28,36 +28,58 @@ ROWS: Final = 5  # of the small product: a verification of a chain of four
 
 def calibrate(target: "VisionLanguageTarget", prompt: Any) -> Calibration:
     """Measure the target's device with its dtype and threads; `prompt` is encoded, and not too long."""
-    device, dtype, on_gpu = target.device, target.dtype, target.device.type == "cuda"
-    side, copied = (4096, 256 << 20) if on_gpu else (512, 64 << 20)
-    large_SS = torch.ones(side, side, device=device, dtype=dtype)
-    small_RS = large_SS[:ROWS].clone()
-    source = torch.ones(copied, device=device, dtype=torch.uint8)
-    sink = torch.empty_like(source)
-
-    def median(run: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(1 + REPEATS):  # the first is a warm-up
-            wait(device)
-            start = time.perf_counter()
-            run()
-            wait(device)
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds[1:])
-
     start, cpu_start = time.perf_counter(), time.thread_time()
     pairs = _step_pairs(target, prompt)
-    found = Calibration(
+    speeds = _MachineSpeeds.of(target.device, target.dtype)
+    calibration = Calibration(
         plain_step=_median([pair.plain for pair in pairs]),
         bare_step=_median([pair.bare for pair in pairs]),
         step_ratio=_median([pair.ratio for pair in pairs]),
         step_bytes=target.step_bytes,
-        small_product=median(lambda: small_RS @ large_SS),
-        large_product=median(lambda: large_SS @ large_SS),
-        bandwidth=2 * copied / max(1e-9, median(lambda: sink.copy_(source))),
+        small_product=speeds.small_product,
+        large_product=speeds.large_product,
+        bandwidth=speeds.bandwidth,
     )
-    elapsed, cpu = time.perf_counter() - start, time.thread_time() - cpu_start
-    return found if on_gpu else replace(found, cpu_share=min(1.0, cpu / elapsed))
+    elapsed = time.perf_counter() - start
+    cpu_share = min(1.0, (time.thread_time() - cpu_start) / elapsed)
+    if target.device.type == "cuda":
+        return calibration
+    return replace(calibration, cpu_share=cpu_share)
+
+
+@dataclass(frozen=True)
+class _MachineSpeeds:
+    small_product: float
+    large_product: float
+    bandwidth: float
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype) -> "_MachineSpeeds":
+        """Measure products of matrices, and copying."""
+        on_gpu = device.type == "cuda"
+        side = 4096 if on_gpu else 512
+        copied_bytes = (256 if on_gpu else 64) << 20
+        large_SS = torch.ones(side, side, device=device, dtype=dtype)
+        small_RS = large_SS[:ROWS].clone()
+        source = torch.ones(copied_bytes, device=device, dtype=torch.uint8)
+        sink = torch.empty_like(source)
+        copy_seconds = _median_seconds(device, lambda: sink.copy_(source))
+        return cls(
+            small_product=_median_seconds(device, lambda: small_RS @ large_SS),
+            large_product=_median_seconds(device, lambda: large_SS @ large_SS),
+            bandwidth=2 * copied_bytes / max(1e-9, copy_seconds),
+        )
+
+
+def _median_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(1 + REPEATS):  # the first is a warm-up
+        wait(device)
+        start = time.perf_counter()
+        run()
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,8 @@ class StepPair:
 
     plain: float  # seconds of plain decoding
     bare: float  # seconds of the target alone
-    ratio: float  # of the two, on a CPU in CPU seconds: other programs take whole slices of time
+    ratio: float
+    """Of the two, on a CPU in CPU seconds: other programs take whole slices of time."""
 
 
 def _step_pairs(target: "VisionLanguageTarget", prompt: Any) -> list[StepPair]:
@@ -94,8 +117,8 @@ def _run_of_pairs(target: "VisionLanguageTarget", prompt: Any) -> Iterator[StepP
         cycle, elapsed, cpu = clocked(partial(next, cycles, None), device)
         if cycle is None:
             return
-        on_cpu = device.type == "cpu" and bare_cpu > 0
-        ratio = cpu / bare_cpu if on_cpu else elapsed / bare
+        in_cpu_seconds = device.type == "cpu" and bare_cpu > 0
+        ratio = cpu / bare_cpu if in_cpu_seconds else elapsed / bare
         yield StepPair(cycle.seconds, bare, ratio)
         token = cycle.ids[-1]
 
@@ -103,8 +126,8 @@ def _run_of_pairs(target: "VisionLanguageTarget", prompt: Any) -> Iterator[StepP
 @torch.inference_mode()
 def _bare_step(target: "VisionLanguageTarget", token: int) -> None:
     """A step by calls of the target alone: all that plain decoding has to do. Commits nothing."""
-    one = torch.ones(1, dtype=torch.long, device=target.device)
-    hidden_1D = target.extend(one * token, one, None, ("hidden",))["hidden"]
+    one_1 = torch.ones(1, dtype=torch.long, device=target.device)
+    hidden_1D = target.extend(one_1 * token, one_1, None, ("hidden",))["hidden"]
     target.logits(hidden_1D).argmax(-1).tolist()
 
 

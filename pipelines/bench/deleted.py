@@ -1,7 +1,7 @@
-"""Harvested prompts that `forget` deletes while an evaluation runs: their texts are not written after that.
+"""Keeps texts of harvested prompts out of reports that `forget` deletes while an evaluation runs.
 
-`forget` holds the lock of the reports. Who writes texts of prompts there takes the lock, too, and looks under
-it which prompts still exist.
+`forget` holds the lock of the reports. Whoever writes texts of prompts to the reports takes that lock, too,
+and checks under it which prompts still exist.
 """
 
 from collections.abc import Iterable
@@ -16,39 +16,44 @@ from vlmdistill.stores.backends.locks import locked
 
 def harvested(results: Iterable[PromptResult]) -> set[str]:
     """The keys of the prompts that came from traffic."""
-    return {one.key for one in results if one.dataset.startswith(prompt_table.TRAFFIC)}
+    return {
+        prompt.key
+        for prompt in results
+        if prompt.dataset.startswith(prompt_table.TRAFFIC)
+    }
 
 
 def deleted(workspace: Workspace, results: Iterable[PromptResult]) -> set[str]:
     """The keys of the harvested prompts that are not in the workspace any more."""
     keys = harvested(results)
-    return keys - prompt_table.keys(workspace.prompts) if keys else keys
+    if not keys:
+        return keys
+    return keys - prompt_table.keys(workspace.prompts)
 
 
 def add(workspace: Workspace, unfinished: Unfinished, decoded: Decoded) -> None:
     """Append a prompt to an unfinished evaluation, unless it was deleted."""
     file = lock_file(workspace.reports)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with locked(
-        file, wait=True
-    ):  # of this machine alone: others see it when it is published
+    # The lock is of this machine: other machines see the prompt when it is published.
+    with locked(file, wait=True):
         if not deleted(workspace, decoded.results.values()):
             unfinished.add(decoded)
 
 
 def write(
-    workspace: Workspace, made: Iterable[Evaluation], unfinished: Unfinished
+    workspace: Workspace, evaluations: Iterable[Evaluation], unfinished: Unfinished
 ) -> list[Evaluation]:
     """Write evaluations without the responses to deleted prompts, and end the unfinished one."""
     written = []
     with only_writer(workspace.reports, wait=True):
         if workspace.parts:
             workspace.parts.fetch("prompts", again=True)
-        for evaluation in made:
-            shown = evaluation.without(
-                deleted(workspace, evaluation.temperatures[0].prompts)
-            )
-            records.write(shown, records.new_file(workspace.reports, shown.name))
-            written.append(shown)
+        for evaluation in evaluations:
+            deleted_keys = deleted(workspace, evaluation.temperatures[0].prompts)
+            stripped = evaluation.without(deleted_keys)
+            file = records.new_file(workspace.reports, stripped.name)
+            records.write(stripped, file)
+            written.append(stripped)
         unfinished.remove()
     return written

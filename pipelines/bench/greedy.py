@@ -37,7 +37,8 @@ class GreedyCheck:
         limit: int,
         generated: Sequence[int] | None,
     ) -> None:
-        self._target, self._encoded = target, encoded
+        self._target = target
+        self._encoded = encoded
         self._limit = limit
         self._generated = None if generated is None else tuple(generated)
         self._gaps_of: dict[tuple[int, ...], list[float] | None] = {}
@@ -50,16 +51,17 @@ class GreedyCheck:
             return None
         if finish_of(response, self._target.info.eos_ids, self._limit) == "broken":
             return "different"
-        worst = max(gaps)
+        largest_gap = max(gaps)
         if self._generated is not None and self._generated != response:
-            apart = _first_difference(self._generated, response)
-            other_gaps = self._gaps(self._generated)
-            if apart is None or other_gaps is None:
+            difference = _first_difference(self._generated, response)
+            generated_gaps = self._gaps(self._generated)
+            if difference is None or generated_gaps is None:
                 return "different"
-            worst = max(worst, other_gaps[apart])
-        if worst == 0:
+            largest_gap = max(largest_gap, generated_gaps[difference])
+        if largest_gap == 0:
             return "identical"
-        return "near_tie" if worst <= NEAR_TIE[self._target.dtype] else "different"
+        tied = largest_gap <= NEAR_TIE[self._target.dtype]
+        return "near_tie" if tied else "different"
 
     def _gaps(self, response: tuple[int, ...]) -> list[float] | None:
         """How much less likely each token is than the stock model's choice, in units of rounding.
@@ -67,32 +69,38 @@ class GreedyCheck:
         0: it is the choice. The decoders of one prompt mostly agree, so one pass is enough for all.
         """
         if response not in self._gaps_of:
-            choices = self._target.stock_choices(self._encoded, response)
-            self._gaps_of[response] = None
-            if choices is not None:
-                unit_N = torch.finfo(self._target.dtype).eps * choices.size_N
-                gap_N = (choices.highest_N - choices.given_N) / unit_N
-                tied_N = choices.best_N != torch.tensor(response)
-                smallest = torch.finfo(
-                    gap_N.dtype
-                ).tiny  # another token with the very same logit
-                self._gaps_of[response] = torch.where(
-                    tied_N, gap_N.clamp(min=smallest), 0.0
-                ).tolist()
+            self._gaps_of[response] = self._measured_gaps(response)
         return self._gaps_of[response]
+
+    def _measured_gaps(self, response: tuple[int, ...]) -> list[float] | None:
+        choices = self._target.stock_choices(self._encoded, response)
+        if choices is None:
+            return None
+        unit_N = torch.finfo(self._target.dtype).eps * choices.size_N
+        gap_N = (choices.highest_N - choices.given_N) / unit_N
+        other_N = choices.best_N != torch.tensor(response)
+        # Another token may have the very same logit.
+        smallest = torch.finfo(gap_N.dtype).tiny
+        gaps: list[float] = torch.where(
+            other_N, gap_N.clamp(min=smallest), 0.0
+        ).tolist()
+        return gaps
 
 
 def finish_of(ids: Sequence[int], eos_ids: Collection[int], limit: int) -> Finish:
     """How a response ends: at an EOS, at the limit, or otherwise, which no decoder may do."""
+    length = len(ids)
     ends = [position for position, token in enumerate(ids, 1) if token in eos_ids]
-    if ends == [len(ids)] and len(ids) <= limit:
+    if ends == [length] and length <= limit:
         return "stop"
-    if not ends and len(ids) == limit:
+    if not ends and length == limit:
         return "length"
     return "broken"
 
 
 def _first_difference(some: Sequence[int], others: Sequence[int]) -> int | None:
     """The first position at which both have a token and these differ; None if one begins the other."""
-    pairs = zip(some, others, strict=False)
-    return next((at for at, (token, other) in enumerate(pairs) if token != other), None)
+    for position, (token, other) in enumerate(zip(some, others, strict=False)):
+        if token != other:
+            return position
+    return None

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from vlmdistill.drafters.checkpoints.description import trained_on
 from vlmdistill.pipelines.bench.records import Leak
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.media.images import large_images, open_image, upright
 from vlmdistill.pipelines.media.urls import copy_of, is_url
+from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
@@ -41,37 +41,43 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def leaks(
-    workspace: Workspace, names: Sequence[str], chosen: Sequence[Prompt]
+    workspace: Workspace, drafters: Sequence[Trained], chosen: Sequence[Prompt]
 ) -> dict[str, Leak | None]:
     """What each drafter has seen of the chosen prompts; None for one that does not name its samples."""
-    trained_keys = {name: trained_on(workspace.drafter(name)) for name in names}
-    all_keys = frozenset[str]().union(*(keys for keys in trained_keys.values() if keys))
-    trained = _Seen()
-    for prompt in _all_prompts(workspace) if all_keys else ():
-        if prompt.key in all_keys:
-            trained.add(prompt)
-    alike_keys = trained.alike(chosen)
-    return {
-        name: None if keys is None else _leak(keys, chosen, trained, alike_keys)
-        for name, keys in trained_keys.items()
-    }
+    sample_keys = {key for drafter in drafters for key in drafter.samples or ()}
+    seen = _Seen()
+    for prompt in _all_prompts(workspace) if sample_keys else ():
+        if prompt.key in sample_keys:
+            seen.add(prompt)
+    alike_keys = seen.alike(chosen)
+    leak_of: dict[str, Leak | None] = {}
+    for drafter in drafters:
+        leak_of[drafter.name] = None
+        if drafter.samples is not None:
+            leak_of[drafter.name] = _leak(drafter.samples, chosen, seen, alike_keys)
+    return leak_of
 
 
 def _leak(
-    keys: frozenset[str],
+    samples: frozenset[str],
     chosen: Sequence[Prompt],
-    trained: "_Seen",
+    seen: "_Seen",
     alike_keys: dict[str, set[str]],
 ) -> Leak:
     """`alike_keys` are the samples that each chosen prompt has something in common with."""
-    own = tuple(prompt.key for prompt in chosen if prompt.key in keys)
-    alike = tuple(
-        prompt.key
-        for prompt in chosen
-        if prompt.key not in own and alike_keys[prompt.key] & keys
+    trained_on = []
+    alike = []
+    for prompt in chosen:
+        if prompt.key in samples:
+            trained_on.append(prompt.key)
+        elif alike_keys[prompt.key] & samples:
+            alike.append(prompt.key)
+    return Leak(
+        samples=len(samples),
+        prompts=tuple(trained_on),
+        alike=tuple(alike),
+        unknown=len(samples - seen.keys),
     )
-    unknown = len(keys - trained.keys)
-    return Leak(samples=len(keys), prompts=own, alike=alike, unknown=unknown)
 
 
 @dataclass
@@ -83,7 +89,7 @@ class _Seen:
     image_keys: dict[Path, set[str]] = field(default_factory=dict)
 
     def add(self, prompt: Prompt) -> None:
-        """Only what is compared is kept: there may be a million."""
+        """Keep only what is compared: there may be a million prompts."""
         self.keys.add(prompt.key)
         for trait in _traits(prompt):
             self.keys_of.setdefault(trait, set()).add(prompt.key)
@@ -104,11 +110,11 @@ class _Seen:
         trained_PC = np.array([*trained_thumbnails.values()], np.uint8)
         trained_files = [*trained_thumbnails]
         for key, file in shown:
-            if file in shown_thumbnails and trained_files:
-                for place in np.flatnonzero(
-                    same_image(shown_thumbnails[file], trained_PC)
-                ):
-                    seen_with[key] |= self.image_keys[trained_files[place]]
+            if file not in shown_thumbnails or not trained_files:
+                continue
+            same_P = same_image(shown_thumbnails[file], trained_PC)
+            for place in np.flatnonzero(same_P):
+                seen_with[key] |= self.image_keys[trained_files[place]]
         return seen_with
 
 
@@ -123,23 +129,23 @@ def same_image(thumbnail_C: Pixels, others_PC: Pixels) -> npt.NDArray[np.bool_]:
 def _thumbnails(files: Iterable[Path]) -> dict[Path, Pixels]:
     """Those of the images that can be read."""
     listed = list(files)
-    threads = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count()
-    )
-    with large_images(), ThreadPoolExecutor(threads) as pool:
+    with large_images(), ThreadPoolExecutor(_cpus()) as pool:
         thumbnails = pool.map(_thumbnail, listed)
         pairs = zip(listed, thumbnails, strict=True)
         return {file: thumbnail for file, thumbnail in pairs if thumbnail is not None}
 
 
+def _cpus() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def _thumbnail(file: Path) -> Pixels | None:
     """The pixels of a small copy, None if the image cannot be read."""
     with suppress(OSError, Image.DecompressionBombError), open_image(file) as image:
-        image.draft(
-            "RGB", (4 * SIDE, 4 * SIDE)
-        )  # a JPEG is decoded at a fraction of its size
+        # A JPEG is decoded at a fraction of its size.
+        image.draft("RGB", (4 * SIDE, 4 * SIDE))
         small = upright(image).resize((SIDE, SIDE), Image.Resampling.BOX)
         return np.asarray(small, np.uint8).reshape(-1)
     return None
@@ -164,12 +170,14 @@ def _traits(prompt: Prompt) -> set[str]:
 
     An import puts prompts that share one on one side, too.
     """
-    return {part["digest"] for part in prompt.media} or {_text(prompt)}
+    digests = {part["digest"] for part in prompt.media}
+    return digests or {_text(prompt)}
 
 
 def _text(prompt: Prompt) -> str:
     """What is asked first, without case, blanks and punctuation."""
     first = next(message for message in prompt.messages if message["role"] == "user")
-    said = [part["text"] for part in first["content"] if part["type"] == "text"]
-    characters = (sign if sign.isalnum() else " " for sign in " ".join(said).casefold())
-    return " ".join("".join(characters).split())
+    texts = [part["text"] for part in first["content"] if part["type"] == "text"]
+    question = " ".join(texts).casefold()
+    letters = "".join(sign if sign.isalnum() else " " for sign in question)
+    return " ".join(letters.split())

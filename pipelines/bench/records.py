@@ -1,7 +1,10 @@
-"""The records of an evaluation: the counts and times of every prompt.
+"""The records of evaluations: the counts and times of every prompt.
 
-Each evaluation of a drafter is a file of its own, `reports/<name>.<when>.json`, which is never replaced.
-Rates and intervals are not stored: `statistics.py` computes them from the records.
+Each evaluation of a drafter is a file of its own, `reports/<name>.<when>.json`, which
+is never replaced. Rates and intervals are not stored: `statistics.py` computes them.
+
+A field is None only where there is nothing to record: CPU seconds on a GPU, or the
+surprise of a response that was not sampled.
 """
 
 import secrets
@@ -10,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,14 +26,14 @@ from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
-FORMAT: Final = 2
-GENERATED: Final = (
-    6  # prompts that the stock model's `generate` answers, too: it takes long
-)
-BINS: Final = 10  # of the chances that a drafter tells
+FORMAT: Final = 3  # of all records of evaluations, those of servers included
+GENERATED: Final = 6
+"""Prompts that the stock model's `generate` answers, too: it takes long."""
+BINS: Final = 10  # of the probabilities that a drafter gives its guesses
 MAX_CHAIN = 4096  # positions of a draft; with far more, a report would take minutes
 AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
 
+Record = TypeVar("Record")
 Count = Annotated[int, Meta(ge=0, le=10**15)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Check = Literal["identical", "near_tie", "different"]
@@ -52,10 +55,10 @@ class Phases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponsePart:
-    """The cycles of a response that began in one range of contexts, within its reasoning or after it."""
+class ResponseSection:
+    """The cycles that began in one range of contexts, in the reasoning or after it."""
 
-    context: Count  # the least of the range, in tokens
+    context: Count  # the lower end of the range, in tokens
     thinking: bool
     calls: Count
     tokens: Count
@@ -63,20 +66,24 @@ class ResponsePart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """Guesses at one position of the chain, after accepted ones, whose chances are in one tenth."""
+class ProbabilityBin:
+    """Guesses at one position of the chain whose probability is in one tenth.
+
+    Only guesses whose predecessors were all accepted count.
+    """
 
     position: Count
     tried: Count  # guesses that were verified
     accepted: Count  # of these
-    chances: Amount  # their sum
+    chances: Amount  # sum of the probabilities that the drafter gave them
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCount:
-    """How many tokens of a sampled response were a choice of this rank, and how many would be expected.
+    """How many tokens of a sampled response were of a rank, and how many to expect.
 
-    The target's first, second and later choices, and those less likely than `sampled.RARE`.
+    Ranks are the target's first, second and later choices; besides, tokens with a
+    probability of at most `sampled.RARE`.
     """
 
     rank: Rank
@@ -89,23 +96,24 @@ class RankCount:
 class Chains:
     """How many drafts got how far, by position of the most likely chain."""
 
-    chain_tried: tuple[
-        Count, ...
-    ] = ()  # cycles that verified it after accepting all before it
-    chain_accepted: tuple[Count, ...] = ()  # of these, cycles that accepted it
+    chain_tried: tuple[Count, ...] = ()
+    """Cycles that verified the position after accepting all before it."""
+    chain_accepted: tuple[Count, ...] = ()
+    """Of these, cycles that accepted it."""
 
     def __post_init__(self) -> None:
-        if len(self.chain_tried) != len(self.chain_accepted):
+        positions = len(self.chain_tried)
+        if positions != len(self.chain_accepted):
             raise ValueError("chain_tried and chain_accepted differ in length")
-        if len(self.chain_tried) > MAX_CHAIN:
+        if positions > MAX_CHAIN:
             raise ValueError(
-                f"chain_tried has {len(self.chain_tried)} positions: at most {MAX_CHAIN}"
+                f"chain_tried has {positions} positions: at most {MAX_CHAIN}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding(Chains):
-    """The counts and times of decoding one prompt once."""
+class DecodingCounts(Chains):
+    """The counts and times from which rates are computed."""
 
     tokens: Count
     calls: Count  # of the target, after the prefill
@@ -113,59 +121,73 @@ class Decoding(Chains):
     seconds: Amount  # elapsed, by a clock outside the decoder
     prefill_seconds: Amount  # of the first cycle, by the decoder's clock
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
-    parts: tuple[
-        ResponsePart, ...
-    ] = ()  # of the drafter's; none: measured before they were recorded
-    told: tuple[
-        Told, ...
-    ] = ()  # by position and tenth of the chance; empty: no chances were told
-    missed: Count = 0  # drafted tokens of the most likely chains that the response has and no cycle accepted
-    check: Check | None = (
-        None  # against the stock model's greedy choices; None: not compared
-    )
-    finish: Finish | None = (
-        None  # at an EOS, at the limit, or otherwise; None: not recorded
-    )
-    phases: Phases | None = None  # None: measured before they were recorded
     cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
-    passes: Count | None = (
-        None  # after the prefill, as the target counts them; None: not recorded
-    )
-    surprise: float | None = (
-        None  # above temperature 0: sum of -log p(token) less its mean, in nats
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(DecodingCounts):
+    """The decoding of one prompt once."""
+
+    finish: Finish  # at an EOS, at the limit, or otherwise
+    phases: Phases
+    passes: Count  # forward passes after the prefill, as the target counts them
+    missed: Count
+    """Drafted tokens that the response has and no cycle accepted."""
+    sections: tuple[ResponseSection, ...] = ()  # empty for plain decoding
+    probabilities: tuple[ProbabilityBin, ...] = ()
+    """By position and tenth; empty if the drafter gives no probabilities."""
+    check: Check | None = None
+    """Against the stock model's greedy choices, at temperature 0; None: it cannot read
+    the prompt."""
+    surprise: float | None = None
+    """Above temperature 0: the sum of -log p(token) less its mean, in nats."""
     surprise_variance: Amount | None = None  # of that sum
-    ranks: tuple[RankCount, ...] = ()  # above temperature 0; empty: not counted
+    ranks: tuple[RankCount, ...] = ()  # above temperature 0
     seed: int | None = None  # of the sampling; None at temperature 0
 
 
 def chain_counts(
     chains: Sequence[tuple[int, int]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`chain_tried` and `chain_accepted`; `chains` are the accepted and verified tokens of each cycle."""
+    """`chain_tried` and `chain_accepted`.
+
+    `chains` are the numbers of accepted and of verified tokens of each cycle.
+    """
     longest = max((verified for _, verified in chains), default=0)
-    tried, accepted = [0] * longest, [0] * longest
-    for taken, verified in chains:
-        for position in range(min(taken + 1, verified)):
+    tried = [0] * longest
+    accepted = [0] * longest
+    for accepted_count, verified_count in chains:
+        for position in range(min(accepted_count + 1, verified_count)):
             tried[position] += 1
-            accepted[position] += position < taken
+            accepted[position] += position < accepted_count
     return tuple(tried), tuple(accepted)
 
 
-def told_chances(
+def probability_bins(
     chains: Sequence[tuple[int, int]], chances: Sequence[Sequence[float]]
-) -> tuple[Told, ...]:
-    """`told`, of the cycles that `chain_counts` counts, and the chances of their guesses."""
-    found: dict[tuple[int, int], tuple[int, int, float]] = {}
-    for (taken, verified), told in zip(chains, chances, strict=True):
-        for position, chance in enumerate(told[: min(taken + 1, verified)]):
-            key = position, min(int(BINS * chance), BINS - 1)
-            tried, accepted, total = found.get(key, (0, 0, 0.0))
-            found[key] = tried + 1, accepted + (position < taken), total + chance
-    return tuple(
-        Told(position=position, tried=tried, accepted=accepted, chances=round(total, 6))
-        for (position, _), (tried, accepted, total) in sorted(found.items())
-    )
+) -> tuple[ProbabilityBin, ...]:
+    """The probabilities of guesses in tenths, of the cycles that `chain_counts` counts.
+
+    `chances` are the probabilities that the drafter gave the guesses of each cycle.
+    """
+    bins: dict[tuple[int, int], ProbabilityBin] = {}
+    for (accepted_count, verified_count), cycle_chances in zip(
+        chains, chances, strict=True
+    ):
+        verified = cycle_chances[: min(accepted_count + 1, verified_count)]
+        for position, chance in enumerate(verified):
+            tenth = min(int(BINS * chance), BINS - 1)
+            before = bins.get((position, tenth)) or ProbabilityBin(
+                position=position, tried=0, accepted=0, chances=0.0
+            )
+            bins[position, tenth] = ProbabilityBin(
+                position=position,
+                tried=before.tried + 1,
+                accepted=before.accepted + (position < accepted_count),
+                chances=before.chances + chance,
+            )
+    in_order = [bins[key] for key in sorted(bins)]
+    return tuple(replace(one, chances=round(one.chances, 6)) for one in in_order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,22 +196,28 @@ class Stock:
 
     tokens: Count
     seconds: Amount
-    cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
+    cpu_seconds: Amount | None  # of the decoding thread; None on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """When a prompt was decoded, by all decoders of the evaluation one after the other.
+    """When a prompt was decoded, by all decoders of the evaluation in turn.
 
-    `started` and `ended` are of the machine's clock, the seconds of each decoding of another one: they agree
-    unless something else ran in between, or times of the record were changed.
+    `started` and `ended` are of the machine's clock, the seconds of each decoding of
+    another one: they agree unless something else ran in between, or times of the
+    record were changed.
     """
 
     started: Amount  # seconds since 1970
     ended: Amount
-    seconds: tuple[Amount, ...]  # of each decoding in this order, warm-ups included
-    plain: Count  # the place of plain decoding in `seconds`
-    drafted: Count  # the place of the drafter
+    seconds: tuple[Amount, ...]
+    """Of each decoding, in the order of decoding, warm-ups included."""
+    plain: Count  # the index of plain decoding in `seconds`
+    drafted: Count  # the index of the drafter
+
+    def __post_init__(self) -> None:
+        if max(self.plain, self.drafted) >= len(self.seconds):
+            raise ValueError("plain or drafted is not an index of seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,15 +229,15 @@ class PromptResult:
     kind: PromptKind
     plain: Decoding
     drafted: Decoding
+    turn: Turn
     stock: Stock | None = None  # decoded in turn with the others, for some prompts
-    turn: Turn | None = None  # None: of a server
 
 
 LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
-    "kind": lambda one: one.kind,
-    "dataset": lambda one: one.dataset,
+    "kind": lambda prompt: prompt.kind,
+    "dataset": lambda prompt: prompt.dataset,
 }
-"""What results are divided by."""
+"""By what results are divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +249,8 @@ class ShownResponse:
     files: tuple[str, ...]
     pieces: tuple[Piece, ...]
     tau: Amount
-    plain: tuple[
-        Piece, ...
-    ] = ()  # of plain decoding, measured beside it; empty: not recorded
+    plain: tuple[Piece, ...]
+    """Of plain decoding; empty if it is too long for a replay."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -238,40 +265,34 @@ class Measurement:
         return f"{len(self.prompts)} prompts at temperature {self.temperature:g}"
 
     def by(self, label: Callable[[PromptResult], str]) -> "dict[str, Measurement]":
-        """Its prompts by a label, such as their kind or dataset; nothing is shown of them."""
+        """Its prompts by a label, such as kind or dataset, without shown responses."""
         groups: dict[str, list[PromptResult]] = {}
-        for one in self.prompts:
-            groups.setdefault(label(one), []).append(one)
+        for prompt in self.prompts:
+            groups.setdefault(label(prompt), []).append(prompt)
         return {
-            name: replace(self, prompts=tuple(some), shown=())
-            for name, some in groups.items()
+            name: replace(self, prompts=tuple(prompts), shown=())
+            for name, prompts in groups.items()
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The speed of the machine itself at one moment, with the target's device, dtype and threads."""
+    """The speed of the machine at one moment, with the target's device and dtype."""
 
-    plain_step: (
-        Amount | None
-    )  # seconds of plain decoding; None: the response has a single token
+    plain_step: Amount | None
+    """Seconds of a step of plain decoding; None: the response has a single token."""
+    bare_step: Amount | None
+    """Seconds of such a step by calls of the target alone; likewise."""
+    step_ratio: Amount | None  # median of plain over bare, in pairs; likewise
+    step_bytes: Count  # of the weights that such a step reads
     small_product: Amount  # seconds, of a matrix with few rows and a square one
     large_product: Amount  # seconds, of two square matrices
     bandwidth: Amount  # bytes read and written in a second of copying
     cpu_share: Share | None = None  # of these seconds; None on a GPU
-    bare_step: Amount | None = (
-        None  # seconds of such a step without the decoder; None: not measured
-    )
-    step_ratio: Amount | None = (
-        None  # median of plain over bare, in pairs; None: not measured in pairs
-    )
-    step_bytes: Count | None = (
-        None  # of the weights that such a step reads; None: not recorded
-    )
 
     @property
     def reads(self) -> float | None:
-        """A step of plain decoding in times that its weights take to be read; None: not recorded."""
+        """A step of plain decoding, in times that its weights take to be read."""
         if not self.plain_step or not self.step_bytes:
             return None
         return self.plain_step * self.bandwidth / self.step_bytes
@@ -279,18 +300,15 @@ class Calibration:
     @property
     def text(self) -> str:
         """The measurements in a line."""
-        step = (
-            ""
-            if self.plain_step is None
-            else f"plain step {1e3 * self.plain_step:.2f} ms, "
-        )
-        share = "" if self.cpu_share is None else f", CPU share {self.cpu_share:.0%}"
-        products = (
-            f"{1e6 * self.small_product:.0f} and {1e6 * self.large_product:.0f} µs"
-        )
-        return (
-            f"{step}products {products}, memory {self.bandwidth / 1e9:.1f} GB/s{share}"
-        )
+        facts = []
+        if self.plain_step is not None:
+            facts.append(f"plain step {1e3 * self.plain_step:.2f} ms")
+        small, large = 1e6 * self.small_product, 1e6 * self.large_product
+        facts.append(f"products {small:.0f} and {large:.0f} µs")
+        facts.append(f"memory {self.bandwidth / 1e9:.1f} GB/s")
+        if self.cpu_share is not None:
+            facts.append(f"CPU share {self.cpu_share:.0%}")
+        return ", ".join(facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,11 +332,11 @@ def short_name(model: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How often a drafter agreed with the target on held-out samples during training, by drafted token."""
+    """How often drafts agreed with the target on held-out samples during training."""
 
     stage: str
     step: Count
-    held_out_agreement: tuple[Share, ...]
+    held_out_agreement: tuple[Share, ...]  # by drafted token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,14 +350,17 @@ class StageTaken:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a drafter was trained, from its folder; the defaults for methods that need no training."""
+    """How a drafter was trained, from its folder.
+
+    The defaults are of methods that need no training.
+    """
 
     signature: str | None = None
     steps: Count = 0
     samples: Count = 0
     view: str | None = None
     seed: int | None = None
-    stages: tuple[StageTaken, ...] = ()  # empty: trained before they were recorded
+    stages: tuple[StageTaken, ...] = ()
     history: tuple[Agreement, ...] = ()
 
 
@@ -348,28 +369,29 @@ class TrainedStage:
     """The settings of a training stage."""
 
     name: str
-    epochs: Amount  # of a run that counts steps only the stage's share of them
+    epochs: Amount
+    """If the run counts steps, the epochs of all stages say only the stage's share."""
     hops: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedSettings:
-    """The settings of a drafter that an evaluation repeats."""
+    """The settings of a drafter that its evaluation repeats."""
 
     tree: str  # the default; an evaluation may use another
     stages: tuple[TrainedStage, ...] = ()
 
 
 def stages_run(training: Training, config: TrainedSettings) -> list[str]:
-    """What was run of each stage, in words: its steps, its passes over the samples, and its hops."""
-    taken = {stage.name: stage for stage in training.stages}
-    said = []
+    """What was run of each stage, in words: steps, passes over the samples, hops."""
+    run_of = {stage.name: stage for stage in training.stages}
+    texts = []
     for stage in config.stages:
-        hops = f"{stage.hops} {'hop' if stage.hops == 1 else 'hops'}"
-        run = taken.get(stage.name)
-        amount = f"{run.steps:,} steps, {run.passes:.1f} passes, " if run else ""
-        said.append(f"{stage.name} ({amount}{hops})")
-    return said
+        facts = [f"{stage.hops} {'hop' if stage.hops == 1 else 'hops'}"]
+        if run := run_of.get(stage.name):
+            facts = [f"{run.steps:,} steps", f"{run.passes:.1f} passes", *facts]
+        texts.append(f"{stage.name} ({', '.join(facts)})")
+    return texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,12 +400,10 @@ class Leak:
 
     samples: Count  # that it was trained on
     prompts: tuple[str, ...] = ()
-    alike: tuple[
-        str, ...
-    ] = ()  # others, with an image, a video or, without any, a text that it has seen
-    unknown: Count = (
-        0  # samples whose media and texts are not in this workspace, or cannot be read
-    )
+    alike: tuple[str, ...] = ()
+    """Others with an image or a video that it has seen, or without any, a text."""
+    unknown: Count = 0
+    """Samples whose media and texts are not in this workspace, or are unreadable."""
 
     @property
     def keys(self) -> list[str]:
@@ -410,80 +430,70 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Evaluation:
-    """The evaluation of one drafter."""
+    """The record of the evaluation of one drafter."""
 
-    format: Literal[2]
+    format: Literal[3]
     name: str
-    drafter: str
+    drafter: str  # the method
     tree: str
     parameters: Count
     training: Training
     config: TrainedSettings
+    weights: str | None  # SHA-256 of the drafter's weights; None: it has none
+    leak: Leak | None  # None: it is not known what the drafter was trained on
     target: TargetId
-    hardware: str  # its name with the hash of what its speed depends on: equal for the same hardware
+    hardware: str
+    """Its name with the hash of what its speed depends on: equal for equal hardware."""
+    machine: Hardware
+    software: Software
     dtype: str
     threads: Count
+    attention: str  # of the target's prefill
+    compiled: bool  # whether decoding steps were compiled
+    thinking: str  # on, off, mixed; empty: as the target's template has it
     max_new_tokens: Count
     seed: Count
     measured: str  # date and time; the same for all drafters of one process
+    asked: tuple[str, ...]  # the keys of the prompts that were to be measured
+    calibrations: tuple[Calibration, ...]  # where each process began, and at the end
     temperatures: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
-    software: Software | None = None  # None: measured before it was recorded
-    attention: str | None = (
-        None  # of the target's prefill; None: measured before it was recorded
-    )
-    compiled: bool | None = None  # whether decoding steps were compiled; likewise
-    thinking: str = (
-        ""  # whether the target reasoned: on, off, mixed; empty: as its template has it
-    )
-    machine: Hardware | None = None  # likewise
-    calibrations: tuple[
-        Calibration, ...
-    ] = ()  # where each process began, and at the end
     title: str = ""  # by `--name`
-    asked: tuple[str, ...] = ()  # the keys of the prompts that were to be measured
-    leak: Leak | None = None  # None: it is not known what the drafter was trained on
     again: tuple[Again, ...] = ()  # some of the prompts
     not_again: str = ""  # why none could be decoded again
-    weights: str | None = (
-        None  # SHA-256 of the drafter's weights; None: it has none, or not recorded
-    )
-    earlier: Baseline | None = (
-        None  # of the last sound evaluation under the same conditions
-    )
+    earlier: Baseline | None = None
+    """Of the last sound evaluation under the same conditions, if there is one."""
 
     def __post_init__(self) -> None:
-        if any(
-            [one.key for one in at.prompts] != self.keys for at in self.temperatures
-        ):
-            raise ValueError("its temperatures have different prompts")
+        for measurement in self.temperatures:
+            if [prompt.key for prompt in measurement.prompts] != self.keys:
+                raise ValueError("its temperatures have different prompts")
 
     def __repr__(self) -> str:
         temperatures = ", ".join(f"{at.temperature:g}" for at in self.temperatures)
         return (
-            f"{self.name}: evaluated on {len(self.keys)} prompts at temperature {temperatures}, "
-            f"{self.measured}"
+            f"{self.name}: evaluated on {len(self.keys)} prompts at temperature "
+            f"{temperatures}, {self.measured}"
         )
 
     @cached_property
     def keys(self) -> list[str]:
         """The keys of the prompts, in the order of decoding."""
-        return [one.key for one in self.temperatures[0].prompts]
+        return [prompt.key for prompt in self.temperatures[0].prompts]
 
     @cached_property
     def prompt_set(self) -> str:
-        """A hash of the keys: evaluations of the same prompts have the same one."""
+        """A hash of the keys: equal for evaluations of the same prompts."""
         return content_hash(self.keys)
 
     def without(self, keys: Collection[str]) -> "Evaluation":
         """The evaluation with the same numbers, and no text of some prompts.
 
-        An error of the process that decodes again may quote one.
+        An error of the process that decodes again may quote a prompt.
         """
 
-        def stripped(at: Measurement) -> Measurement:
-            return replace(
-                at, shown=tuple(one for one in at.shown if one.key not in keys)
-            )
+        def stripped(measurement: Measurement) -> Measurement:
+            shown = [one for one in measurement.shown if one.key not in keys]
+            return replace(measurement, shown=tuple(shown))
 
         not_again = "its process failed" if keys and self.not_again else self.not_again
         return replace(
@@ -494,35 +504,33 @@ class Evaluation:
 
     @property
     def lossless(self) -> bool:
-        """Whether no response at temperature 0, of plain decoding either, differs by more than a near-tie."""
-        results = [one for at in self.temperatures for one in at.prompts]
-        return not any(
-            "different" in (one.plain.check, one.drafted.check) for one in results
-        )
+        """Whether no response at temperature 0 differs by more than a near-tie.
 
-
-def read(file: Path) -> Evaluation:
-    """Read an evaluation; DataError on an invalid file."""
-    return input_files.read(
-        file, Evaluation, f"an evaluation of format {FORMAT}", AGAIN
-    )
+        The responses of plain decoding count, too.
+        """
+        for measurement in self.temperatures:
+            for prompt in measurement.prompts:
+                if "different" in (prompt.plain.check, prompt.drafted.check):
+                    return False
+        return True
 
 
 class Heading(msgspec.Struct, frozen=True):
     """What tells evaluations apart, without what was measured."""
 
+    format: Literal[3]
     name: str
     measured: str
     target: TargetId
     hardware: str
     dtype: str
     threads: int
-    attention: str | None = None
-    compiled: bool | None = None
-    software: Software | None = None
-    max_new_tokens: int = 0
-    thinking: str = ""
-    asked: tuple[str, ...] = ()
+    attention: str
+    compiled: bool
+    software: Software
+    max_new_tokens: int
+    thinking: str
+    asked: tuple[str, ...]
 
     @classmethod
     def of(cls, evaluation: Evaluation) -> "Heading":
@@ -531,13 +539,14 @@ class Heading(msgspec.Struct, frozen=True):
 
     @property
     def of_baseline(self) -> tuple[object, ...]:
-        """What must be equal for the same baseline: also the prompts that `generate` answers."""
-        software = self.software and self.software.installed
-        return (
-            *(self.target, self.hardware, self.dtype, self.threads),
-            *(self.attention, self.compiled, software),
-            *(self.max_new_tokens, self.thinking, self.asked[:GENERATED]),
-        )
+        """What must be equal for the same baseline.
+
+        Also the prompts that `generate` answers: only these are compared.
+        """
+        machine = (self.target, self.hardware, self.dtype, self.threads)
+        settings = (self.attention, self.compiled, self.software.installed)
+        prompts = (self.max_new_tokens, self.thinking, self.asked[:GENERATED])
+        return (*machine, *settings, *prompts)
 
     @property
     def drafter(self) -> str:
@@ -545,29 +554,65 @@ class Heading(msgspec.Struct, frozen=True):
         return self.name.partition("@")[0]
 
 
+class _Format(msgspec.Struct):
+    format: int
+
+
+def read(file: Path) -> Evaluation:
+    """Read an evaluation; DataError on an invalid file, or of another format."""
+    return read_as(Evaluation, file, "an evaluation")
+
+
 def heading(file: Path) -> Heading:
-    """Read the heading of an evaluation, in a tenth of the time of `read`; DataError on an invalid file."""
-    return input_files.read(file, Heading, f"an evaluation of format {FORMAT}", AGAIN)
+    """Read the heading of an evaluation, in a tenth of the time of `read`.
+
+    DataError on an invalid file, or of another format.
+    """
+    return read_as(Heading, file, "an evaluation")
+
+
+def read_as(kind: type[Record], file: Path, what: str) -> Record:
+    """Read a record of a kind; DataError on an invalid file, or of another format."""
+    try:
+        return input_files.read(file, kind, what, AGAIN)
+    except DataError:
+        _check_format(file)
+        raise
+
+
+def _check_format(file: Path) -> None:
+    """DataError if a file says that it is of another format."""
+    try:
+        format_of_file = input_files.read(file, _Format, "a record", AGAIN).format
+    except DataError:
+        return
+    if format_of_file != FORMAT:
+        raise DataError(
+            f"{file} is of format {format_of_file}, of a development version, and not "
+            f"of format {FORMAT}: remove it, and measure again with `vlmdistill eval`"
+        )
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The JSON files of a folder; DataError on what only has such a name, as a FIFO, which has no end."""
-    found = sorted(folder.glob("*.json"))
-    if odd := [str(file) for file in found if not file.is_file()]:
-        raise DataError(f"{', '.join(odd)}: not a regular file; remove it")
-    return found
+    """The JSON files of a folder.
+
+    DataError on what only has such a name, as a FIFO, which has no end.
+    """
+    files = sorted(folder.glob("*.json"))
+    irregular = [str(file) for file in files if not file.is_file()]
+    if irregular:
+        raise DataError(f"{', '.join(irregular)}: not a regular file; remove it")
+    return files
 
 
 def new_file(folder: Path, name: str) -> Path:
-    """A file for an evaluation: its name is on no machine the name of another, and sorts by time."""
-    return (
-        folder / f"{name}.{datetime.now():%Y%m%d-%H%M%S-%f}-{secrets.token_hex(4)}.json"
-    )
+    """A file for a record: unique over all machines; names sort by time."""
+    moment = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+    return folder / f"{name}.{moment}-{secrets.token_hex(4)}.json"
 
 
-def write(evaluation: object, file: Path) -> None:
-    """Replace the file atomically."""
+def write(record: object, file: Path) -> None:
+    """Write or replace the file atomically."""
+    text = msgspec.json.format(msgspec.json.encode(record), indent=1)
     with atomic_write(file) as aside:
-        aside.write_bytes(
-            msgspec.json.format(msgspec.json.encode(evaluation), indent=1)
-        )
+        aside.write_bytes(text)

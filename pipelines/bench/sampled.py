@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlmdistill.pipelines.bench.records import Rank
 
-RARE: Final = 0.02  # chance of a token up to which it is rare
+RARE: Final = 0.02  # probability of a token up to which it is rare
 RANKS: Final[tuple[Rank, ...]] = get_args(Rank)
 
 
@@ -29,22 +29,25 @@ def surprise(log_NV: Tensor, ids_N: Tensor) -> Tensor:
     entropy_N = -torch.special.xlogy(share_NV, share_NV).sum(-1)
     square_N = (share_NV * log_NV.clamp(min=-1e3).square()).sum(-1)
     variance_N = (square_N - entropy_N.square()).clamp(min=0)
-    surprise_N = -log_NV.gather(-1, ids_N[:, None])[:, 0] - entropy_N
+    log_N = log_NV.gather(-1, ids_N[:, None])[:, 0]
+    surprise_N = -log_N - entropy_N
     return torch.stack([surprise_N.sum(), variance_N.sum()])
 
 
 def ranks(log_NV: Tensor, ids_N: Tensor) -> Tensor:
     """Tokens of each rank, as many as are expected, and the variance: float64 [R, 3].
 
-    Tokens of the same chance have the same rank.
+    Tokens of the same probability have the same rank.
     """
     share_NV = log_NV.exp()
     first_NV = share_NV == share_NV.amax(-1, keepdim=True)
-    others_NV = share_NV.masked_fill(first_NV, 0)
-    second_NV = ~first_NV & (others_NV == others_NV.amax(-1, keepdim=True))
+    rest_NV = share_NV.masked_fill(first_NV, 0)
+    highest_rest_N1 = rest_NV.amax(-1, keepdim=True)
+    second_NV = ~first_NV & (rest_NV == highest_rest_N1)
     later_NV = ~first_NV & ~second_NV
+    rare_NV = share_NV <= RARE
     rows = []
-    for of_rank_NV in (first_NV, second_NV, later_NV, share_NV <= RARE):
+    for of_rank_NV in (first_NV, second_NV, later_NV, rare_NV):
         chance_N = (share_NV * of_rank_NV).sum(-1).clamp(max=1)
         count = of_rank_NV.gather(-1, ids_N[:, None]).sum()
         variance = (chance_N * (1 - chance_N)).sum()

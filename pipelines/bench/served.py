@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported, export
-from vlmdistill.pipelines.bench import records, served_records
-from vlmdistill.pipelines.bench.evaluate import Settings, check_title, held_out
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.plan import held_out
 from vlmdistill.pipelines.bench.records import short_name
 from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.bench.served_records import (
@@ -31,12 +31,15 @@ from vlmdistill.pipelines.bench.served_records import (
     TimedRequest,
 )
 from vlmdistill.pipelines.bench.server_client import (
+    Answer,
+    Counters,
     RequestError,
     ServedModel,
     ServerClient,
     ServerError,
     between,
 )
+from vlmdistill.pipelines.bench.settings import Settings, check_title
 from vlmdistill.pipelines.cluster.engine_environment import check_environment
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.media.frames import check_unchanged, media_file
@@ -46,6 +49,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.software import of_this_process
 from vlmdistill.pipelines.vllm.launch import EngineError, vllm_server
+from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.progress import Progress, silent
@@ -53,120 +57,129 @@ from vlmdistill.stores.schema import content_hash
 
 CHECKED = 8  # prompts whose logits are looked at, at most, after a load
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
+HIGHEST_TEMPERATURE = 2  # that servers take
 
 Question = tuple[str, list[dict[str, Any]]]
 """The key of a prompt, and its messages."""
+OnFailure = Callable[[str], None]
+"""Gets a server's text about a request that failed."""
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Which server is measured, and how it is named."""
+
+    url: str
+    baseline: str | None = None  # the URL of the same server without a drafter
+    name: str | None = None  # of the evaluation; None: the server's address
+    served_model: str | None = None  # the target as the server names it, if otherwise
 
 
 def evaluate_server(
     workspace: Workspace,
-    url: str,
+    server: ServerOptions,
     settings: Settings,
     *,
-    baseline: str | None = None,
-    name: str | None = None,
-    served_model: str | None = None,
     prompts_file: Path | None = None,
-    asked: Sequence[Question] = (),
+    prepared: Sequence[Question] = (),
     on_prompt: Progress = silent,
-    on_failure: Callable[[str], None] = lambda text: None,
+    on_failure: OnFailure = _ignore,
 ) -> ServedEvaluation:
-    """Measure the server at `url` and add a record to `reports/served/`; the name defaults to its address.
+    """Measure a server and add a record to `reports/served/`.
 
-    `asked` takes the place of the held-out prompts. The file is written after each load: an interruption
-    loses only the load that it interrupts. Requests that fail are counted, and `on_failure` gets what the
-    server says of each, which is written nowhere. ServerError when a server cannot be used, gives logits that
-    are not finite, or when all requests to the one at `url` failed; DataError when a prompt cannot be sent.
+    `prepared` takes the place of the held-out prompts. The file is written after each load: an interruption
+    loses only the load that it interrupts. Requests that fail are counted; `on_failure` gets the server's
+    text about each, which is written nowhere. ServerError when a server cannot be used, gives logits that
+    are not finite, or when all its requests failed; DataError when a prompt cannot be sent.
     """
-    check_title(name or "")
-    asked = asked or questions(workspace, settings, prompts_file)
-    errors: list[str] = []
+    check_title(server.name or "")
+    prepared = prepared or questions(workspace, settings, prompts_file)
+    measuring = _measure(workspace, server, settings, prepared, on_prompt, on_failure)
+    return asyncio.run(measuring)
 
-    def failed_with(text: str) -> None:
-        errors.append(text)
-        on_failure(text)
 
-    async def measured() -> ServedEvaluation:
-        clients = [ServerClient(one) for one in (url, baseline) if one is not None]
-        try:
-            models = [
-                await _model(client, workspace, served_model) for client in clients
-            ]
-            servers = [
-                _Server(client, model.id, asked, settings, told)
-                for client, model, told in zip(
-                    clients, models, (failed_with, on_failure), strict=False
-                )
-            ]
-            for server in servers:
-                await server.send(
-                    0, 0.0
-                )  # to warm up; what fails here fails again when it is counted
-                await server.check_finite()
-            errors.clear()
-            total = (
-                len(settings.temperatures)
-                * len(settings.concurrencies)
-                * len(servers)
-                * len(asked)
+async def _measure(
+    workspace: Workspace,
+    options: ServerOptions,
+    settings: Settings,
+    prepared: Sequence[Question],
+    on_prompt: Progress,
+    on_failure: OnFailure,
+) -> ServedEvaluation:
+    """Measure all loads, one after the other."""
+    urls = [options.url, *([options.baseline] if options.baseline else [])]
+    clients = [ServerClient(url) for url in urls]
+    try:
+        models = [
+            await _model(client, workspace, options.served_model) for client in clients
+        ]
+        servers = [
+            _Server(client, model.id, prepared, settings, on_failure)
+            for client, model in zip(clients, models, strict=True)
+        ]
+        for server in servers:
+            await server.warm_up()
+        evaluation = ServedEvaluation(
+            format=records.FORMAT,
+            name=options.name or clients[0].address,
+            url=clients[0].url,
+            model=models[0].id,
+            drafter=models[0].drafter,
+            baseline=clients[1].url if options.baseline else None,
+            prompt_set=content_hash([key for key, _ in prepared]),
+            max_new_tokens=settings.max_new_tokens,
+            seed=settings.seed,
+            measured=time.strftime("%Y-%m-%d %H:%M:%S"),
+            software=of_this_process(),
+            loads=(),
+        )
+        file = records.new_file(workspace.reports / "served", evaluation.name)
+        loads = [*product(settings.temperatures, settings.concurrencies)]
+        total = len(loads) * len(servers) * len(prepared)
+        numbers = count(1)
+        for temperature, concurrency in loads:
+            load = await _load(
+                servers,
+                temperature,
+                concurrency,
+                lambda remark: on_prompt(next(numbers), total, remark),
             )
-            done = count(1)
-            made = ServedEvaluation(
-                format=served_records.FORMAT,
-                name=name or clients[0].address,
-                url=clients[0].url,
-                model=models[0].id,
-                drafter=models[0].drafter,
-                baseline=clients[1].url if baseline else None,
-                prompt_set=content_hash([key for key, _ in asked]),
-                max_new_tokens=settings.max_new_tokens,
-                seed=settings.seed,
-                measured=time.strftime("%Y-%m-%d %H:%M:%S"),
-                loads=(),
-                software=of_this_process(),
-            )
-            file = records.new_file(workspace.reports / "served", made.name)
-            for temperature, concurrency in product(
-                settings.temperatures, settings.concurrencies
-            ):
-                one = await _load(
-                    servers,
-                    temperature,
-                    concurrency,
-                    lambda remark: on_prompt(next(done), total, remark),
-                )
-                made = replace(made, loads=(*made.loads, one))
-                if made.answered:
-                    records.write(made, file)
-        finally:
-            for client in clients:
-                await client.close()
-        if not made.answered:
-            failed = [lost for one in made.loads for lost in one.server.failed]
-            raise ServerError(
-                f"{made.url}: all {len(failed)} requests failed: {errors[0]}"
-            )
-        return made
-
-    return asyncio.run(measured())
+            evaluation = replace(evaluation, loads=(*evaluation.loads, load))
+            if evaluation.answered:
+                records.write(evaluation, file)
+    finally:
+        for client in clients:
+            await client.close()
+    if not evaluation.answered:
+        failed = sum(len(load.server.failed) for load in evaluation.loads)
+        raise ServerError(
+            f"{evaluation.url}: all {failed} requests failed: {servers[0].first_error}"
+        )
+    return evaluation
 
 
 def questions(
     workspace: Workspace, settings: Settings, prompts_file: Path | None
 ) -> list[Question]:
-    """The held-out prompts; DataError when one cannot be sent, or the settings are none for a server."""
+    """The held-out prompts; DataError when one cannot be sent, or a server cannot take the settings."""
     settings.check()
-    chosen = held_out(
-        prompts_file or workspace.prompts, settings.limit, workspace.model
-    )
-    if odd := [one for one in settings.temperatures if one > 2]:
-        raise DataError(
-            f"--temperature {odd[0]}: servers take 0, greedy decoding, to 2"
-        )
-    if odd := [one for one in settings.concurrencies if not 1 <= one <= len(chosen)]:
-        raise DataError(
-            f"--concurrency {odd[0]}: give 1 to {len(chosen)}, the number of held-out prompts that are sent"
-        )
+    file = prompts_file or workspace.prompts
+    chosen = held_out(file, settings.limit, workspace.model)
+    for temperature in settings.temperatures:
+        if temperature > HIGHEST_TEMPERATURE:
+            raise DataError(
+                f"--temperature {temperature}: servers take 0, greedy decoding, to {HIGHEST_TEMPERATURE}"
+            )
+    for concurrency in settings.concurrencies:
+        if not 1 <= concurrency <= len(chosen):
+            raise DataError(
+                f"--concurrency {concurrency}: give 1 to {len(chosen)}, the number of held-out prompts that "
+                "are sent"
+            )
     return [(prompt.key, chat_messages(prompt)) for prompt in chosen]
 
 
@@ -174,100 +187,157 @@ def questions(
 class ServedDrafters:
     """The drafters that were measured, and why the others were not."""
 
-    made: list[ServedEvaluation] = field(default_factory=list)
+    evaluations: list[ServedEvaluation] = field(default_factory=list)
     failed: dict[str, VlmdistillError] = field(default_factory=dict)
 
 
 def evaluate_drafters(
     workspace: Workspace,
-    names: Sequence[str],
+    drafters: Sequence[Trained],
     settings: Settings,
     *,
     prompts_file: Path | None = None,
     on_prompt: Progress = silent,
-    on_failure: Callable[[str], None] = lambda text: None,
+    on_failure: OnFailure = _ignore,
 ) -> ServedDrafters:
     """Measure each drafter as `evaluate_server` does, with servers of our own: vLLM with it and without.
 
-    What is exported and what the servers say is kept in `served/` of the workspace. A drafter that cannot be
-    served does not stop the next one. TrainingError when a drafter cannot be exported.
+    Exports and the servers' logs are kept in `served/` of the workspace. A drafter that cannot be served does
+    not stop the next one. TrainingError when a drafter cannot be exported.
     """
     check_environment("vllm")
-    asked = questions(
-        workspace, settings, prompts_file
-    )  # once for all, before a server starts
-    target, folder = resolve(workspace.model), workspace.root / "served"
+    # Once for all, before a server starts.
+    prepared = questions(workspace, settings, prompts_file)
     dtype = settings.how.get("dtype", "auto")
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    written = dict[str, Exported]()
-    for name in names:
-        drafter = workspace.drafter(name)
-        shutil.rmtree(folder / name, ignore_errors=True)
-        written[name] = export(drafter, folder / name, dtype)
-
-    def server(drafter: str, images: bool) -> AbstractContextManager[str]:
-        on_prompt(0, 0, f"starting vLLM with {drafter or 'no drafter'}")
-        log, one = folder / f"{drafter or 'baseline'}.log", written.get(drafter)
-        return vllm_server(
-            target, workspace.model, dtype, log, one, whole_images=images
-        )
-
-    def counted(done: int, total: int, remark: str = "") -> None:
-        on_prompt(done, total, f"{name} {remark}")
-
-    found, plain, served_images = ServedDrafters(), "", None
-    with ExitStack() as baseline:
-        for name in sorted(written, key=lambda name: written[name].whole_images):
-            images = written[name].whole_images
+    exported_of = _export_all(workspace, drafters, dtype)
+    servers = _VllmServers(workspace, dtype, on_prompt)
+    outcome = ServedDrafters()
+    with servers:
+        # Drafters of equal needs follow each other: they share the baseline.
+        by_images = sorted(exported_of.items(), key=lambda item: item[1].whole_images)
+        for name, exported in by_images:
+            report = _Named(name, on_prompt)
             try:
-                if (
-                    images != served_images
-                ):  # the baseline is as the drafter in all else
-                    baseline.close()
-                    plain, served_images = (
-                        baseline.enter_context(server("", images)),
-                        images,
+                baseline = servers.baseline(exported.whole_images)
+                with servers.serve(name, exported) as url:
+                    options = ServerOptions(
+                        url=url,
+                        baseline=baseline,
+                        name=name,
+                        served_model=workspace.model,
                     )
-                with server(name, images) as url:
-                    found.made.append(
-                        evaluate_server(
-                            workspace,
-                            url,
-                            settings,
-                            baseline=plain,
-                            name=name,
-                            served_model=workspace.model,
-                            asked=asked,
-                            on_prompt=counted,
-                            on_failure=on_failure,
-                        )
+                    evaluation = evaluate_server(
+                        workspace,
+                        options,
+                        settings,
+                        prepared=prepared,
+                        on_prompt=report,
+                        on_failure=on_failure,
                     )
+                outcome.evaluations.append(evaluation)
             except (EngineError, ServerError) as error:
-                found.failed[name] = error
-                served_images = None  # the baseline may be what failed
-    return found
+                outcome.failed[name] = error
+                servers.distrust_baseline()
+    return outcome
+
+
+def _export_all(
+    workspace: Workspace, drafters: Sequence[Trained], dtype: str
+) -> dict[str, Exported]:
+    """Export each drafter into `served/` of the workspace, by name."""
+    exported_of: dict[str, Exported] = {}
+    for drafter in drafters:
+        out = workspace.root / "served" / drafter.name
+        shutil.rmtree(out, ignore_errors=True)
+        exported_of[drafter.name] = export(drafter.folder, out, dtype)
+    return exported_of
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Progress whose remarks begin with a drafter's name."""
+
+    name: str
+    on_prompt: Progress
+
+    def __call__(self, done: int, total: int, remark: str = "") -> None:
+        self.on_prompt(done, total, f"{self.name} {remark}")
+
+
+class _VllmServers:
+    """Servers of a target that vLLM runs: one for each drafter in turn, and the baseline beside it."""
+
+    def __init__(self, workspace: Workspace, dtype: str, on_prompt: Progress) -> None:
+        self._model = workspace.model
+        self._target = resolve(workspace.model)
+        self._logs = workspace.root / "served"
+        self._dtype = dtype
+        self._on_prompt = on_prompt
+        self._stack = ExitStack()
+        self._baseline_url = ""
+        self._baseline_images: bool | None = None  # None: there is no baseline
+
+    def __enter__(self) -> "_VllmServers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def serve(self, name: str, exported: Exported) -> AbstractContextManager[str]:
+        """A server with a drafter, as its URL."""
+        return self._server(name, exported.whole_images, exported)
+
+    def baseline(self, whole_images: bool) -> str:
+        """The URL of the server without a drafter, which is as the drafter's in all else."""
+        if whole_images != self._baseline_images:
+            self._stack.close()
+            self._baseline_images = None
+            server = self._server("", whole_images, None)
+            self._baseline_url = self._stack.enter_context(server)
+            self._baseline_images = whole_images
+        return self._baseline_url
+
+    def distrust_baseline(self) -> None:
+        """Start another baseline for the next drafter: the baseline may be what failed."""
+        self._baseline_images = None
+
+    def _server(
+        self, name: str, whole_images: bool, exported: Exported | None
+    ) -> AbstractContextManager[str]:
+        self._on_prompt(0, 0, f"starting vLLM with {name or 'no drafter'}")
+        return vllm_server(
+            self._target,
+            self._model,
+            self._dtype,
+            self._logs / f"{name or 'baseline'}.log",
+            exported,
+            whole_images=whole_images,
+        )
 
 
 def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
     """A prompt as the OpenAI API takes it, images as data URLs; DataError where it shows a video."""
+    messages = []
+    for message in prompt.messages:
+        content = [_content_part(prompt.key, part) for part in message["content"]]
+        messages.append({"role": message["role"], "content": content})
+    return messages
 
-    def part(one: dict[str, Any]) -> dict[str, Any]:
-        if one["type"] == "video":
-            raise DataError(
-                f"prompt {prompt.key} shows the video {one['path']}, and the OpenAI API takes only text and "
-                "images: give other prompts with --prompts"
-            )
-        if one["type"] == "image":
-            path = media_file(one)
-            check_unchanged(one)
-            return {"type": "image_url", "image_url": {"url": data_url(path)}}
-        return {"type": "text", "text": one["text"]}
 
-    return [
-        {"role": message["role"], "content": [part(one) for one in message["content"]]}
-        for message in prompt.messages
-    ]
+def _content_part(key: str, part: dict[str, Any]) -> dict[str, Any]:
+    """A part of the content of the prompt with this key."""
+    if part["type"] == "video":
+        raise DataError(
+            f"prompt {key} shows the video {part['path']}, and the OpenAI API takes only text and "
+            "images: give other prompts with --prompts"
+        )
+    if part["type"] == "image":
+        path = media_file(part)
+        check_unchanged(part)
+        return {"type": "image_url", "image_url": {"url": data_url(path)}}
+    return {"type": "text", "text": part["text"]}
 
 
 async def _model(
@@ -276,16 +346,16 @@ async def _model(
     """The model `wanted`, or the one that has a name of the workspace's; ServerError if it is not served."""
     served = await client.models()
     target = workspace.model
-    names = (
-        [wanted]
-        if wanted
-        else [target, HUB.get(target, target), str(EMBEDDED.get(target, target))]
-    )
-    short = {short_name(one).lower() for one in names} if wanted is None else ()
-    found = [model for model in served if model.id in names]
-    found += [model for model in served if short_name(model.id).lower() in short]
-    if found:
-        return found[0]
+    names = [target, HUB.get(target, target), str(EMBEDDED.get(target, target))]
+    short_names = {short_name(name).lower() for name in names}
+    if wanted:
+        names, short_names = [wanted], set()
+    for model in served:
+        if model.id in names:
+            return model
+    for model in served:
+        if short_name(model.id).lower() in short_names:
+            return model
     listed = ", ".join(f"'{model.id}'" for model in served) or "nothing"
     raise ServerError(
         f"{client.url} does not serve '{wanted or target}': name one with --served-model: {listed}"
@@ -296,65 +366,113 @@ async def _load(
     servers: Sequence["_Server"],
     temperature: float,
     concurrency: int,
-    count: Callable[[str], None],
+    on_request: Callable[[str], None],
 ) -> ServedLoad:
     """Send all prompts to all servers, in alternation if there are several."""
-    prompts = range(len(servers[0].asked))
-    size = len(prompts)
-    if (
-        len(servers) > 1
-    ):  # both should be first, which takes two blocks, full if possible
-        size = max(concurrency, min(BLOCK * concurrency, (size + 1) // 2))
-    before = [await server.client.settled() for server in servers]
-    outcomes: list[list[TimedRequest | FailedRequest]] = [[] for _ in servers]
-    seconds = [0.0] * len(servers)
+    prompts = range(len(servers[0].questions))
+    size = _block_size(len(prompts), len(servers), concurrency)
+    runs = [
+        _MeasuredServer(server, await server.client.settled()) for server in servers
+    ]
     for number, start in enumerate(range(0, len(prompts), size)):
-        turn = number % len(servers)
-        for side in [*range(len(servers))[turn:], *range(len(servers))[:turn]]:
-            waiting = iter(prompts[start : start + size])
-            begun = time.perf_counter()
-            work = [
-                servers[side].drain(waiting, temperature, count)
-                for _ in range(concurrency)
-            ]
-            for some in await asyncio.gather(*work):
-                outcomes[side] += some
-            seconds[side] += time.perf_counter() - begun
-    runs = []
-    for server, then, took, found in zip(
-        servers, before, seconds, outcomes, strict=True
-    ):
-        requests = tuple(one for one in found if isinstance(one, TimedRequest))
-        failed = tuple(one for one in found if isinstance(one, FailedRequest))
-        counts = between(then, await server.client.settled())
-        await server.check_finite()
-        runs.append(
-            ServerRun(seconds=took, requests=requests, failed=failed, counts=counts)
-        )
+        block = prompts[start : start + size]
+        first = number % len(runs)
+        for run in [*runs[first:], *runs[:first]]:
+            await run.send(block, temperature, concurrency, on_request)
+    records_of_runs = [await run.record() for run in runs]
     return ServedLoad(
         temperature=temperature,
         concurrency=concurrency,
-        server=runs[0],
-        baseline=runs[1] if len(runs) > 1 else None,
+        server=records_of_runs[0],
+        baseline=records_of_runs[1] if len(records_of_runs) > 1 else None,
     )
 
 
-@dataclass(frozen=True)
+def _block_size(prompts: int, servers: int, concurrency: int) -> int:
+    """Prompts that a server gets before the other one has its turn."""
+    if servers == 1:
+        return prompts
+    # Both should be first, which takes two blocks, full if possible.
+    half = (prompts + 1) // 2
+    return max(concurrency, min(BLOCK * concurrency, half))
+
+
+@dataclass
+class _MeasuredServer:
+    """What was measured of one server under one load."""
+
+    server: "_Server"
+    counters: Counters  # before the first request
+    seconds: float = 0.0
+    outcomes: list[TimedRequest | FailedRequest] = field(default_factory=list)
+
+    async def send(
+        self,
+        block: Sequence[int],
+        temperature: float,
+        concurrency: int,
+        on_request: Callable[[str], None],
+    ) -> None:
+        """Send some prompts, so many at a time."""
+        waiting = iter(block)
+        start = time.perf_counter()
+        senders = [
+            self.server.drain(waiting, temperature, on_request)
+            for _ in range(concurrency)
+        ]
+        for outcomes in await asyncio.gather(*senders):
+            self.outcomes += outcomes
+        self.seconds += time.perf_counter() - start
+
+    async def record(self) -> ServerRun:
+        """The record of the run; ServerError if the logits of the server are not finite."""
+        counts = between(self.counters, await self.server.client.settled())
+        await self.server.check_finite()
+        requests = [one for one in self.outcomes if isinstance(one, TimedRequest)]
+        failed = [one for one in self.outcomes if isinstance(one, FailedRequest)]
+        return ServerRun(
+            seconds=self.seconds,
+            requests=tuple(requests),
+            failed=tuple(failed),
+            counts=counts,
+        )
+
+
+@dataclass
 class _Server:
-    """A server, and what it is asked."""
+    """A server, and the prompts to send to it."""
 
     client: ServerClient
     model: str
-    asked: Sequence[Question]
+    questions: Sequence[Question]
     settings: Settings
-    on_failure: Callable[[str], None]
-    repeating: set[int] = field(default_factory=set)  # prompts to be checked
+    on_failure: OnFailure
+    first_error: str = ""  # the server's text about the first request that failed
+    repeating: set[int] = field(default_factory=set)
+    """Prompts whose response repeats a token: their logits are checked."""
+
+    async def warm_up(self) -> None:
+        """Send the first prompt. What fails here fails again when it is counted."""
+        try:
+            await self._chat(0, 0.0)
+        except RequestError:
+            return
+        await self.check_finite()
 
     async def send(
         self, number: int, temperature: float
     ) -> TimedRequest | FailedRequest:
         """Send one prompt."""
-        key, messages = self.asked[number]
+        try:
+            answer = await self._chat(number, temperature)
+        except RequestError as error:
+            self.first_error = self.first_error or str(error)
+            self.on_failure(str(error))
+            return FailedRequest(key=self.questions[number][0], reason=error.kind)
+        return answer.request
+
+    async def _chat(self, number: int, temperature: float) -> Answer:
+        key, messages = self.questions[number]
         options: dict[str, Any] = {
             "model": self.model,
             "temperature": temperature,
@@ -363,34 +481,33 @@ class _Server:
         if temperature:
             options["seed"] = prompt_seed(self.settings.seed, number)
         try:
-            try:
-                answer = await self.client.chat(key, messages, options)
-            except RequestError as error:
-                if not error.too_long:
-                    raise
-                # As in this process, a response ends at the last position of the target.
-                del options["max_tokens"]
-                answer = await self.client.chat(key, messages, options)
+            answer = await self.client.chat(key, messages, options)
         except RequestError as error:
-            self.on_failure(str(error))
-            return FailedRequest(key=key, reason=error.kind)
+            if not error.too_long:
+                raise
+            # As in this process, a response ends at the last position of the target.
+            del options["max_tokens"]
+            answer = await self.client.chat(key, messages, options)
         if answer.repeats:
             self.repeating.add(number)
-        return answer.request
+        return answer
 
     async def check_finite(self) -> None:
         """ServerError if the logits of a prompt are not finite whose response repeats a token."""
         for number in sorted(self.repeating)[:CHECKED]:
             options = {"model": self.model, "temperature": 0}
-            await self.client.check_finite(self.asked[number][1], options)
+            await self.client.check_finite(self.questions[number][1], options)
         self.repeating.clear()
 
     async def drain(
-        self, waiting: Iterator[int], temperature: float, count: Callable[[str], None]
+        self,
+        waiting: Iterator[int],
+        temperature: float,
+        on_request: Callable[[str], None],
     ) -> list[TimedRequest | FailedRequest]:
         """Send prompts one after the other until none waits."""
         outcomes = []
         for number in waiting:
             outcomes.append(await self.send(number, temperature))
-            count(f"T={temperature:g}")
+            on_request(f"T={temperature:g}")
         return outcomes

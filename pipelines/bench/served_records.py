@@ -18,20 +18,17 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from msgspec import Meta
 
-from vlmdistill.pipelines.bench.records import (
-    AGAIN,
-    Chains,
-    Count,
-    Decoding,
-    Measurement,
-    PromptResult,
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.records import Chains, Count, DecodingCounts
+from vlmdistill.pipelines.bench.statistics import (
+    Interval,
+    Rate,
+    alpha,
+    rates_with_intervals,
 )
-from vlmdistill.pipelines.bench.statistics import Interval, Rate, alpha, figures
 from vlmdistill.pipelines.streaming.pieces import Amount
 from vlmdistill.pipelines.targets.software import Software
-from vlmdistill.stores import input_files
 
-FORMAT: Final = 1
 SPEEDS: Final[tuple[Rate, ...]] = ("speedup", "decode_speedup")
 
 
@@ -53,7 +50,7 @@ class TimedRequest:
     """A response of a server, by the client's clock."""
 
     key: str  # of the prompt
-    tokens: Count | None  # the EOS included
+    tokens: Count | None  # the EOS included; None: the server does not tell
     seconds: Amount  # from sending the request to the end of the response
     first_seconds: Amount  # to the first text; to the end if there was no text
     finish: str
@@ -81,8 +78,9 @@ class ServerRun:
     counts: ServerCounts
 
     def __repr__(self) -> str:
-        done, failed = len(self.requests), len(self.failed)
-        return f"{done + failed} requests, {failed} failed, in {self.seconds:.1f} s"
+        failed = len(self.failed)
+        sent = len(self.requests) + failed
+        return f"{sent} requests, {failed} failed, in {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +90,14 @@ class ServedLoad:
     temperature: Amount
     concurrency: Annotated[int, Meta(ge=1)]
     server: ServerRun
-    baseline: ServerRun | None = None
+    baseline: ServerRun | None  # None: measured without one
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServedEvaluation:
-    """The evaluation of one server."""
+    """The record of the evaluation of one server."""
 
-    format: Literal[1]
+    format: Literal[3]
     name: str
     url: str
     model: str  # as the server names it
@@ -109,11 +107,11 @@ class ServedEvaluation:
     max_new_tokens: Count
     seed: Count
     measured: str  # date and time
+    software: Software  # of the client
     loads: Annotated[tuple[ServedLoad, ...], Meta(min_length=1)]
-    software: Software | None = None  # of the client
 
     def __repr__(self) -> str:
-        loads = [f"{one.temperature:g} x {one.concurrency}" for one in self.loads]
+        loads = [f"{load.temperature:g} x {load.concurrency}" for load in self.loads]
         return (
             f"{self.name}: server {self.url} evaluated at temperature x concurrency "
             f"{', '.join(loads) or 'none'}, {self.measured}"
@@ -122,9 +120,12 @@ class ServedEvaluation:
     @property
     def runs(self) -> list[ServerRun]:
         """The runs of the server and of its baseline."""
-        return [
-            run for load in self.loads for run in (load.server, load.baseline) if run
-        ]
+        runs = []
+        for load in self.loads:
+            runs.append(load.server)
+            if load.baseline:
+                runs.append(load.baseline)
+        return runs
 
     @property
     def answered(self) -> bool:
@@ -134,7 +135,7 @@ class ServedEvaluation:
     @property
     def failed(self) -> list[FailedRequest]:
         """The requests that failed, at any server."""
-        return [one for run in self.runs for one in run.failed]
+        return [request for run in self.runs for request in run.failed]
 
 
 @dataclass(frozen=True)
@@ -183,144 +184,166 @@ class LoadFigures:
 
 
 def read(file: Path) -> ServedEvaluation:
-    """Read an evaluation of a server; DataError on an invalid file."""
-    return input_files.read(file, ServedEvaluation, "an evaluation of a server", AGAIN)
+    """Read an evaluation of a server; DataError on an invalid file, or of another format."""
+    return records.read_as(ServedEvaluation, file, "an evaluation of a server")
 
 
 def run_figures(run: ServerRun) -> RunFigures:
     """The metrics of a run."""
-    counts, done = run.counts, run.requests
-    known = [one.tokens for one in done if one.tokens is not None]
-    tokens = sum(known) if done and len(known) == len(done) else None
-    paces = [
-        (one.seconds - one.first_seconds) / (one.tokens - 1)
-        for one in done
-        if one.tokens is not None and one.tokens > 1
-    ]
-    tau = None
-    if (
-        counts.drafts and tokens is not None and not run.failed
-    ):  # else the two count different requests
-        gained = tokens - len(done)
-        undrafted = (
-            0 if counts.accepted is None else gained - counts.accepted - counts.drafts
-        )
-        tau = gained / (counts.drafts + max(0, undrafted))
+    counts, requests = run.counts, run.requests
+    tokens = _tokens(requests)
     return RunFigures(
-        requests=len(done),
+        requests=len(requests),
         failed=len(run.failed),
         seconds=run.seconds,
         tokens=tokens,
         tokens_per_second=_share(tokens, run.seconds),
-        first_seconds=_quartiles([one.first_seconds for one in done]),
-        seconds_per_token=_quartiles(paces),
+        first_seconds=_quartiles([request.first_seconds for request in requests]),
+        seconds_per_token=_quartiles(_paces(requests)),
         cached_prompts=_share(counts.cached_tokens, counts.prompt_tokens),
         cached_images=_share(counts.cached_images, counts.images),
         drafts=counts.drafts,
         accepted_tokens=counts.accepted,
-        tau=tau,
+        tau=_tau(run, tokens),
         accepted=_share(counts.accepted, counts.drafts),
         alpha=alpha([counts]) or None,
     )
 
 
+def _tokens(requests: Sequence[TimedRequest]) -> int | None:
+    """Of all responses; None unless the server tells those of each."""
+    counted = [request.tokens for request in requests if request.tokens is not None]
+    if not requests or len(counted) < len(requests):
+        return None
+    return sum(counted)
+
+
+def _paces(requests: Sequence[TimedRequest]) -> list[float]:
+    """Seconds per token after the first, of each response that has such tokens."""
+    paces = []
+    for request in requests:
+        if request.tokens is not None and request.tokens > 1:
+            seconds = request.seconds - request.first_seconds
+            paces.append(seconds / (request.tokens - 1))
+    return paces
+
+
+def _tau(run: ServerRun, tokens: int | None) -> float | None:
+    """None with failed requests, too: server and client then count different ones."""
+    drafts, accepted = run.counts.drafts, run.counts.accepted
+    if not drafts or tokens is None or run.failed:
+        return None
+    gained = tokens - len(run.requests)
+    undrafted = 0 if accepted is None else gained - accepted - drafts
+    return gained / (drafts + max(0, undrafted))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The responses of both servers to a prompt, as `statistics.Pair`."""
+
+    plain: DecodingCounts
+    drafted: DecodingCounts
+    kind: str = "any"  # the record does not tell
+
+
 def load_figures(load: ServedLoad) -> LoadFigures:
     """The metrics of a server, compared with the baseline on the prompts that both responded to."""
-    server, baseline = (
-        run_figures(load.server),
-        run_figures(load.baseline) if load.baseline else None,
-    )
-    theirs = {one.key: one for one in load.baseline.requests} if load.baseline else {}
-    pairs = [
-        (theirs[one.key], one) for one in load.server.requests if one.key in theirs
-    ]
-    greedy = bool(pairs) and load.temperature == 0
-    timed = [
-        PromptResult(key=one.key, dataset="", kind="text", plain=plain, drafted=drafted)
-        for base, one in pairs
-        if (plain := _decoding(base)) and (drafted := _decoding(one))
-    ]
-    rates = (
-        figures(Measurement(temperature=load.temperature, prompts=tuple(timed)))
-        if timed
-        else None
-    )
-    intervals = (
-        {name: found for name, found in rates.intervals.items() if name in SPEEDS}
-        if rates
-        else {}
-    )
+    server = run_figures(load.server)
+    baseline = run_figures(load.baseline) if load.baseline else None
+    compared = _compared(load)
+    identical = sum(plain.response == own.response for plain, own in compared)
+    is_greedy = bool(compared) and load.temperature == 0
+    pairs = []
+    for plain_request, request in compared:
+        plain, drafted = _counts(plain_request), _counts(request)
+        if plain and drafted:
+            pairs.append(_Pair(plain, drafted))
+    rates, intervals = rates_with_intervals(pairs) if pairs else ({}, {})
+    speed_intervals = {rate: intervals[rate] for rate in SPEEDS if rate in intervals}
+    warnings = _warnings("server", load.concurrency, load.server, server)
+    if load.baseline and baseline:
+        warnings += _warnings("baseline", load.concurrency, load.baseline, baseline)
     return LoadFigures(
         temperature=load.temperature,
         concurrency=load.concurrency,
         server=server,
         baseline=baseline,
-        identical=sum(base.response == one.response for base, one in pairs)
-        if greedy
-        else None,
-        compared=len(pairs) if greedy else None,
-        speedup=rates.speedup if rates else None,
-        decode_speedup=(rates.decode_speedup or None)
-        if rates
-        else None,  # 0: nothing came after the first
-        intervals=intervals or None,
-        warnings=tuple(
-            text
-            for whose, run, found in (
-                ("server", load.server, server),
-                ("baseline", load.baseline, baseline),
-            )
-            if run and found
-            for text in _warnings(
-                f"the {whose} at concurrency {load.concurrency}", run, found
-            )
-        ),
+        identical=identical if is_greedy else None,
+        compared=len(compared) if is_greedy else None,
+        speedup=rates.get("speedup"),
+        # 0: nothing came after the first token.
+        decode_speedup=rates.get("decode_speedup") or None,
+        intervals=speed_intervals or None,
+        warnings=tuple(warnings),
     )
 
 
-def _warnings(at: str, run: ServerRun, found: RunFigures) -> Iterator[str]:
-    """What makes the numbers less than they seem; `at` says whose they are."""
+def _compared(load: ServedLoad) -> list[tuple[TimedRequest, TimedRequest]]:
+    """The requests of the baseline and of the server for the same prompts."""
+    baseline_requests = load.baseline.requests if load.baseline else ()
+    request_of = {request.key: request for request in baseline_requests}
+    return [
+        (request_of[request.key], request)
+        for request in load.server.requests
+        if request.key in request_of
+    ]
+
+
+def _warnings(
+    whose: str, concurrency: int, run: ServerRun, rated: RunFigures
+) -> list[str]:
+    """What makes the numbers less than they seem."""
+    where = f"the {whose} at concurrency {concurrency}"
+    warnings = [*_cache_warnings(where, rated)]
     if run.failed and not run.requests:
-        yield f"{at} failed all {len(run.failed)} requests: {run.failed[0].reason}"
-    for share, what in (
-        (found.cached_prompts, "prompt tokens"),
-        (found.cached_images, "images"),
-    ):
-        if share:
-            yield (
-                f"{at} had {share:.0%} of the {what} in a cache: start it without caches to measure the "
-                "first token (vLLM: --no-enable-prefix-caching --mm-processor-cache-gb 0)"
-            )
-    made = run.counts.generated
-    if not run.failed and None not in (made, found.tokens) and made != found.tokens:
-        yield (
-            f"{at} counted {made} generated tokens, and the responses have {found.tokens}: the draft "
+        reason = run.failed[0].reason
+        warnings.insert(0, f"{where} failed all {len(run.failed)} requests: {reason}")
+    generated = run.counts.generated
+    counts_known = generated is not None and rated.tokens is not None
+    if counts_known and not run.failed and generated != rated.tokens:
+        warnings.append(
+            f"{where} counted {generated} generated tokens, and the responses have {rated.tokens}: the draft "
             "counters include other clients' requests"
         )
+    return warnings
 
 
-def _decoding(one: TimedRequest) -> Decoding | None:
+def _cache_warnings(where: str, rated: RunFigures) -> Iterator[str]:
+    shares = (
+        (rated.cached_prompts, "prompt tokens"),
+        (rated.cached_images, "images"),
+    )
+    for share, items in shares:
+        if share:
+            yield (
+                f"{where} had {share:.0%} of the {items} in a cache: start it without caches to measure the "
+                "first token (vLLM: --no-enable-prefix-caching --mm-processor-cache-gb 0)"
+            )
+
+
+def _counts(request: TimedRequest) -> DecodingCounts | None:
     """A request in the terms of `statistics.py`, its calls unknown; None without a count of tokens."""
-    if not one.tokens:
+    if not request.tokens:
         return None
-    first, rest = one.first_seconds, one.seconds - one.first_seconds
-    return Decoding(
-        tokens=one.tokens,
+    return DecodingCounts(
+        tokens=request.tokens,
         calls=0,
         accepted=0,
-        seconds=one.seconds,
-        prefill_seconds=first,
-        decode_seconds=rest,
+        seconds=request.seconds,
+        prefill_seconds=request.first_seconds,
+        decode_seconds=request.seconds - request.first_seconds,
     )
 
 
 def _share(count: int | None, total: float | None) -> float | None:
-    return count / total if count is not None and total else None
+    if count is None or not total:
+        return None
+    return count / total
 
 
 def _quartiles(values: Sequence[float]) -> Quartiles | None:
-    return (
-        Quartiles(*map(float, np.quantile(values, [0.25, 0.5, 0.75])))
-        if values
-        else None
-    )
+    if not values:
+        return None
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return Quartiles(float(low), float(median), float(high))

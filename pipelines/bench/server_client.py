@@ -7,8 +7,9 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import httpx2
@@ -22,19 +23,19 @@ from vlmdistill.stores.schema import content_hash
 KEY_VARIABLE = "OPENAI_API_KEY"
 SILENCE_SECONDS = 600  # after which a request has failed
 CONNECT_SECONDS = 10
-PAUSE, PATIENCE = (
-    0.2,
-    5.0,
-)  # seconds between looks at the metrics, and for all, until they stand still
+PAUSE = 0.2  # seconds between looks at the metrics
+PATIENCE = 5.0  # seconds for all looks, until the metrics stand still
 OTHER = "is not a server of the OpenAI API"
 NOT_FINITE = (
     "it repeats one token that has no log-probability: the target's logits are not finite, use another "
     "dtype"
 )
-REPEATED = re.compile(
-    r"((.{1,16}?)\2+)?", re.DOTALL
-)  # the text of one token, repeated, or none
-
+FINISHES: Final = ("stop", "length", "content_filter", "tool_calls", "abort")
+REPEATED = re.compile(r"((.{1,16}?)\2+)?", re.DOTALL)
+"""The text of one token, repeated, or no text."""
+TOO_LONG = re.compile(r"max_(?:completion_)?tokens|maximum context length")
+SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE)
+POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
 NAMES: Final = {
     "vllm:generation_tokens_total": "generated",
@@ -56,10 +57,6 @@ NAMES: Final = {
     "vlmdistill_chain_accepted_tokens_total": "chain_accepted",
 }
 """Counters, and what we call them."""
-FINISHES: Final = ("stop", "length", "content_filter", "tool_calls", "abort")
-TOO_LONG = re.compile(r"max_(?:completion_)?tokens|maximum context length")
-SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE)
-POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
 Counters = Mapping[tuple[str, int], int]
 """Values by name and position in a draft, 0 where a counter has no positions."""
@@ -72,7 +69,7 @@ class ServerError(VlmdistillError):
 class RequestError(ServerError):
     """A request got no whole response.
 
-    `kind` says why in our words alone: what a server says may quote the prompt, and is not to be recorded.
+    `kind` says why in our words alone: the server's text may quote the prompt, and must not be recorded.
     """
 
     def __init__(self, kind: str, said: str = "", *, too_long: bool = False) -> None:
@@ -101,6 +98,12 @@ class Delta(Struct):
     reasoning: str | None = None
     reasoning_content: str | None = None
 
+    @property
+    def text(self) -> str:
+        """All new text."""
+        reasoning = self.reasoning or self.reasoning_content or ""
+        return reasoning + (self.content or "")
+
 
 class StreamChoice(Struct):
     """One response of a chunk."""
@@ -121,14 +124,6 @@ class StreamChunk(Struct):
     choices: list[StreamChoice] = []
     usage: Usage | None = None
     error: Any = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A response of a server."""
-
-    request: TimedRequest
-    repeats: bool  # a single token, as after logits that are not finite
 
 
 class TokenLogprob(Struct):
@@ -154,13 +149,73 @@ class Completion(Struct):
 
     choices: list[CompletionChoice]
 
+    @property
+    def logprobs(self) -> list[float | None]:
+        """Of all tokens, as far as the server gives them."""
+        return [
+            token.logprob
+            for choice in self.choices
+            if choice.logprobs
+            for token in choice.logprobs.content
+        ]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response of a server."""
+
+    request: TimedRequest
+    repeats: bool  # a single token, as after logits that are not finite
+
+
+@dataclass
+class _Stream:
+    """What a streamed response has shown so far; times are in seconds since the request."""
+
+    start: float = field(default_factory=time.perf_counter)
+    texts: list[str] = field(default_factory=list)
+    tokens: int | None = None
+    finish: str = ""
+    first_text: float = 0.0
+    end: float = 0.0
+
+    def add(self, chunk: StreamChunk) -> None:
+        """Take an event; RequestError if it says that the request failed."""
+        now = time.perf_counter() - self.start
+        if chunk.error:
+            raise RequestError("the stream has an error", _message(chunk.error))
+        if chunk.usage:
+            self.tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            text = choice.delta.text
+            if text and not self.first_text:
+                self.first_text = now
+            self.texts.append(text)
+            self.finish = choice.finish_reason or self.finish
+            self.end = now
+
+    def answer(self, key: str) -> Answer:
+        """The whole response to a prompt; RequestError if it has not ended."""
+        if not self.finish:
+            raise RequestError("the stream ends before the response does")
+        text = "".join(self.texts)
+        request = TimedRequest(
+            key=key,
+            tokens=self.tokens,
+            seconds=self.end,
+            first_seconds=self.first_text or self.end,
+            finish=self.finish if self.finish in FINISHES else "other",
+            response=content_hash([text]),
+        )
+        several = self.tokens is not None and self.tokens > 1
+        return Answer(request, several and REPEATED.fullmatch(text) is not None)
+
 
 class ServerClient:
     """One server. ServerError when the URL is none; close it after use."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        key = os.environ.get(KEY_VARIABLE)
         try:
             parsed = httpx2.URL(self.url)
         except httpx2.InvalidURL as error:
@@ -174,7 +229,8 @@ class ServerClient:
                 f"the URL of {parsed.host} has a password: set {KEY_VARIABLE} to a key instead"
             )
         self.address = f"{parsed.host}-{parsed.port}" if parsed.port else parsed.host
-        self._counts = False  # whether it has shown metrics
+        self._shows_metrics = False
+        key = os.environ.get(KEY_VARIABLE)
         self._http = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx2.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
@@ -193,19 +249,17 @@ class ServerClient:
         try:
             return await self._http.request(method, f"{self.url}/{path}", json=body)
         except httpx2.HTTPError as error:
-            raise ServerError(f"{self.url} cannot be reached: {_text(error)}") from None
+            reason = one_line(error) or type(error).__name__
+            raise ServerError(f"{self.url} cannot be reached: {reason}") from None
 
     async def models(self) -> list[ServedModel]:
-        """What it serves; ServerError when it cannot be reached or is no server of the OpenAI API."""
+        """The served models; ServerError when it cannot be reached or is no server of the OpenAI API."""
         response = await self.request("GET", "v1/models")
         if response.status_code in (401, 403):
-            known = KEY_VARIABLE in os.environ
-            what = (
-                f"refuses the key in {KEY_VARIABLE}"
-                if known
-                else f"needs a key: set {KEY_VARIABLE}"
-            )
-            raise ServerError(f"{self.url} {what}")
+            problem = f"needs a key: set {KEY_VARIABLE}"
+            if KEY_VARIABLE in os.environ:
+                problem = f"refuses the key in {KEY_VARIABLE}"
+            raise ServerError(f"{self.url} {problem}")
         if response.status_code != 200:
             raise ServerError(
                 f"{self.url} {OTHER}: GET /v1/models gives {response.status_code}"
@@ -218,24 +272,24 @@ class ServerClient:
             ) from None
 
     async def settled(self) -> Counters:
-        """What it has counted so far; empty if it shows no metrics.
+        """Its counters once they stand still; empty if it shows no metrics.
 
-        Read until it stands still: some is counted after the response has been sent. Where it has shown
-        metrics before, an empty page is a failed read, and read again.
+        Servers count some events after they have sent the response. Where the server has shown metrics
+        before, an empty page is a failed read, and is read again.
         """
-        before = await self._counters()
-        end = time.perf_counter() + PATIENCE
-        while (before or self._counts) and time.perf_counter() < end:
+        latest = await self._counters()
+        deadline = time.perf_counter() + PATIENCE
+        while (latest or self._shows_metrics) and time.perf_counter() < deadline:
             await asyncio.sleep(PAUSE)
             now = await self._counters()
-            if now and now == before:
+            if now and now == latest:
                 break
-            before = now or before
-        self._counts |= bool(before)
-        return before
+            latest = now or latest
+        self._shows_metrics |= bool(latest)
+        return latest
 
     async def counters(self) -> Counters:
-        """What it has counted by now; empty if it shows no metrics; ServerError as `request`."""
+        """Its counters now; empty if it shows no metrics; ServerError as `request`."""
         response = await self.request("GET", "metrics")
         return parse(response.text) if response.status_code == 200 else {}
 
@@ -247,65 +301,37 @@ class ServerClient:
 
     async def chat(
         self, key: str, messages: Sequence[Any], options: Mapping[str, Any]
-    ) -> "Answer":
+    ) -> Answer:
         """Stream the chat completion of a prompt; RequestError says why there is no whole response."""
-        body = msgspec.json.encode(
-            {
-                "messages": messages,
-                **options,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        )
-        headers = {"Content-Type": "application/json"}
-        text: list[str] = []
-        tokens, finish = None, ""
-        start = time.perf_counter()
-        first = end = 0.0
+        streaming = {"stream": True, "stream_options": {"include_usage": True}}
+        body = msgspec.json.encode({"messages": messages, **options, **streaming})
+        stream = _Stream()
         try:
-            async with self._http.stream(
-                "POST", f"{self.url}/v1/chat/completions", content=body, headers=headers
-            ) as response:
-                if response.status_code != 200:
-                    raise _refusal(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if data == line or data == "[DONE]":  # not an event; the last
-                        continue
-                    now = time.perf_counter() - start
-                    chunk = msgspec.json.decode(data, type=StreamChunk)
-                    if chunk.error:
-                        raise RequestError(
-                            "the stream has an error", _message(chunk.error)
-                        )
-                    tokens = chunk.usage.completion_tokens if chunk.usage else tokens
-                    for choice in chunk.choices:
-                        delta = choice.delta
-                        new = (delta.reasoning or delta.reasoning_content or "") + (
-                            delta.content or ""
-                        )
-                        first = first or (now if new else 0.0)
-                        text.append(new)
-                        finish, end = choice.finish_reason or finish, now
+            async with aclosing(self._events(body)) as events:
+                async for data in events:
+                    stream.add(msgspec.json.decode(data, type=StreamChunk))
         except httpx2.HTTPError as error:
             raise RequestError(type(error).__name__, one_line(error)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(
                 "it is not the stream of a chat completion", one_line(error)
             ) from None
-        if not finish:
-            raise RequestError("the stream ends before the response does")
-        whole = "".join(text)
-        request = TimedRequest(
-            key=key,
-            tokens=tokens,
-            seconds=end,
-            first_seconds=first or end,
-            finish=finish if finish in FINISHES else "other",
-            response=content_hash([whole]),
-        )
-        repeats = REPEATED.fullmatch(whole) is not None and (tokens or 0) > 1
-        return Answer(request, repeats)
+        return stream.answer(key)
+
+    async def _events(self, body: bytes) -> AsyncGenerator[str]:
+        """The data of each server-sent event but the last, which says that there is no more."""
+        url = f"{self.url}/v1/chat/completions"
+        headers = {"Content-Type": "application/json"}
+        async with self._http.stream(
+            "POST", url, content=body, headers=headers
+        ) as response:
+            if response.status_code != 200:
+                raise _refusal(response.status_code, await response.aread())
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                is_event = data != line
+                if is_event and data != "[DONE]":
+                    yield data
 
     async def check_finite(
         self, messages: Sequence[Any], options: Mapping[str, Any]
@@ -315,15 +341,13 @@ class ServerClient:
         The argmax of NaN is token 0, for ever. Such a token has no log-probability, or the server fails to
         say it, as JSON has no NaN; one that does not give log-probabilities at all (4xx) is believed.
         """
-        asked = {**options, "max_tokens": 1, "messages": messages, "logprobs": True}
-        response = await self.request("POST", "v1/chat/completions", asked)
+        body = {**options, "max_tokens": 1, "messages": messages, "logprobs": True}
+        response = await self.request("POST", "v1/chat/completions", body)
         if 400 <= response.status_code < 500:
             return
         try:
             completion = msgspec.json.decode(response.content, type=Completion)
-            given = [choice.logprobs for choice in completion.choices]
-            tokens = [token for one in given if one for token in one.content]
-            finite = all(token.logprob is not None for token in tokens)
+            finite = None not in completion.logprobs
         except (msgspec.DecodeError, UnicodeDecodeError):
             finite = False
         if not finite:
@@ -332,44 +356,52 @@ class ServerClient:
 
 def parse(text: str) -> Counters:
     """The counters of a page of metrics, summed over the engines that it lists."""
-    found: dict[tuple[str, int], int] = {}
+    counters: dict[tuple[str, int], int] = {}
     for name, labels, value in SAMPLE.findall(text):
         if name in NAMES:
-            at = POSITION.search(labels)
-            key = NAMES[name], int(at[1]) if at else 0
-            found[key] = found.get(key, 0) + int(float(value))
-    return found
+            position = POSITION.search(labels)
+            key = NAMES[name], int(position[1]) if position else 0
+            counters[key] = counters.get(key, 0) + int(float(value))
+    return counters
 
 
 def between(before: Counters, after: Counters) -> ServerCounts:
-    """What was counted from one page to a later one. What a page lacks, or a restart has reset, is None.
+    """The counts between two pages of metrics.
 
-    All is None if the first page is empty: the later one counts since the server started.
-    Counters of drafts are None, too, when there was no draft.
+    Counters that a page lacks are None, and so are all after a restart of the server. All are None, too, if
+    the first page is empty: the later one counts since the server started. Counters of drafts are None when
+    there was no draft.
     """
     gained = {key: value - before.get(key, 0) for key, value in after.items()}
     if not before or any(value < 0 for value in gained.values()):
         return ServerCounts()
-
-    def chain(wanted: str) -> tuple[int, ...]:
-        return tuple(
-            value for (name, _), value in sorted(gained.items()) if name == wanted
-        )
-
-    drafted = bool(gained.get(("drafts", 0)))
-    tried, accepted = chain("chain_tried"), chain("chain_accepted")
-    if not tried:  # every draft is a whole chain: a position is verified after all before it were accepted
-        tried = (gained.get(("drafts", 0), 0), *accepted[:-1])[: len(accepted)]
-    return ServerCounts(
+    counts = ServerCounts(
         generated=gained.get(("generated", 0)),
         prompt_tokens=gained.get(("prompt_tokens", 0)),
         cached_tokens=gained.get(("cached_tokens", 0)),
         images=gained.get(("images", 0)),
         cached_images=gained.get(("cached_images", 0)),
-        drafts=gained["drafts", 0] if drafted else None,
-        accepted=gained.get(("accepted", 0)) if drafted else None,
-        chain_tried=tried if drafted else (),
-        chain_accepted=accepted if drafted else (),
+    )
+    drafts = gained.get(("drafts", 0))
+    if not drafts:
+        return counts
+    accepted = _by_position(gained, "chain_accepted")
+    tried = _by_position(gained, "chain_tried")
+    if not tried:
+        # Every draft is a whole chain: a position is verified after all before it were accepted.
+        tried = (drafts, *accepted[:-1])[: len(accepted)]
+    return replace(
+        counts,
+        drafts=drafts,
+        accepted=gained.get(("accepted", 0)),
+        chain_tried=tried,
+        chain_accepted=accepted,
+    )
+
+
+def _by_position(counters: Counters, wanted: str) -> tuple[int, ...]:
+    return tuple(
+        value for (name, _), value in sorted(counters.items()) if name == wanted
     )
 
 
@@ -383,10 +415,5 @@ def _refusal(status: int, body: bytes) -> RequestError:
 
 
 def _message(error: Any) -> str:
-    return one_line(
-        ValueError(error.get("message", error) if isinstance(error, dict) else error)
-    )
-
-
-def _text(error: httpx2.HTTPError) -> str:
-    return one_line(error) or type(error).__name__
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return one_line(ValueError(message))

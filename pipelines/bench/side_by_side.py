@@ -1,8 +1,8 @@
 """Decodes each prompt with plain decoding and every drafter in alternation, checks and counts the results."""
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -13,10 +13,10 @@ from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding.clock import Cycle, Timed, clocked, timed
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.greedy import GreedyCheck, finish_of
-from vlmdistill.pipelines.bench.parts import parts, reasoning
 from vlmdistill.pipelines.bench.records import (
     GENERATED,
     Decoding,
+    Finish,
     Phases,
     PromptKind,
     PromptResult,
@@ -25,9 +25,10 @@ from vlmdistill.pipelines.bench.records import (
     Stock,
     Turn,
     chain_counts,
-    told_chances,
+    probability_bins,
 )
 from vlmdistill.pipelines.bench.sampled import RANKS, prompt_seed, ranks, surprise
+from vlmdistill.pipelines.bench.sections import reasoning, sections
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
@@ -36,7 +37,33 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 PLAIN, STOCK = "", "/generate"  # instead of a drafter's name
 CHUNK = 64  # tokens of a response in one forward pass, to measure its surprise
 SHOWN = 6  # prompts whose responses are kept for the report
-REPLAYED = 1024  # tokens of a plain response that is kept for a replay, at most: each has its time
+REPLAYED = 1024
+"""Tokens of a plain response that is kept for a replay, at most: each has its time."""
+
+
+@dataclass
+class _Turn:
+    """What the decoders made of a prompt, the last decoding of each."""
+
+    started: float
+    ended: float = 0.0
+    seconds: list[float] = field(default_factory=list)  # of each decoding, in order
+    place: dict[str, int] = field(default_factory=dict)  # by decoder, in `seconds`
+    decoded: dict[str, Timed] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
+    seed: dict[str, int] = field(default_factory=dict)
+    stock: Stock | None = None
+    stock_ids: list[int] | None = None
+
+    def record(self, name: str) -> Turn:
+        """The turn as the record of a drafter has it."""
+        return Turn(
+            started=self.started,
+            ended=self.ended,
+            seconds=tuple(self.seconds),
+            plain=self.place[PLAIN],
+            drafted=self.place[name],
+        )
 
 
 class SideBySide:
@@ -51,12 +78,11 @@ class SideBySide:
         max_new_tokens: int,
         seed: int,
     ) -> None:
-        self.target, self.drafters = target, drafters
-        self.temperature, self.max_new_tokens, self.seed = (
-            temperature,
-            max_new_tokens,
-            seed,
-        )
+        self.target = target
+        self.drafters = drafters
+        self.temperature = temperature
+        self.max_new_tokens = max_new_tokens
+        self.seed = seed
         self._warm = set[PromptKind]()  # images and videos have kernels of their own
 
     def decode(self, number: int, prompt: Prompt) -> Decoded:
@@ -66,90 +92,61 @@ class SideBySide:
         compiles and loads kernels.
         """
         kind = kind_of(prompt)
-        rounds = 1 if kind in self._warm else 2
         encoded = self.target.encode(prompt.messages)
-        names, greedy = [PLAIN, *self.drafters], self.temperature == 0
         room = self.target.info.max_position - encoded.length
         limit = max(1, min(self.max_new_tokens, room))
-        order = [*names, STOCK] if greedy and number < GENERATED else names
-        turn = number % len(order)
-        decoded: dict[str, Timed] = {}
-        passes: dict[str, int] = {}
-        seed_of: dict[str, int] = {}
-        stock: tuple[Stock, list[int]] | None = None
-        places: dict[str, int] = {}
-        seconds: list[float] = []
-        started = time.time()
-        for name in [*order[turn:], *order[:turn]]:
-            for _ in range(rounds):
-                places[name] = len(seconds)
-                if name == STOCK:
-                    stock, spent = self._generate(encoded, limit)
-                    seconds.append(spent)
-                else:
-                    before = self.target.passes
-                    decoded[name], seed_of[name] = self._decode(
-                        name, encoded, number, limit
-                    )
-                    passes[name] = self.target.passes - before
-                    seconds.append(decoded[name].seconds)
-        ended = time.time()
+        rounds = 1 if kind in self._warm else 2
+        turn = self._take_turn(number, encoded, limit, rounds)
         self._warm.add(kind)
-        counted = {}
-        check = GreedyCheck(self.target, encoded, limit, stock and stock[1])
-        for name in names:
-            ids = decoded[name].ids
-            one = replace(
-                _counted(decoded[name], on_cpu=self._on_cpu),
-                passes=passes[name],
-                finish=finish_of(ids, self.target.info.eos_ids, limit),
-            )
-            if name != PLAIN:
-                thought = reasoning(
-                    self.target.tokenizer, encoded.ids_L.tolist(), decoded[name].ids
-                )
-                one = replace(
-                    one, parts=parts(decoded[name].cycles, encoded.length, thought)
-                )
-            if greedy:
-                counted[name] = replace(one, check=check.check(ids))
-            else:
-                sampled = self._sampled(one, encoded, ids)
-                counted[name] = replace(sampled, seed=seed_of[name])
+        check = GreedyCheck(self.target, encoded, limit, turn.stock_ids)
+        decodings = {
+            name: self._decoding(name, turn, encoded, limit, check)
+            for name in [PLAIN, *self.drafters]
+        }
         results = {
             name: PromptResult(
                 key=prompt.key,
                 dataset=prompt.dataset,
                 kind=kind,
-                plain=counted[PLAIN],
-                drafted=counted[name],
-                stock=stock[0] if stock else None,
-                turn=Turn(
-                    started=started,
-                    ended=ended,
-                    seconds=tuple(seconds),
-                    plain=places[PLAIN],
-                    drafted=places[name],
-                ),
+                plain=decodings[PLAIN],
+                drafted=decodings[name],
+                turn=turn.record(name),
+                stock=turn.stock,
             )
             for name in self.drafters
         }
-        shown = self._show(prompt, decoded) if number < SHOWN else {}
         return Decoded(
             number=number,
             temperature=self.temperature,
             threads=torch.get_num_threads(),
             results=results,
-            shown=shown,
+            shown=self._show(prompt, turn.decoded) if number < SHOWN else {},
         )
 
-    def _decode(
-        self, name: str, encoded: Any, number: int, limit: int
-    ) -> tuple[Timed, int]:
-        """The response of a decoder, and the seed of its sampling as the generator tells it."""
-        seed = prompt_seed(self.seed, number)
-        generator = torch.Generator(self.target.device).manual_seed(seed)
+    def _take_turn(self, number: int, encoded: Any, limit: int, rounds: int) -> _Turn:
+        """Decode a prompt with every decoder, `rounds` times each."""
+        names = [PLAIN, *self.drafters]
+        if self.temperature == 0 and number < GENERATED:
+            names.append(STOCK)
+        first = number % len(names)
+        turn = _Turn(started=time.time())
+        for name in [*names[first:], *names[:first]]:
+            for _ in range(rounds):
+                turn.place[name] = len(turn.seconds)
+                if name == STOCK:
+                    seconds = self._generate(turn, encoded, limit)
+                else:
+                    seconds = self._decode(name, turn, encoded, number, limit)
+                turn.seconds.append(seconds)
+        turn.ended = time.time()
+        return turn
 
+    def _decode(
+        self, name: str, turn: _Turn, encoded: Any, number: int, limit: int
+    ) -> float:
+        """Decode with plain decoding or a drafter; the seconds."""
+        generator = torch.Generator(self.target.device)
+        generator.manual_seed(prompt_seed(self.seed, number))
         drafter, tree = (None, None) if name == PLAIN else self.drafters[name]
 
         def decoder() -> Iterator[Cycle]:
@@ -163,25 +160,48 @@ class SideBySide:
                 generator=generator,
             )
 
-        return timed(decoder, self.target.device), generator.initial_seed()
+        passes_before = self.target.passes
+        decoded = timed(decoder, self.target.device)
+        turn.decoded[name] = decoded
+        turn.passes[name] = self.target.passes - passes_before
+        turn.seed[name] = generator.initial_seed()
+        return decoded.seconds
+
+    def _generate(self, turn: _Turn, encoded: Any, limit: int) -> float:
+        """Let the stock model respond, unless it cannot read the prompt; the seconds."""
+        generated, seconds, cpu_seconds = clocked(
+            lambda: self.target.reference(encoded, max_new_tokens=limit),
+            self.target.device,
+        )
+        if generated is not None:
+            turn.stock_ids = list(generated.ids)
+            turn.stock = Stock(
+                tokens=len(turn.stock_ids),
+                seconds=seconds,
+                cpu_seconds=cpu_seconds if self._on_cpu else None,
+            )
+        return seconds
 
     @property
     def _on_cpu(self) -> bool:
         return self.target.device.type == "cpu"
 
-    def _generate(
-        self, encoded: Any, limit: int
-    ) -> tuple[tuple[Stock, list[int]] | None, float]:
-        """The stock model's own response and its tokens, None if it cannot read the prompt; the seconds."""
-        made, seconds, cpu_seconds = clocked(
-            lambda: self.target.reference(encoded, max_new_tokens=limit),
-            self.target.device,
-        )
-        if made is None:
-            return None, seconds
-        spent = cpu_seconds if self._on_cpu else None
-        stock = Stock(tokens=len(made.ids), seconds=seconds, cpu_seconds=spent)
-        return (stock, list(made.ids)), seconds
+    def _decoding(
+        self, name: str, turn: _Turn, encoded: Any, limit: int, check: GreedyCheck
+    ) -> Decoding:
+        """The counts of a response, and what its check or its sampling tells."""
+        decoded = turn.decoded[name]
+        finish = finish_of(decoded.ids, self.target.info.eos_ids, limit)
+        decoding = _counted(decoded, finish, turn.passes[name], on_cpu=self._on_cpu)
+        if name != PLAIN:
+            prompt_ids = encoded.ids_L.tolist()
+            thought = reasoning(self.target.tokenizer, prompt_ids, decoded.ids)
+            in_sections = sections(decoded.cycles, encoded.length, thought)
+            decoding = replace(decoding, sections=in_sections)
+        if self.temperature == 0:
+            return replace(decoding, check=check.check(decoded.ids))
+        decoding = replace(decoding, seed=turn.seed[name])
+        return self._sampled(decoding, encoded, decoded.ids)
 
     @torch.inference_mode()
     def _sampled(self, decoding: Decoding, encoded: Any, ids: list[int]) -> Decoding:
@@ -190,65 +210,82 @@ class SideBySide:
         surprise_2 = torch.zeros(2, dtype=torch.float64)
         ranks_R3 = torch.zeros(len(RANKS), 3, dtype=torch.float64)
         last_1D = target.prefill(encoded, ()).feature("hidden", "text")[-1:]
-        for ids_N in torch.split(torch.tensor(ids, device=last_1D.device), CHUNK):
+        ids_L = torch.tensor(ids, device=last_1D.device)
+        for ids_N in torch.split(ids_L, CHUNK):
             row_N = torch.arange(len(ids_N), device=ids_N.device)
             state_ND = target.extend(ids_N, row_N + 1, None, ("hidden",))["hidden"]
             target.commit(range(len(ids_N)))
-            logits_NV = target.logits(torch.cat([last_1D, state_ND[:-1]])).double()
+            before_ND = torch.cat([last_1D, state_ND[:-1]])
+            logits_NV = target.logits(before_ND).double()
             log_NV = (logits_NV / self.temperature).log_softmax(-1)
-            last_1D = state_ND[
-                -1:
-            ].clone()  # a compiled step writes its next states to the same memory
+            # A compiled step writes its next states to the same memory.
+            last_1D = state_ND[-1:].clone()
             surprise_2 += surprise(log_NV, ids_N).cpu()
             ranks_R3 += ranks(log_NV, ids_N).cpu()
-        counts = [
-            RankCount(
-                rank=rank, tokens=int(tokens), expected=expected, variance=variance
-            )
-            for rank, (tokens, expected, variance) in zip(
-                RANKS, ranks_R3.tolist(), strict=True
-            )
-        ]
         nats, variance = surprise_2.tolist()
         return replace(
-            decoding, surprise=nats, surprise_variance=variance, ranks=tuple(counts)
+            decoding,
+            surprise=nats,
+            surprise_variance=variance,
+            ranks=_rank_counts(ranks_R3.tolist()),
         )
 
     def _show(
         self, prompt: Prompt, decoded: Mapping[str, Timed]
     ) -> dict[str, ShownResponse]:
         """The response of each drafter in pieces, and of plain decoding beside it."""
-        asked = [
-            part
-            for turn in prompt.messages
-            if turn["role"] == "user"
-            for part in turn["content"]
-        ]
-        prompts = [part["text"] for part in asked if part["type"] == "text"]
         plain = self._pieces(decoded[PLAIN].cycles)
-        return {
-            name: ShownResponse(
+        if len(plain) > REPLAYED:
+            plain = ()
+        shown = {}
+        for name in self.drafters:
+            cycles = decoded[name].cycles
+            gained = sum(len(cycle.ids) for cycle in cycles[1:])
+            shown[name] = ShownResponse(
                 key=prompt.key,
-                prompt="\n".join(prompts),
+                prompt="\n".join(_user_texts(prompt)),
                 files=tuple(prompt.files),
-                pieces=self._pieces(cycles := decoded[name].cycles),
-                tau=sum(len(cycle.ids) for cycle in cycles[1:])
-                / max(1, len(cycles) - 1),
-                plain=plain if len(plain) <= REPLAYED else (),
+                pieces=self._pieces(cycles),
+                tau=gained / max(1, len(cycles) - 1),
+                plain=plain,
             )
-            for name in self.drafters
-        }
+        return shown
 
     def _pieces(self, cycles: list[Cycle]) -> tuple[Piece, ...]:
         """The text of each cycle: what it drafted in one piece, and the target's own token."""
-        runs = groupby(
-            pieces(cycles, self.target.tokenizer),
-            key=lambda one: (one.drafted, one.seconds),
+        by_token = pieces(cycles, self.target.tokenizer)
+        runs = groupby(by_token, key=lambda piece: (piece.drafted, piece.seconds))
+        joined = []
+        for (drafted, seconds), run in runs:
+            text = "".join(piece.text for piece in run)
+            joined.append(Piece(text, drafted, seconds))
+        return tuple(joined)
+
+
+def _rank_counts(rows: Sequence[Sequence[float]]) -> tuple[RankCount, ...]:
+    """The rows of `sampled.ranks`."""
+    counts = []
+    for rank, (tokens, expected, variance) in zip(RANKS, rows, strict=True):
+        counts.append(
+            RankCount(
+                rank=rank, tokens=int(tokens), expected=expected, variance=variance
+            )
         )
-        return tuple(Piece("".join(one.text for one in run), *key) for key, run in runs)
+    return tuple(counts)
 
 
-def _counted(decoded: Timed, *, on_cpu: bool) -> Decoding:
+def _user_texts(prompt: Prompt) -> list[str]:
+    """What the user asks, turn by turn."""
+    return [
+        part["text"]
+        for turn in prompt.messages
+        if turn["role"] == "user"
+        for part in turn["content"]
+        if part["type"] == "text"
+    ]
+
+
+def _counted(decoded: Timed, finish: Finish, passes: int, *, on_cpu: bool) -> Decoding:
     """The numbers of a response."""
     cycles = decoded.cycles[1:]
     chains = [cycle.chain for cycle in cycles]
@@ -262,41 +299,44 @@ def _counted(decoded: Timed, *, on_cpu: bool) -> Decoding:
         decode_seconds=decoded.decode_seconds,
         chain_tried=tried,
         chain_accepted=accepted,
-        told=told_chances(chains, [cycle.chances for cycle in cycles]),
+        probabilities=probability_bins(chains, [cycle.chances for cycle in cycles]),
         missed=_missed(decoded),
         phases=Phases(**decoded.phases),
         cpu_seconds=decoded.cpu_seconds if on_cpu else None,
+        finish=finish,
+        passes=passes,
     )
 
 
 def _missed(decoded: Timed) -> int:
     """Drafted tokens that match the response but were not accepted; 0 unless acceptance is broken."""
-    ids, start, missed = decoded.ids, 0, 0
+    ids = decoded.ids
+    start = 0
+    missed = 0
     for cycle in decoded.cycles:
         if cycle.tree is not None:
-            missed += max(0, _matching(cycle.tree, ids[start:]) - cycle.accepted)
+            matching = _matching(cycle.tree, ids[start:])
+            missed += max(0, matching - cycle.accepted)
         start += len(cycle.ids)
     return missed
 
 
 def _matching(tree: DraftTree, following: list[int]) -> int:
     """The most tokens that a path of the tree has in common with what followed; see `verify`."""
-    token_N, parent_N = tree.ids_N.tolist(), tree.parent_N.tolist()
-    depth_N, visible_NN = tree.depth_N.tolist(), tree.visible_NN.tolist()
-    chosen_N = [True] * len(
-        token_N
-    )  # by the target, which is the root's choice by definition
+    token_N = tree.ids_N.tolist()
+    parent_N = tree.parent_N.tolist()
+    depth_N = tree.depth_N.tolist()
+    # By the target; the root is its choice by definition.
+    chosen_N = [True] * len(token_N)
     for node in range(1, len(token_N)):
         place = depth_N[parent_N[node]] - 1
         chosen_N[node] = place < len(following) and following[place] == token_N[node]
-    matching: list[int] = [
-        depth - 1
-        for depth, visible_N in zip(depth_N, visible_NN, strict=True)
-        if all(
-            chosen for chosen, is_on in zip(chosen_N, visible_N, strict=True) if is_on
-        )
-    ]
-    return max(matching)
+    most = 0
+    for depth, visible_N in zip(depth_N, tree.visible_NN.tolist(), strict=True):
+        path = zip(chosen_N, visible_N, strict=True)
+        if all(chosen for chosen, is_on_path in path if is_on_path):
+            most = max(most, depth - 1)
+    return most
 
 
 def kind_of(prompt: Prompt) -> PromptKind:
@@ -305,4 +345,6 @@ def kind_of(prompt: Prompt) -> PromptKind:
     if "video" in types:
         return "video"
     images = types.count("image")
-    return "images" if images > 1 else "image" if images else "text"
+    if images > 1:
+        return "images"
+    return "image" if images else "text"

@@ -6,8 +6,8 @@ All metrics are pooled over prompts:
 - `accepted`: accepted draft tokens per call, bonus not counted (ViSpec's tau);
 - `alpha[n]`: acceptance rate of the n-th token of the most likely chain, of the cycles that verified it and
   accepted all before it;
-- `calibration[n]`: expected calibration error of the chance that the drafter tells of the n-th token: the
-  mean over its tenths, by their guesses, of the difference between the chance and the share accepted;
+- `calibration[n]`: expected calibration error of the probability that the drafter gives the n-th token: the
+  mean over its tenths, by their guesses, of the difference between probability and share accepted;
 - `speedup`: plain over speculative seconds per token, by the clock outside the decoders, vision and prefill
   included;
 - `decode_speedup`: the same for the cycles after the prefill;
@@ -16,7 +16,8 @@ All metrics are pooled over prompts:
 - `prefill_share`: the share of the prefill in the speculative seconds;
 - `budget`: the speculative seconds by phase, which add up to all of them.
 
-The first token comes from the prefill, not from a call: `tau` and `accepted` exclude it.
+The first token comes from the prefill, not from a call: `tau` and `accepted` exclude it. Where no
+response has a second token, nothing was drafted and the rates of `OF_CYCLES` do not exist.
 
 Intervals are 95% t intervals of the logarithm of a rate over prompts, by the jackknife within kinds of
 prompts: images and texts differ by far more than prompts of one kind do, and an evaluation fixes how many of
@@ -32,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,25 +43,25 @@ from vlmdistill.pipelines.bench.records import (
     Calibration,
     Chains,
     Decoding,
+    DecodingCounts,
     Measurement,
     Phases,
+    ProbabilityBin,
     PromptResult,
-    ResponsePart,
+    ResponseSection,
 )
 
 FEWEST = 6  # prompts for an interval
-FEWEST_OF_KIND = (
-    4  # prompts of each of its kinds: with three, too few intervals hold the truth
-)
+FEWEST_OF_KIND = 4
+"""Prompts of each kind: with three, too few intervals hold the truth."""
 FEWEST_SEEDS = 5  # for an interval over seeds
 TOLERANCE = 0.02  # share of the elapsed seconds that the cycles may leave unaccounted
 TOLERANCE_SHARED = 0.08  # the same where other programs had a part of the CPU
-CHEAP = 0.9  # share of plain decoding's seconds on a prompt below which a drafter's did less work,
+CHEAP = 0.9
+"""Share of plain decoding's seconds below which a drafter did less work on a prompt,"""
 MOST_PROMPTS = 0.9  # if so for this share of the prompts
-DRIFT = 1.25  # between the calibrations of one evaluation, above which they differ
-BUSY = (
-    0.9  # share of the elapsed seconds below which the CPU was not this program's alone
-)
+DRIFT = 1.25  # ratio of two calibrations of one evaluation above which they differ
+BUSY = 0.9  # CPU seconds over elapsed seconds below which other programs had the CPU
 
 Floats = npt.NDArray[np.float64]
 Rate = Literal[
@@ -70,7 +71,23 @@ Rate = Literal[
 OF_CYCLES: frozenset[Rate] = frozenset(
     ("tau", "accepted", "decode_speedup", "cycle_cost")
 )
-"""Rates that do not exist where nothing was drafted: every response ended with its first token."""
+"""Rates that do not exist where nothing was drafted."""
+
+
+class Pair(Protocol):
+    """A prompt decoded by both sides: what a rate is computed from."""
+
+    @property
+    def kind(self) -> str:
+        """Prompts of one kind vary less than those of several."""
+
+    @property
+    def plain(self) -> DecodingCounts:
+        """Plain decoding."""
+
+    @property
+    def drafted(self) -> DecodingCounts:
+        """Speculative decoding."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +114,20 @@ class Checks:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Phases):
-    """The seconds of all responses by phase (`drafters.decoding.clock.Phase`), in sum `Figures.seconds`."""
+    """The seconds of all responses by phase, in sum `Figures.seconds`."""
 
-    other: float  # Python between the phases, and what the cycles do not account for
+    other: float
+    """Python between the phases, and what the cycles do not account for."""
     plain_step: float  # seconds of a step of plain decoding
-    ideal: (
-        float  # decode speedup if a cycle took as long as its drafting and a plain step
-    )
+    ideal: float
+    """Decode speedup if a cycle took as long as its drafting and a plain step."""
 
 
 @dataclass(frozen=True)
-class PartRates:
-    """A drafter on one part of the responses."""
+class SectionRates:
+    """A drafter on one section of the responses."""
 
-    part: str
+    section: str
     prompts: int  # whose responses have it
     calls: int
     tau: float
@@ -125,7 +142,7 @@ class Figures:
     tau: float
     accepted: float
     alpha: tuple[float, ...]
-    calibration: tuple[float, ...]  # empty: the drafter told no chances
+    calibration: tuple[float, ...]  # empty: the drafter gives no probabilities
     speedup: float
     decode_speedup: float
     cycle_cost: float
@@ -139,88 +156,109 @@ class Figures:
     plain_seconds: float
     tokens_per_second: float
     plain_tokens_per_second: float
-    budget: Budget | None  # None if a prompt was measured without phases
-    # drafted tokens that the response has and that were not accepted: 0 unless acceptance is broken
+    budget: Budget
     missed: int
-    cpu_share: float | None  # of the elapsed seconds, both decoders; None on a GPU
+    """Drafted tokens that the response has and no cycle accepted: 0 unless acceptance
+    is broken."""
+    cpu_share: float | None
+    """Of the elapsed seconds, both decoders; None on a GPU."""
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
     plain_lossless: Checks
-    parts: tuple[
-        PartRates, ...
-    ]  # by context, and by thinking and answer, where there are several
-    doubts: tuple[
-        str, ...
-    ] = ()  # why the speedup may not be one: no verdict rests on it
+    sections: tuple[SectionRates, ...]
+    """By context, and by thinking and answer, where there are several."""
+    doubts: tuple[str, ...] = ()
+    """Why the speedup may not be one: no verdict rests on it."""
     warnings: tuple[str, ...] = ()  # all problems of these metrics, doubts included
 
 
 def figures(measurement: Measurement) -> Figures:
     """Compute the metrics of a measurement."""
     prompts = measurement.prompts
-    plain, own = [one.plain for one in prompts], [one.drafted for one in prompts]
-    whole, left = rates(measurement), _left_out(prompts)
-    seconds, plain_seconds = (sum(one.seconds for one in side) for side in (own, plain))
-    tokens, plain_tokens = (sum(one.tokens for one in side) for side in (own, plain))
-    found = Figures(
+    plain = [prompt.plain for prompt in prompts]
+    drafted = [prompt.drafted for prompt in prompts]
+    rate_values, intervals = rates_with_intervals(prompts)
+    tokens = sum(response.tokens for response in drafted)
+    plain_tokens = sum(response.tokens for response in plain)
+    seconds = sum(response.seconds for response in drafted)
+    plain_seconds = sum(response.seconds for response in plain)
+    prefill_seconds = sum(response.prefill_seconds for response in drafted)
+    unjudged = Figures(
         prompts=len(prompts),
-        tau=whole["tau"],
-        accepted=whole["accepted"],
-        alpha=alpha(own),
-        calibration=_calibration(own),
-        speedup=whole["speedup"],
-        decode_speedup=whole["decode_speedup"],
-        cycle_cost=whole["cycle_cost"],
-        cpu_speedup=whole.get("cpu_speedup"),
-        intervals=left.intervals(whole, _rates(prompts, left.weight_PP))
-        if left
-        else {},
-        prefill_share=_ratio(sum(one.prefill_seconds for one in own), seconds),
+        tau=rate_values["tau"],
+        accepted=rate_values["accepted"],
+        alpha=alpha(drafted),
+        calibration=_calibration(drafted),
+        speedup=rate_values["speedup"],
+        decode_speedup=rate_values["decode_speedup"],
+        cycle_cost=rate_values["cycle_cost"],
+        cpu_speedup=rate_values.get("cpu_speedup"),
+        intervals=intervals,
+        prefill_share=_ratio(prefill_seconds, seconds),
         tokens=tokens,
         plain_tokens=plain_tokens,
-        calls=sum(one.calls for one in own),
+        calls=sum(response.calls for response in drafted),
         seconds=seconds,
         plain_seconds=plain_seconds,
         tokens_per_second=_ratio(tokens, seconds),
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
-        budget=_budget(prompts, whole["tau"]),
-        missed=sum(one.missed for one in own),
-        cpu_share=cpu_share_of([*own, *plain]),
-        accounted=_accounted(own),
+        budget=_budget(prompts, rate_values["tau"]),
+        missed=sum(response.missed for response in drafted),
+        cpu_share=cpu_share_of([*drafted, *plain]),
+        accounted=_accounted(drafted),
         plain_accounted=_accounted(plain),
-        lossless=_checks(own),
+        lossless=_checks(drafted),
         plain_lossless=_checks(plain),
-        parts=tuple(_parts(prompts)),
+        sections=tuple(_sections(prompts)),
     )
-    doubts = (*_doubts(found), *_cheaper(prompts))
-    return replace(found, doubts=doubts, warnings=(*doubts, *_warnings(found)))
+    doubts = (*_doubts(unjudged), *_cheaper(prompts))
+    warnings = (*doubts, *_warnings(unjudged))
+    return replace(unjudged, doubts=doubts, warnings=warnings)
 
 
 def rates(measurement: Measurement) -> dict[Rate, float]:
     """The rates alone, without intervals."""
-    prompts = measurement.prompts
-    return {
-        rate: float(one[0])
-        for rate, one in _rates(prompts, np.ones((1, len(prompts)))).items()
-    }
+    return _pooled_rates(measurement.prompts)
+
+
+def rates_with_intervals(
+    pairs: Sequence[Pair],
+) -> tuple[dict[Rate, float], dict[Rate, Interval]]:
+    """The rates, and the intervals of those that are never 0; none for few prompts."""
+    pooled = _pooled_rates(pairs)
+    jackknife = _Jackknife.of(pairs)
+    if jackknife is None:
+        return pooled, {}
+    leaving_one_out = _rates(pairs, jackknife.weight_PP)
+    return pooled, jackknife.intervals(pooled, leaving_one_out)
+
+
+def _pooled_rates(pairs: Sequence[Pair]) -> dict[Rate, float]:
+    rates_1 = _rates(pairs, np.ones((1, len(pairs))))
+    return {rate: float(value_1[0]) for rate, value_1 in rates_1.items()}
 
 
 def advantage(
-    one: Measurement, other: Measurement, rate: Rate = "speedup"
+    measurement: Measurement, other: Measurement, rate: Rate = "speedup"
 ) -> Interval | None:
     """The interval of the ratio of two drafters' rates on the same prompts.
 
     None for too few prompts. If the interval contains 1, they do not differ significantly.
     """
-    if (left := _left_out(one.prompts)) is None:
+    jackknife = _Jackknife.of(measurement.prompts)
+    if jackknife is None:
         return None
-    whole_1P = np.ones((1, len(one.prompts)))
-    ratio_1, ratio_P = (
-        _over(*(_rates(at.prompts, weight)[rate] for at in (one, other)))
-        for weight in (whole_1P, left.weight_PP)
-    )
-    return left.intervals({rate: float(ratio_1[0])}, {rate: ratio_P}).get(rate)
+    whole_1P = np.ones((1, len(measurement.prompts)))
+
+    def ratio_of(weight_RP: Floats) -> Floats:
+        rate_R = _rates(measurement.prompts, weight_RP)[rate]
+        other_rate_R = _rates(other.prompts, weight_RP)[rate]
+        return _over(rate_R, other_rate_R)
+
+    pooled = {rate: float(ratio_of(whole_1P)[0])}
+    leaving_one_out = {rate: ratio_of(jackknife.weight_PP)}
+    return jackknife.intervals(pooled, leaving_one_out).get(rate)
 
 
 @dataclass(frozen=True)
@@ -233,242 +271,291 @@ class Difference:
     @property
     def text(self) -> str:
         """The mean, and the interval in parentheses."""
-        within = (
-            f" ({self.interval.low:+.2f} to {self.interval.high:+.2f})"
-            if self.interval
-            else ""
-        )
-        return f"{self.mean:+.2f}{within}"
+        if self.interval is None:
+            return f"{self.mean:+.2f}"
+        low, high = self.interval.low, self.interval.high
+        return f"{self.mean:+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def difference(
-    ones: Sequence[Measurement], others: Sequence[Measurement], rate: Rate = "tau"
+    measurements: Sequence[Measurement],
+    baselines: Sequence[Measurement],
+    rate: Rate = "tau",
 ) -> Difference:
     """Compare two settings that were each trained with the same seeds: a measurement for each seed.
 
     Each seed gives a difference of pooled rates. Their t interval has the luck of training; the interval
     of their mean over prompts has the luck of the prompts (left out for too few). Half widths add as standard
     errors do. Noise that both contain counts twice, so the interval is rather too wide.
+
+    Shape S: seeds.
     """
-    left = _left_out(ones[0].prompts)
-    whole_1P = np.ones((1, len(ones[0].prompts)))
-    weight_RP = whole_1P if left is None else np.concatenate([whole_1P, left.weight_PP])
-    between_SR = np.array(
-        [
-            _rates(one.prompts, weight_RP)[rate]
-            - _rates(other.prompts, weight_RP)[rate]
-            for one, other in zip(ones, others, strict=True)
-        ]
-    )
-    mean_R, seeds = between_SR.mean(axis=0), len(ones)
-    mean = float(mean_R[0])
+    jackknife = _Jackknife.of(measurements[0].prompts)
+    weight_RP = np.ones((1, len(measurements[0].prompts)))
+    if jackknife is not None:
+        weight_RP = np.concatenate([weight_RP, jackknife.weight_PP])
+    differences = []
+    for measurement, baseline in zip(measurements, baselines, strict=True):
+        rate_R = _rates(measurement.prompts, weight_RP)[rate]
+        baseline_rate_R = _rates(baseline.prompts, weight_RP)[rate]
+        differences.append(rate_R - baseline_rate_R)
+    difference_SR = np.array(differences)
+    mean_R = difference_SR.mean(axis=0)
+    mean, seeds = float(mean_R[0]), len(measurements)
     if seeds < FEWEST_SEEDS:
         return Difference(mean, None)
-    training = _student(seeds - 1) * float(between_SR[:, 0].std(ddof=1)) / seeds**0.5
-    half = math.hypot(training, left.half(mean_R[1:]) if left else 0.0)
+    error_of_seeds = float(difference_SR[:, 0].std(ddof=1)) / seeds**0.5
+    half_of_seeds = _student(seeds - 1) * error_of_seeds
+    half_of_prompts = jackknife.half(mean_R[1:]) if jackknife else 0.0
+    half = math.hypot(half_of_seeds, half_of_prompts)
     return Difference(mean, Interval(mean - half, mean + half))
 
 
-def _rates(prompts: Sequence[PromptResult], weight_RP: Floats) -> dict[Rate, Floats]:
+def _rates(pairs: Sequence[Pair], weight_RP: Floats) -> dict[Rate, Floats]:
     """The rates [R] if prompt p counts `weight_RP[r, p]` times."""
 
-    def totals(value: Callable[[PromptResult], float]) -> Floats:
-        sums_R: Floats = weight_RP @ np.array(
-            [value(one) for one in prompts], dtype=np.float64
-        )
-        return sums_R
+    def plain(value: Callable[[DecodingCounts], float]) -> Floats:
+        return _weighted(weight_RP, [value(pair.plain) for pair in pairs])
 
-    calls_R = totals(lambda one: one.drafted.calls)
-    gained_R = totals(lambda one: one.drafted.tokens - 1)
-    pace_R = _over(
-        totals(lambda one: one.drafted.seconds), totals(lambda one: one.drafted.tokens)
+    def drafted(value: Callable[[DecodingCounts], float]) -> Floats:
+        return _weighted(weight_RP, [value(pair.drafted) for pair in pairs])
+
+    calls_R = drafted(lambda counts: counts.calls)
+    tokens_R = drafted(lambda counts: counts.tokens)
+    plain_tokens_R = plain(lambda counts: counts.tokens)
+    gained_R = drafted(lambda counts: counts.tokens - 1)
+    accepted_R = drafted(lambda counts: counts.accepted)
+    # Seconds per token, and per token after the first.
+    pace_R = _over(drafted(lambda counts: counts.seconds), tokens_R)
+    plain_pace_R = _over(plain(lambda counts: counts.seconds), plain_tokens_R)
+    decode_seconds_R = drafted(lambda counts: counts.decode_seconds)
+    decode_pace_R = _over(decode_seconds_R, gained_R)
+    plain_decode_pace_R = _over(
+        plain(lambda counts: counts.decode_seconds),
+        plain(lambda counts: counts.tokens - 1),
     )
-    plain_pace_R = _over(
-        totals(lambda one: one.plain.seconds), totals(lambda one: one.plain.tokens)
-    )
-    decode_R = _over(totals(lambda one: one.drafted.decode_seconds), gained_R)
-    plain_decode_R = _over(
-        totals(lambda one: one.plain.decode_seconds),
-        totals(lambda one: one.plain.tokens - 1),
-    )
-    found: dict[Rate, Floats] = {
+    cycle_seconds_R = _over(decode_seconds_R, calls_R)
+    rate_values: dict[Rate, Floats] = {
         "tau": _over(gained_R, calls_R),
-        "accepted": _over(totals(lambda one: one.drafted.accepted), calls_R),
+        "accepted": _over(accepted_R, calls_R),
         "speedup": _over(plain_pace_R, pace_R),
-        "decode_speedup": _over(plain_decode_R, decode_R),
-        "cycle_cost": _over(
-            _over(totals(lambda one: one.drafted.decode_seconds), calls_R),
-            plain_decode_R,
-        ),
+        "decode_speedup": _over(plain_decode_pace_R, decode_pace_R),
+        "cycle_cost": _over(cycle_seconds_R, plain_decode_pace_R),
     }
-    if all(
-        None not in (one.drafted.cpu_seconds, one.plain.cpu_seconds) for one in prompts
-    ):
-        own_R = totals(lambda one: one.drafted.cpu_seconds or 0)
-        plain_R = totals(lambda one: one.plain.cpu_seconds or 0)
-        own_R = _over(own_R, totals(lambda one: one.drafted.tokens))
-        plain_R = _over(plain_R, totals(lambda one: one.plain.tokens))
-        found["cpu_speedup"] = _over(plain_R, own_R)
-    return found
+    sides = [side for pair in pairs for side in (pair.plain, pair.drafted)]
+    if all(side.cpu_seconds is not None for side in sides):
+        cpu_pace_R = _over(drafted(lambda counts: counts.cpu_seconds or 0), tokens_R)
+        plain_cpu_pace_R = _over(
+            plain(lambda counts: counts.cpu_seconds or 0), plain_tokens_R
+        )
+        rate_values["cpu_speedup"] = _over(plain_cpu_pace_R, cpu_pace_R)
+    return rate_values
+
+
+def _weighted(weight_RP: Floats, values: Sequence[float]) -> Floats:
+    sums_R: Floats = weight_RP @ np.array(values, dtype=np.float64)
+    return sums_R
 
 
 @dataclass(frozen=True)
-class _LeftOut:
+class _Jackknife:
     """Weightings that leave each prompt out in turn, the others of its kind counting as much more."""
 
     weight_PP: Floats
-    kinds: tuple[npt.NDArray[np.intp], ...]
-    sizes: tuple[
-        float, ...
-    ]  # of each kind: as many prompts of equal length say as much (Kish 1965)
+    kinds: tuple[npt.NDArray[np.intp], ...]  # the prompts of each kind
+    sizes: tuple[float, ...]
+    """Of each kind: as many prompts of equal length say as much (Kish 1965)."""
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> "_Jackknife | None":
+        """None for too few prompts."""
+        kind_P = np.array([pair.kind for pair in pairs])
+        kinds = tuple(np.flatnonzero(kind_P == kind) for kind in np.unique(kind_P))
+        if len(pairs) < FEWEST or min(map(len, kinds)) < FEWEST_OF_KIND:
+            return None
+        tokens_P = np.array([pair.drafted.tokens for pair in pairs], dtype=np.float64)
+        weight_PP = np.ones((len(pairs), len(pairs)))
+        sizes = []
+        for at_K in kinds:
+            weight_PP[np.ix_(at_K, at_K)] = len(at_K) / (len(at_K) - 1)
+            tokens_K = tokens_P[at_K]
+            sizes.append(float(tokens_K.sum() ** 2 / (tokens_K**2).sum()))
+        np.fill_diagonal(weight_PP, 0)
+        return cls(weight_PP, kinds, tuple(sizes))
 
     def half(self, value_P: Floats) -> float:
         """Half of the 95% interval of a statistic with these values."""
-        variance = free = 0.0
+        variance = 0.0
+        welch = 0.0  # the sum over which the squared variance is the degrees of freedom
         for at_K, size in zip(self.kinds, self.sizes, strict=True):
             count = len(at_K)
-            part = (count - 1) ** 2 / count * float(value_P[at_K].var(ddof=1))
-            variance, free = variance + part, free + part**2 / max(1.0, size - 1)
-        return _student(variance**2 / free) * variance**0.5 if free else 0.0
+            spread = float(value_P[at_K].var(ddof=1))
+            kind_variance = (count - 1) ** 2 / count * spread
+            variance += kind_variance
+            welch += kind_variance**2 / max(1.0, size - 1)
+        if not welch:
+            return 0.0
+        return _student(variance**2 / welch) * math.sqrt(variance)
 
     def intervals(
-        self, whole: Mapping[Rate, float], left: Mapping[Rate, Floats]
+        self, pooled: Mapping[Rate, float], leaving_one_out: Mapping[Rate, Floats]
     ) -> dict[Rate, Interval]:
         """Of the rates that are never 0, by the values of all prompts and with each left out."""
-        found = {}
-        for rate, value_P in left.items():
+        intervals = {}
+        for rate, value_P in leaving_one_out.items():
             if (value_P > 0).all():
-                center, half = whole[rate], self.half(np.log(value_P))
-                found[rate] = Interval(
-                    center * math.exp(-half), center * math.exp(half)
-                )
-        return found
-
-
-def _left_out(prompts: Sequence[PromptResult]) -> _LeftOut | None:
-    """None for too few prompts."""
-    kind_P = np.array([one.kind for one in prompts])
-    kinds = tuple(np.flatnonzero(kind_P == kind) for kind in np.unique(kind_P))
-    if len(prompts) < FEWEST or min(map(len, kinds)) < FEWEST_OF_KIND:
-        return None
-    weight_PP = np.ones((len(prompts), len(prompts)))
-    for at_K in kinds:
-        weight_PP[np.ix_(at_K, at_K)] = len(at_K) / (len(at_K) - 1)
-    np.fill_diagonal(weight_PP, 0)
-    tokens_P = np.array([one.drafted.tokens for one in prompts], dtype=np.float64)
-    sizes = tuple(
-        float(tokens_P[at_K].sum() ** 2 / (tokens_P[at_K] ** 2).sum()) for at_K in kinds
-    )
-    return _LeftOut(weight_PP, kinds, sizes)
+                half = self.half(np.log(value_P))
+                low = pooled[rate] * math.exp(-half)
+                high = pooled[rate] * math.exp(half)
+                intervals[rate] = Interval(low, high)
+        return intervals
 
 
 @lru_cache(maxsize=1024)
-def _student(free: float) -> float:
-    """The 97.5% quantile of Student's t, by bisection of its integral; degrees of freedom from 1 on."""
-    free = max(1.0, free)
-    scale = math.exp(math.lgamma((free + 1) / 2) - math.lgamma(free / 2)) / math.sqrt(
-        math.pi * free
-    )
+def _student(freedom: float) -> float:
+    """The 97.5% quantile of Student's t, by bisection of its integral.
+
+    `freedom`: degrees of freedom, from 1 on.
+    """
+    freedom = max(1.0, freedom)
+    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
+    scale = math.exp(log_scale) / math.sqrt(math.pi * freedom)
     low, high = 1.9, 12.8
     while high - low > 1e-6:
         middle = (low + high) / 2
         x_N = np.linspace(0, middle, 4001)
-        mass = scale * np.trapezoid((1 + x_N**2 / free) ** (-(free + 1) / 2), x_N)
-        low, high = (middle, high) if mass < 0.475 else (low, middle)
+        density_N = (1 + x_N**2 / freedom) ** (-(freedom + 1) / 2)
+        if scale * np.trapezoid(density_N, x_N) < 0.475:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def alpha(decoded: Sequence[Chains]) -> tuple[float, ...]:
     """The acceptance rate by position, pooled."""
-    tried = [
-        sum(column)
-        for column in zip_longest(*(one.chain_tried for one in decoded), fillvalue=0)
-    ]
-    kept = [
-        sum(column)
-        for column in zip_longest(*(one.chain_accepted for one in decoded), fillvalue=0)
-    ]
-    return tuple(_ratio(above, below) for above, below in zip(kept, tried, strict=True))
+    tried = _sums_by_position([response.chain_tried for response in decoded])
+    accepted = _sums_by_position([response.chain_accepted for response in decoded])
+    pairs = zip(accepted, tried, strict=True)
+    return tuple(_ratio(above, below) for above, below in pairs)
 
 
-def _parts(prompts: Sequence[PromptResult]) -> Iterator[PartRates]:
+def _sums_by_position(counts: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
+
+def _sections(prompts: Sequence[PromptResult]) -> Iterator[SectionRates]:
     """By length of context, and by thinking and answer, where the responses have several of these."""
-    found = [(one.key, part) for one in prompts for part in one.drafted.parts]
-    cuts: list[dict[str, list[tuple[str, ResponsePart]]]] = [{}, {}]
-    for key, part in sorted(
-        found, key=lambda one: (one[1].context, not one[1].thinking)
-    ):
-        cuts[0].setdefault(f"context from {part.context}", []).append((key, part))
-        cuts[1].setdefault("thinking" if part.thinking else "answer", []).append(
-            (key, part)
-        )
-    for cut in cuts:
-        for name, some in cut.items() if len(cut) > 1 or "thinking" in cut else ():
-            calls = sum(part.calls for _, part in some)
-            yield PartRates(
-                part=name,
-                prompts=len({key for key, _ in some}),
-                calls=calls,
-                tau=_ratio(sum(part.tokens for _, part in some), calls),
-                accepted=_ratio(sum(part.accepted for _, part in some), calls),
-            )
+    keyed = [
+        (prompt.key, section)
+        for prompt in prompts
+        for section in prompt.drafted.sections
+    ]
+    keyed.sort(key=lambda one: (one[1].context, not one[1].thinking))
+    by_context: dict[str, list[tuple[str, ResponseSection]]] = {}
+    by_thinking: dict[str, list[tuple[str, ResponseSection]]] = {}
+    for key, section in keyed:
+        context = f"context from {section.context}"
+        thinking = "thinking" if section.thinking else "answer"
+        by_context.setdefault(context, []).append((key, section))
+        by_thinking.setdefault(thinking, []).append((key, section))
+    if len(by_context) > 1:
+        for name, keyed_sections in by_context.items():
+            yield _section_rates(name, keyed_sections)
+    if "thinking" in by_thinking:
+        for name, keyed_sections in by_thinking.items():
+            yield _section_rates(name, keyed_sections)
+
+
+def _section_rates(
+    name: str, keyed_sections: Sequence[tuple[str, ResponseSection]]
+) -> SectionRates:
+    keys = {key for key, _ in keyed_sections}
+    calls = sum(section.calls for _, section in keyed_sections)
+    tokens = sum(section.tokens for _, section in keyed_sections)
+    accepted = sum(section.accepted for _, section in keyed_sections)
+    return SectionRates(
+        section=name,
+        prompts=len(keys),
+        calls=calls,
+        tau=_ratio(tokens, calls),
+        accepted=_ratio(accepted, calls),
+    )
 
 
 def _calibration(decoded: Sequence[Decoding]) -> tuple[float, ...]:
     """Expected calibration error by position, with the tenths of all responses together."""
-    bins: dict[tuple[int, int], list[float]] = {}
-    for one in (one for response in decoded for one in response.told):
-        tenth = min(int(BINS * one.chances / one.tried), BINS - 1) if one.tried else 0
-        sums = bins.setdefault((one.position, tenth), [0.0, 0.0, 0.0])
-        for at, value in enumerate((one.tried, one.accepted, one.chances)):
-            sums[at] += value
-    positions = 1 + max((position for position, _ in bins), default=-1)
-    tried, gaps = [0.0] * positions, [0.0] * positions
-    for (position, _), (count, accepted, chances) in bins.items():
-        tried[position] += count
-        gaps[position] += abs(chances - accepted)
+    pooled: dict[tuple[int, int], ProbabilityBin] = {}
+    for response in decoded:
+        for counts in response.probabilities:
+            key = counts.position, _tenth(counts)
+            pooled[key] = _added(pooled.get(key), counts)
+    positions = 1 + max((position for position, _ in pooled), default=-1)
+    tried = [0] * positions
+    gaps = [0.0] * positions
+    for counts in pooled.values():
+        tried[counts.position] += counts.tried
+        gaps[counts.position] += abs(counts.chances - counts.accepted)
     return tuple(_ratio(gap, count) for gap, count in zip(gaps, tried, strict=True))
 
 
+def _tenth(counts: ProbabilityBin) -> int:
+    if not counts.tried:
+        return 0
+    return min(int(BINS * counts.chances / counts.tried), BINS - 1)
+
+
+def _added(before: ProbabilityBin | None, counts: ProbabilityBin) -> ProbabilityBin:
+    if before is None:
+        return counts
+    return replace(
+        counts,
+        tried=before.tried + counts.tried,
+        accepted=before.accepted + counts.accepted,
+        chances=before.chances + counts.chances,
+    )
+
+
 def _checks(decoded: Sequence[Decoding]) -> Checks:
-    counts = Counter(one.check for one in decoded)
+    counts = Counter(response.check for response in decoded)
     return Checks(counts["identical"], counts["near_tie"], counts["different"])
 
 
 def _accounted(decoded: Sequence[Decoding]) -> float:
-    inside = sum(one.prefill_seconds + one.decode_seconds for one in decoded)
-    outside = sum(one.seconds for one in decoded)
+    inside = sum(
+        response.prefill_seconds + response.decode_seconds for response in decoded
+    )
+    outside = sum(response.seconds for response in decoded)
     return inside / outside if outside else 1.0
 
 
-def cpu_share_of(decoded: Sequence[Decoding]) -> float | None:
+def cpu_share_of(decoded: Sequence[DecodingCounts]) -> float | None:
     """The share of the elapsed seconds in which this program had the CPU; None on a GPU."""
-    known = [one.cpu_seconds for one in decoded if one.cpu_seconds is not None]
-    return (
-        _ratio(sum(known), sum(one.seconds for one in decoded))
-        if len(known) == len(decoded)
-        else None
-    )
+    cpu_seconds = [
+        response.cpu_seconds for response in decoded if response.cpu_seconds is not None
+    ]
+    if len(cpu_seconds) < len(decoded):
+        return None
+    return _ratio(sum(cpu_seconds), sum(response.seconds for response in decoded))
 
 
-def _doubts(found: Figures) -> Iterator[str]:
+def _doubts(rated: Figures) -> Iterator[str]:
     """What says that the speedup is not one."""
-    for whose, checks in (
-        ("", found.lossless),
-        (" of plain decoding", found.plain_lossless),
-    ):
+    sides = (("", rated.lossless), (" of plain decoding", rated.plain_lossless))
+    for whose, checks in sides:
         if checks.different:
             yield (
                 f"{checks.different} of {checks.total} responses{whose} differ from the target's by more "
                 "than a near-tie: do not rely on these numbers"
             )
-    if found.accounted > 1 + tolerance(found.cpu_share):
-        yield _unaccounted("the", found.accounted)
-    if abs(1 - found.plain_accounted) > tolerance(found.cpu_share):
-        yield _unaccounted("plain decoding's", found.plain_accounted)
-    if found.missed:
+    allowed = tolerance(rated.cpu_share)
+    if rated.accounted > 1 + allowed:
+        yield _unaccounted("the", rated.accounted)
+    if abs(1 - rated.plain_accounted) > allowed:
+        yield _unaccounted("plain decoding's", rated.plain_accounted)
+    if rated.missed:
         yield (
-            f"{found.missed} drafted tokens agree with the responses and were not accepted: acceptance is "
+            f"{rated.missed} drafted tokens agree with the responses and were not accepted: acceptance is "
             "broken"
         )
 
@@ -477,46 +564,45 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
     """The vision encoder and the target's layers work on a prompt in the same way for both sides."""
     if len(prompts) < FEWEST:
         return
-    shown = [one for one in prompts if one.kind != "text"]
-    parts: dict[str, list[tuple[float, float]]] = {
-        "first cycle": [
-            (one.drafted.prefill_seconds, one.plain.prefill_seconds) for one in prompts
-        ],
-        "prefill": [
-            (one.drafted.phases.prefill, one.plain.phases.prefill)
-            for one in prompts
-            if one.drafted.phases and one.plain.phases
-        ],
-        "vision encoder": [
-            (one.drafted.phases.vision, one.plain.phases.vision)
-            for one in shown
-            if one.drafted.phases and one.plain.phases
-        ],
+    first_cycle, prefill, vision = [], [], []
+    for prompt in prompts:
+        plain, drafted = prompt.plain, prompt.drafted
+        first_cycle.append((drafted.prefill_seconds, plain.prefill_seconds))
+        prefill.append((drafted.phases.prefill, plain.phases.prefill))
+        if prompt.kind != "text":
+            vision.append((drafted.phases.vision, plain.phases.vision))
+    works = {
+        "first cycle": first_cycle,
+        "prefill": prefill,
+        "vision encoder": vision,
     }
-    for name, pairs in parts.items():
-        ratios = [own / plain for own, plain in pairs if plain]
+    for work, seconds in works.items():
+        ratios = [own / plain for own, plain in seconds if plain]
         if len(ratios) >= FEWEST and np.quantile(ratios, MOST_PROMPTS) < CHEAP:
             yield (
-                f"the drafter's {name} takes {np.median(ratios):.0%} of the time that plain decoding's "
+                f"the drafter's {work} takes {np.median(ratios):.0%} of the time that plain decoding's "
                 "takes for the same work"
             )
 
 
-def _warnings(found: Figures) -> Iterator[str]:
+def _warnings(rated: Figures) -> Iterator[str]:
     """What makes the numbers less than they seem, though the speedup is one."""
-    if not found.calls:
+    if not rated.calls:
         yield "nothing was drafted: no response has more than its first token"
-    if found.accounted < 1 - tolerance(found.cpu_share):
-        yield _unaccounted("the", found.accounted)
-    if found.cpu_share is not None and found.cpu_share < BUSY:
+    if rated.accounted < 1 - tolerance(rated.cpu_share):
+        yield _unaccounted("the", rated.accounted)
+    if rated.cpu_share is not None and rated.cpu_share < BUSY:
         yield (
-            f"the CPU was this program's for {found.cpu_share:.0%} of the time: other programs may have "
+            f"this program had the CPU for {rated.cpu_share:.0%} of the time: other programs may have "
             "slowed it down"
         )
 
 
 def tolerance(cpu_share: float | None) -> float:
-    """Of the elapsed seconds: other programs may take the CPU between two cycles, too."""
+    """Share of the elapsed seconds that clocks may differ by.
+
+    Other programs may take the CPU between two cycles, too.
+    """
     shared = cpu_share is not None and cpu_share < BUSY
     return TOLERANCE_SHARED if shared else TOLERANCE
 
@@ -530,36 +616,37 @@ def _unaccounted(whose: str, share: float) -> str:
 
 def drift(calibrations: Sequence[Calibration]) -> list[str]:
     """A warning for each speed of the machine that differs by more than `DRIFT` during an evaluation."""
-    found = []
+    warnings = []
     for name in ("plain_step", "small_product", "large_product", "bandwidth"):
-        values = [value for one in calibrations if (value := getattr(one, name))]
-        if values and (most := max(values) / min(values)) > DRIFT:
-            found.append(
-                f"the machine's speed changed while it was measured: {name.replace('_', ' ')} by a factor of "
-                f"{most:.2f}"
+        speeds = [getattr(calibration, name) for calibration in calibrations]
+        measured = [speed for speed in speeds if speed]
+        if not measured:
+            continue
+        factor = max(measured) / min(measured)
+        if factor > DRIFT:
+            speed = name.replace("_", " ")
+            warnings.append(
+                f"the machine's speed changed while it was measured: {speed} by a factor of {factor:.2f}"
             )
-    return found
+    return warnings
 
 
-def _budget(prompts: Sequence[PromptResult], tau: float) -> Budget | None:
-    spent = [one.drafted.phases for one in prompts if one.drafted.phases is not None]
-    if len(spent) < len(prompts):
-        return None
+def _budget(prompts: Sequence[PromptResult], tau: float) -> Budget:
     phases = {
-        name: sum(getattr(one, name) for one in spent)
+        name: sum(getattr(prompt.drafted.phases, name) for prompt in prompts)
         for name in Phases.__dataclass_fields__
     }
-    step = _ratio(
-        sum(one.plain.decode_seconds for one in prompts),
-        sum(one.plain.calls for one in prompts),
-    )
-    drafting = _ratio(phases["draft"], sum(one.drafted.calls for one in prompts))
-    other = sum(one.drafted.seconds for one in prompts) - sum(phases.values())
+    seconds = sum(prompt.drafted.seconds for prompt in prompts)
+    calls = sum(prompt.drafted.calls for prompt in prompts)
+    plain_seconds = sum(prompt.plain.decode_seconds for prompt in prompts)
+    plain_calls = sum(prompt.plain.calls for prompt in prompts)
+    plain_step = _ratio(plain_seconds, plain_calls)
+    drafting = _ratio(phases["draft"], calls)
     return Budget(
         **phases,
-        other=other,
-        plain_step=step,
-        ideal=tau * _ratio(step, step + drafting),
+        other=seconds - sum(phases.values()),
+        plain_step=plain_step,
+        ideal=tau * _ratio(plain_step, plain_step + drafting),
     )
 
 

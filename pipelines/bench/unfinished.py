@@ -1,4 +1,4 @@
-"""An evaluation that was interrupted: what was measured of each prompt, until the evaluation is written.
+"""The files of evaluations under way: each prompt as soon as it is decoded.
 
 Each prompt is decoded by all decoders in one process, so its numbers compare, whichever process that was.
 """
@@ -25,6 +25,8 @@ from vlmdistill.stores.errors import naming
 from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.schema import content_hash
 
+FILES = ".*.unfinished"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
@@ -36,38 +38,49 @@ class Decoded:
     results: Mapping[str, PromptResult]
     shown: Mapping[str, ShownResponse]
     calibration: Calibration | None = None  # right before, if a process began here
-    of: Count = 0  # prompts that will be decoded, at all temperatures; 0: not recorded
+    of: Count = 0  # prompts that will be decoded, at all temperatures
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Its temperature and number, which no other prompt of an evaluation has."""
+        return self.temperature, self.number
 
 
 @dataclass(frozen=True)
 class Interim:
-    """What an evaluation has measured that is not finished: it is running, or was interrupted."""
+    """What an unfinished evaluation has measured: it is running, or was interrupted."""
 
     decoded: Mapping[tuple[float, int], Decoded]  # by temperature and number
     written: float  # when the last prompt was, in seconds since 1970
 
     @property
     def of(self) -> int:
-        """The prompts that will be decoded, at all temperatures; 0 if that was not recorded."""
-        return max(one.of for one in self.decoded.values())
+        """The prompts that will be decoded, at all temperatures."""
+        return max(prompt.of for prompt in self.decoded.values())
 
 
 def measurements(
     decoded: Mapping[tuple[float, int], Decoded],
 ) -> dict[tuple[str, float], Measurement]:
     """The prompts so far, by decoder and temperature."""
-    rows: dict[tuple[str, float], list[Decoded]] = {}
-    for (temperature, _), one in sorted(decoded.items(), key=lambda item: item[0]):
-        for name in one.results:
-            rows.setdefault((name, temperature), []).append(one)
+    grouped: dict[tuple[str, float], list[Decoded]] = {}
+    for (temperature, _), prompt in sorted(decoded.items(), key=lambda item: item[0]):
+        for name in prompt.results:
+            grouped.setdefault((name, temperature), []).append(prompt)
     return {
-        (name, temperature): Measurement(
-            temperature=temperature,
-            prompts=tuple(row.results[name] for row in some),
-            shown=tuple(row.shown[name] for row in some if name in row.shown),
-        )
-        for (name, temperature), some in rows.items()
+        (name, temperature): _measurement(name, temperature, prompts)
+        for (name, temperature), prompts in grouped.items()
     }
+
+
+def _measurement(
+    name: str, temperature: float, decoded: Sequence[Decoded]
+) -> Measurement:
+    results = [prompt.results[name] for prompt in decoded]
+    shown = [prompt.shown[name] for prompt in decoded if name in prompt.shown]
+    return Measurement(
+        temperature=temperature, prompts=tuple(results), shown=tuple(shown)
+    )
 
 
 class Unfinished:
@@ -89,49 +102,56 @@ class Unfinished:
     def add(self, decoded: Decoded) -> None:
         """Append a prompt."""
         self._own.parent.mkdir(parents=True, exist_ok=True)
+        line = msgspec.json.encode(decoded) + b"\n"
         with naming(self._own), self._own.open("ab") as file:
-            file.write(msgspec.json.encode(decoded) + b"\n")
+            file.write(line)
 
     def remove(self) -> None:
-        """The evaluation is written."""
+        """Remove the files: the evaluation is written."""
         for file in (*self._files, self._own):
             file.unlink(missing_ok=True)
 
 
 def strip(reports: Path, wanted: Callable[[Decoded], bool]) -> None:
-    """Leave the wanted prompts alone in all files; what was not written to its end goes, too."""
-    for file in reports.glob(".*.unfinished"):
+    """Keep only the wanted prompts in all files; lines that are cut off are dropped, too."""
+    for file in reports.glob(FILES):
         lines = read_bytes(file).splitlines(keepends=True)
-        kept = [line for line in lines if (one := _parsed(line)) and wanted(one)]
-        if not kept:
+        kept_lines = []
+        for line in lines:
+            decoded = _parsed(line)
+            if decoded and wanted(decoded):
+                kept_lines.append(line)
+        if not kept_lines:
             file.unlink()
-        elif kept != lines:
-            with atomic_write(file) as new:
-                new.write_bytes(b"".join(kept))
+        elif kept_lines != lines:
+            with atomic_write(file) as aside:
+                aside.write_bytes(b"".join(kept_lines))
 
 
 def interim(reports: Path) -> list[Interim]:
     """The evaluations that are not finished, the latest first."""
-    alike: dict[str, list[Path]] = {}
-    for file in sorted(reports.glob(".*.unfinished")):
-        alike.setdefault(file.name.split(".")[1], []).append(file)
-    found = []
-    for files in alike.values():
+    files_of: dict[str, list[Path]] = {}
+    for file in sorted(reports.glob(FILES)):
+        evaluation = file.name.split(".")[1]
+        files_of.setdefault(evaluation, []).append(file)
+    interims = []
+    for files in files_of.values():
         with suppress(OSError):  # it has ended meanwhile, or is no file
-            if decoded := _read(files):
-                found.append(
-                    Interim(decoded, max(file.stat().st_mtime for file in files))
-                )
-    return sorted(found, key=lambda one: -one.written)
+            decoded = _read(files)
+            written = max(file.stat().st_mtime for file in files)
+            if decoded:
+                interims.append(Interim(decoded, written))
+    return sorted(interims, key=lambda one: -one.written)
 
 
 def _read(files: Sequence[Path]) -> dict[tuple[float, int], Decoded]:
-    """The prompts of all files; a line that was not written to its end is dropped."""
-    done: dict[tuple[float, int], Decoded] = {}
-    for line in (line for file in files for line in read_bytes(file).split(b"\n")):
-        if one := _parsed(line):
-            done[one.temperature, one.number] = one
-    return done
+    """The prompts of all files; a line that is cut off is dropped."""
+    prompts: dict[tuple[float, int], Decoded] = {}
+    for file in files:
+        for line in read_bytes(file).split(b"\n"):
+            if decoded := _parsed(line):
+                prompts[decoded.place] = decoded
+    return prompts
 
 
 def _parsed(line: bytes) -> Decoded | None:

@@ -47,7 +47,7 @@ CLIENT_GONE = 499  # nginx's status for it
 ROUTES = "POST /v1/chat/completions, GET /v1/models, /metrics, /health and the page /"
 REFUSALS = (QueueFullError, QueueClosedError, HTTPException, DataError, PromptError)
 """Errors that are not of the server."""
-COUNTS = (  # of `bench.records.Decoding`, in the JSON of a response
+COUNTS = (  # of `bench.records.DecodingCounts`, in the JSON of a response
     *("tokens", "calls", "accepted", "seconds", "prefill_seconds", "decode_seconds"),
     *("chain_tried", "chain_accepted"),
 )

@@ -14,7 +14,7 @@ from vlmdistill.drafters.core.target import room
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import decode
-from vlmdistill.pipelines.bench.records import Decoding, chain_counts
+from vlmdistill.pipelines.bench.records import DecodingCounts, chain_counts
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
 from vlmdistill.pipelines.streaming.response import open_pair, recorded
@@ -80,7 +80,7 @@ class ServedResponse:
     """Or "stop": the target ended the response, or a stop string occurred."""
 
     @property
-    def decoding(self) -> Decoding:
+    def decoding(self) -> DecodingCounts:
         """Its counts and times so far; the EOS counts as a token."""
         cycles, after_prefill = self.cycles, self.cycles[1:]
         seconds = sum(cycle.seconds for cycle in cycles)
@@ -88,7 +88,7 @@ class ServedResponse:
         tried, accepted = chain_counts([cycle.chain for cycle in after_prefill])
         tokens = sum(len(cycle.ids) for cycle in cycles)
         accepted_tokens = sum(cycle.accepted for cycle in cycles)
-        return Decoding(
+        return DecodingCounts(
             tokens=tokens,
             calls=len(after_prefill),
             accepted=accepted_tokens,

@@ -14,7 +14,6 @@ from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, stages_run
 from vlmdistill.pipelines.bench.statistics import Interval, Rate, advantage, figures
 from vlmdistill.pipelines.report.results import (
-    UNKNOWN,
     DrafterResult,
     conditions,
     of_drafters,
@@ -199,12 +198,8 @@ def _compare(
 
 
 def _differing(old: Evaluation, new: Evaluation) -> dict[str, tuple[str, str]]:
-    """The facts that differ, with both values; of software, if both recorded it."""
+    """The facts that differ, with both values."""
     before, after = _facts(old), _facts(new)
-    if old.software and new.software:
-        old_software, new_software = asdict(old.software), asdict(new.software)
-        before |= {name: old_software[name] or "none" for name in SOFTWARE}
-        after |= {name: new_software[name] or "none" for name in SOFTWARE}
     differing = {}
     for fact, value in before.items():
         if value != after[fact]:
@@ -213,7 +208,7 @@ def _differing(old: Evaluation, new: Evaluation) -> dict[str, tuple[str, str]]:
 
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:
-    """The facts of an evaluation that are named if they differ, apart from its software."""
+    """The facts of an evaluation that are named if they differ."""
     facts = conditions(evaluation)
     for package in PACKAGES:
         facts.pop(package, None)
@@ -222,9 +217,9 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
     facts["tree"] = evaluation.tree
     facts["parameters"] = str(evaluation.parameters)
     facts["training"] = _training(evaluation)
-    facts["weights"] = evaluation.weights or UNKNOWN
-    facts["software"] = "recorded" if evaluation.software else UNKNOWN
-    return facts
+    facts["weights"] = evaluation.weights or "none"
+    software = asdict(evaluation.software)
+    return facts | {name: software[name] or "none" for name in SOFTWARE}
 
 
 def _training(evaluation: Evaluation) -> str:

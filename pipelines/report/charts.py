@@ -211,22 +211,20 @@ def trees(results: Sequence[DrafterResult], styles: Styles) -> Chart:
 
 
 def cycle(ranking: Ranking, styles: Styles) -> Chart | None:
-    """The milliseconds of a cycle by phase, beside a step of plain decoding; None if none was measured."""
+    """The milliseconds of a cycle by phase, beside a step of plain decoding; None if nothing was drafted."""
     title = f"Milliseconds of a cycle at temperature {ranking.temperature:g}"
     return _stack(title, ranking, styles, CYCLE)
 
 
 def prefill(ranking: Ranking, styles: Styles) -> Chart | None:
-    """The milliseconds of a response before its first cycle by phase; None if none was measured."""
+    """The milliseconds of a response before its first cycle by phase; None if nothing was drafted."""
     title = f"Milliseconds of the prefill at temperature {ranking.temperature:g}"
     return _stack(title, ranking, styles, PREFILL)
 
 
 def milliseconds(result: DrafterResult, phases: Sequence[str]) -> dict[str, float]:
-    """The time of each phase of a cycle, or of a response's prefill; empty if it was not measured."""
+    """The time of each phase of a cycle, or of a response's prefill."""
     figures = result.figures
-    if figures.budget is None:
-        return {}
     count = max(1, figures.calls if phases == CYCLE else figures.prompts)
     spent = {}
     for phase in phases:
@@ -278,11 +276,10 @@ def _tau_mark(
         speedup = figures.intervals["decode_speedup"]
         spans.append(_across(x_of, tau, y))
         spans.append(_upright(y_of, speedup, x))
-    if figures.budget is not None:
-        ideal = figures.budget.ideal
-        values.append(ideal)
-        points.append((x, y_of(ideal)))
-        note += f", ideal {ideal:.2f}"
+    ideal = figures.budget.ideal
+    values.append(ideal)
+    points.append((x, y_of(ideal)))
+    note += f", ideal {ideal:.2f}"
     name = result.name
     return Series(name, styles[name], values, points, tuple(spans), note)
 
@@ -407,12 +404,11 @@ def _stack(
     stacks = {}
     plain_steps = {}
     for result in ranking.results:
-        budget = result.figures.budget
-        if budget is None or not result.figures.calls:
+        if not result.figures.calls:
             continue
         stacks[result.name] = [*milliseconds(result, phases).values()]
         if phases == CYCLE:
-            plain_steps[result.name] = 1e3 * budget.plain_step
+            plain_steps[result.name] = 1e3 * result.figures.budget.plain_step
     if not stacks:
         return None
     totals = [sum(stack) for stack in stacks.values()]
@@ -444,7 +440,7 @@ def _largest(result: DrafterResult, rates: Sequence[Rate]) -> float:
         interval = figures.intervals.get(rate)
         if interval:
             values.append(interval.high)
-    if figures.budget is not None and "tau" in rates:
+    if "tau" in rates:
         values.append(figures.budget.ideal)
     return float(max(values))
 

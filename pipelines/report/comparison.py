@@ -363,9 +363,7 @@ def _affected(checked: Sequence[_Check], kind: Callable[[Checks], int]) -> str:
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:
     """The facts of an evaluation that its group lists."""
-    facts: dict[str, str] = {}
-    if evaluation.machine:
-        facts["machine"] = evaluation.machine.details
+    facts = {"machine": evaluation.machine.details}
     if baseline := _baseline(evaluation):
         facts["plain decoding"] = baseline
     if evaluation.weights:
@@ -377,9 +375,7 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
     if evaluation.calibrations:
         texts = [calibration.text for calibration in evaluation.calibrations]
         facts["calibration"] = ", then ".join(texts)
-    if evaluation.software:
-        facts |= evaluation.software.facts
-    return facts
+    return facts | evaluation.software.facts
 
 
 def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
@@ -467,8 +463,7 @@ def _equal(plain: Decoding, other: Decoding) -> bool:
 
 def _run(result: DrafterResult) -> tuple[object, ...]:
     """The process that measured a result."""
-    software = result.evaluation.software
-    return result.evaluation.measured, software and software.command
+    return result.evaluation.measured, result.evaluation.software.command
 
 
 def speed_of(results: Iterable[DrafterResult]) -> Rate:

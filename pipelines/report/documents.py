@@ -153,9 +153,7 @@ def _own_row(
     row |= conditions
     row["prompt_set"] = evaluation.prompt_set
     row["measured"] = evaluation.measured
-    if evaluation.software:
-        row |= asdict(evaluation.software)
-    return row
+    return row | asdict(evaluation.software)
 
 
 def _served_row(result: ServerResult) -> Row:
@@ -170,9 +168,7 @@ def _served_row(result: ServerResult) -> Row:
     row |= {"by": "server", "part": f"concurrency {load.concurrency}"}
     row |= _numbers(figures)
     row["measured"] = evaluation.measured
-    if evaluation.software:
-        row |= asdict(evaluation.software)
-    return row
+    return row | asdict(evaluation.software)
 
 
 def _numbers(figures: Row) -> Row:

@@ -44,14 +44,14 @@ class _Cell:
     speedup: float | None  # None: a warning doubts it
 
     @property
-    def shown(self) -> "_Shown":
+    def shown(self) -> "_Printed":
         """As printed."""
         speedup = "" if self.speedup is None else f"{self.speedup:.2f}"
-        return _Shown(f"{self.tau:.2f}", speedup)
+        return _Printed(f"{self.tau:.2f}", speedup)
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _Printed:
     """The rates of a method on a set as printed; empty: not measured, or in doubt."""
 
     tau: str = ""
@@ -65,12 +65,12 @@ class _Method:
     lossless: bool = True
     cells: dict[str, _Cell] = field(default_factory=dict)  # by set
 
-    def shown(self, sets: Sequence[str]) -> list[_Shown]:
+    def shown(self, sets: Sequence[str]) -> list[_Printed]:
         """Its cells of these sets and, of several, their mean."""
         cells = [self.cells.get(name) for name in sets]
         if len(sets) > 1:
             cells.append(self._mean(sets))
-        return [_Shown() if cell is None else cell.shown for cell in cells]
+        return [_Printed() if cell is None else cell.shown for cell in cells]
 
     def _mean(self, sets: Sequence[str]) -> _Cell | None:
         """The mean over all sets; None if one was not measured."""
@@ -215,18 +215,18 @@ def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
         dagger = "" if method.lossless else DAGGER
         row = [escaped(name) + dagger]
         for number, cell in enumerate(cells[name]):
-            bold = best[number] if method.lossless else _Shown()
+            bold = best[number] if method.lossless else _Printed()
             row.append(_printed(cell.tau, bold.tau))
             row.append(_printed(cell.speedup, bold.speedup))
         rows.append(row)
     return rows
 
 
-def _best(column: Sequence[_Shown]) -> _Shown:
+def _best(column: Sequence[_Printed]) -> _Printed:
     """The largest of each rate."""
     taus = [cell.tau for cell in column if cell.tau]
     speedups = [cell.speedup for cell in column if cell.speedup]
-    return _Shown(
+    return _Printed(
         max(taus, key=float, default=""), max(speedups, key=float, default="")
     )
 

@@ -20,9 +20,6 @@ from vlmdistill.pipelines.bench.statistics import (
     rates,
 )
 
-UNKNOWN = "not recorded"
-COMPILED = {True: "yes", False: "no", None: UNKNOWN}
-
 E = TypeVar("E", Evaluation, ServedEvaluation)
 Speed = Literal["faster", "slower", "equal", "unknown"]
 
@@ -34,11 +31,11 @@ def conditions(evaluation: Evaluation) -> dict[str, str]:
     facts["hardware"] = evaluation.hardware
     facts["dtype"] = evaluation.dtype
     facts["threads"] = str(evaluation.threads)
-    facts["attention"] = evaluation.attention or UNKNOWN
-    facts["compiled"] = COMPILED[evaluation.compiled]
+    facts["attention"] = evaluation.attention
+    facts["compiled"] = "yes" if evaluation.compiled else "no"
     facts["thinking"] = evaluation.thinking or "as the template"
-    facts["torch"] = software.torch if software else UNKNOWN
-    facts["transformers"] = software.transformers if software else UNKNOWN
+    facts["torch"] = software.torch
+    facts["transformers"] = software.transformers
     facts["prompts"] = f"{len(evaluation.keys)} ({evaluation.prompt_set})"
     facts["max new tokens"] = str(evaluation.max_new_tokens)
     return facts
@@ -127,7 +124,7 @@ class DrafterResult:
         columns["compiled"] = evaluation.compiled
         columns["parameters"] = evaluation.parameters
         columns["weights"] = evaluation.weights
-        columns["commit"] = evaluation.software and evaluation.software.commit
+        columns["commit"] = evaluation.software.commit
         return columns | self._rates
 
     @property
@@ -220,7 +217,7 @@ class ServerResult:
         columns["seed"] = evaluation.seed
         columns["engine"] = evaluation.url
         columns["concurrency"] = load.concurrency
-        columns["commit"] = evaluation.software and evaluation.software.commit
+        columns["commit"] = evaluation.software.commit
         columns["tau"] = load.server.tau
         columns["accepted"] = load.server.accepted
         columns["speedup"] = load.speedup

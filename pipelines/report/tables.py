@@ -13,8 +13,8 @@ from vlmdistill.pipelines.bench.statistics import (
     Checks,
     Figures,
     Interval,
-    PartRates,
     Rate,
+    SectionRates,
 )
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
@@ -123,7 +123,7 @@ def budgets(results: Sequence[DrafterResult]) -> list[list[str]]:
     rows = [["milliseconds per cycle of", "T", *PHASES]]
     for result in results:
         budget = result.figures.budget
-        if budget is None or not result.figures.calls:
+        if not result.figures.calls:
             continue
         *cycle, _ = charts.milliseconds(result, charts.CYCLE).values()
         numbers = [*cycle, 1e3 * budget.plain_step, budget.ideal]
@@ -140,7 +140,7 @@ def divided(results: Sequence[DrafterResult]) -> list[list[str]]:
     rows = []
     for result in results:
         rows += [_part_row(name, part) for name, part in _prompt_parts(result)]
-        rows += [_response_row(result, part) for part in result.figures.parts]
+        rows += [_response_row(result, part) for part in result.figures.sections]
     return rows
 
 
@@ -166,8 +166,8 @@ def _part_row(name: str, part: DrafterResult) -> list[str]:
     return row
 
 
-def _response_row(result: DrafterResult, part: PartRates) -> list[str]:
-    row = [result.name, _temperature(result), part.part, str(part.prompts)]
+def _response_row(result: DrafterResult, part: SectionRates) -> list[str]:
+    row = [result.name, _temperature(result), part.section, str(part.prompts)]
     row += [cell(part.tau), cell(part.accepted), UNKNOWN]
     return row
 

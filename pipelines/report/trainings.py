@@ -39,7 +39,7 @@ class _Figures(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class _Line:
+class _RecordedLine:
     """A line that a run recorded."""
 
     figures: _Figures
@@ -123,7 +123,7 @@ def _saved_steps(drafter: Path) -> int:
     return 0
 
 
-def _first_steps(steps: Iterable[_Line]) -> dict[str, float]:
+def _first_steps(steps: Iterable[_RecordedLine]) -> dict[str, float]:
     """The first step of each stage."""
     stages: dict[str, float] = {}
     for line in steps:
@@ -131,18 +131,18 @@ def _first_steps(steps: Iterable[_Line]) -> dict[str, float]:
     return stages
 
 
-def _losses(steps: Iterable[_Line]) -> Curve:
+def _losses(steps: Iterable[_RecordedLine]) -> Curve:
     losses = [(line.figures.step, line.figures.loss) for line in steps]
     return _thinned((step, loss) for step, loss in losses if loss is not None)
 
 
-def _in_order(line: _Line) -> tuple[int, tuple[float, ...]]:
+def _in_order(line: _RecordedLine) -> tuple[int, tuple[float, ...]]:
     """The step, and the agreement of each hop."""
     agreement = tuple(share for _, share in sorted(line.agreement.items()))
     return line.figures.step, agreement
 
 
-def _predicted_tau(measured: Iterable[_Line]) -> Curve:
+def _predicted_tau(measured: Iterable[_RecordedLine]) -> Curve:
     curve: Curve = []
     for line in measured:
         tau = line.figures.predicted_tau
@@ -151,14 +151,14 @@ def _predicted_tau(measured: Iterable[_Line]) -> Curve:
     return curve
 
 
-def _speed(steps: Iterable[_Line]) -> float:
+def _speed(steps: Iterable[_RecordedLine]) -> float:
     """The mean of the tokens per second; 0 if none were recorded."""
     speeds = [line.figures.tokens_per_second for line in steps]
     recorded = [speed for speed in speeds if speed]
     return sum(recorded) / len(recorded) if recorded else 0.0
 
 
-def _lines(text: bytes) -> Iterator[_Line]:
+def _lines(text: bytes) -> Iterator[_RecordedLine]:
     """The lines of a run, without those that are incomplete, of no run, or not finite."""
     for encoded in text.splitlines():
         with suppress(msgspec.DecodeError, UnicodeDecodeError, ValueError):
@@ -170,10 +170,10 @@ def _lines(text: bytes) -> Iterator[_Line]:
                     agreement[int(hop)] = float(value)
             numbers = [figures.loss or 0, *agreement.values()]
             if all(map(math.isfinite, numbers)):
-                yield _Line(figures, agreement)
+                yield _RecordedLine(figures, agreement)
 
 
-def _by_token(lines: Sequence[_Line]) -> list[Curve]:
+def _by_token(lines: Sequence[_RecordedLine]) -> list[Curve]:
     """A curve of the agreement at each hop."""
     curves: dict[int, Curve] = {}
     for line in lines:

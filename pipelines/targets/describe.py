@@ -64,7 +64,7 @@ class ParameterCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TargetDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a target without its weights."""
+    """The facts of a target that need no weights."""
 
     name: str
     origin: str  # its hub id, or a description of where it comes from
@@ -85,7 +85,7 @@ class TargetDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def together(self) -> FeatureCost:
-        """What all drafters of the description need together."""
+        """The features of all drafters of the description together."""
         return self.drafters[TOGETHER]
 
     def to_dict(self) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from vlmdistill.pipelines.traffic.harvest import EVAL_SHARE, harvest
 from vlmdistill.pipelines.traffic.logs import unread_line
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.workspace import versions
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
@@ -377,7 +378,7 @@ class _Round:
             prompt_table.write(file, prompts)
             candidate, base = evaluate.evaluate(
                 self.workspace,
-                [self.plan.drafter, self.plan.base],
+                open_drafters(self.workspace, [self.plan.drafter, self.plan.base]),
                 settings,
                 prompts_file=file,
                 title=f"{self.plan.drafter}-{side}",

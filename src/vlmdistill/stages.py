@@ -37,6 +37,7 @@ from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.progress import Progress, silent
@@ -426,7 +427,7 @@ def evaluate(
             expected.check(workspace.reports)
         evaluations = bench.evaluate(
             workspace,
-            drafters,
+            open_drafters(workspace, drafters),
             settings,
             title=name,
             on_prompt=_of(progress, "evaluate"),

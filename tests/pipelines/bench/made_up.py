@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vlmdistill.drafters.decoding.hardware import Hardware, Limits, Processor
 from vlmdistill.pipelines.bench.records import (
     FORMAT,
     Agreement,
@@ -23,10 +24,15 @@ from vlmdistill.pipelines.bench.records import (
     TrainedSettings,
     TrainedStage,
     Training,
+    Turn,
 )
+from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.streaming.pieces import Piece
+from vlmdistill.pipelines.targets.software import Software
 
+MACHINE = Hardware(processor=Processor(name="Some Processor"), limits=Limits(threads=1))
+SOFTWARE = Software(python="3", vlmdistill="0", torch="2.13", transformers="5")
 RESPONSE = (
     Piece("The", False),
     Piece(" board\nis", True),
@@ -45,34 +51,7 @@ PLAIN = tuple(
 
 def shown(key: str = "k0", **changes: Any) -> ShownResponse:
     fields = ShownResponse(
-        key=key, prompt=f"What is {key}?", files=(), pieces=RESPONSE, tau=3.1
-    )
-    return dataclasses.replace(fields, **changes)
-
-
-def plain(**changes: Any) -> Decoding:
-    fields = Decoding(
-        tokens=105,
-        calls=104,
-        accepted=0,
-        seconds=1.5,
-        prefill_seconds=0.1,
-        decode_seconds=1.4,
-    )
-    return dataclasses.replace(fields, **changes)
-
-
-def drafted(**changes: Any) -> Decoding:
-    """A response in one second instead of one and a half, with a tau of 3.25."""
-    fields = Decoding(
-        tokens=105,
-        calls=32,
-        accepted=72,
-        seconds=1.0,
-        prefill_seconds=0.1,
-        decode_seconds=0.9,
-        chain_tried=(20, 18, 12),
-        chain_accepted=(18, 12, 9),
+        key=key, prompt=f"What is {key}?", files=(), pieces=RESPONSE, tau=3.1, plain=()
     )
     return dataclasses.replace(fields, **changes)
 
@@ -92,6 +71,41 @@ def phases(decode_seconds: float = 0.9) -> Phases:
     )
 
 
+def plain(**changes: Any) -> Decoding:
+    fields = Decoding(
+        tokens=105,
+        calls=104,
+        accepted=0,
+        seconds=1.5,
+        prefill_seconds=0.1,
+        decode_seconds=1.4,
+        finish="stop",
+        phases=phases(1.4),
+        passes=104,
+        missed=0,
+    )
+    return dataclasses.replace(fields, **changes)
+
+
+def drafted(**changes: Any) -> Decoding:
+    """A response in one second instead of one and a half, with a tau of 3.25."""
+    fields = Decoding(
+        tokens=105,
+        calls=32,
+        accepted=72,
+        seconds=1.0,
+        prefill_seconds=0.1,
+        decode_seconds=0.9,
+        chain_tried=(20, 18, 12),
+        chain_accepted=(18, 12, 9),
+        finish="stop",
+        phases=phases(),
+        passes=32,
+        missed=0,
+    )
+    return dataclasses.replace(fields, **changes)
+
+
 def measured(
     temperature: float = 0.0,
     *,
@@ -107,25 +121,45 @@ def measured(
     """`count` prompts, whose seconds vary by a share of `noise`; their checks against the stock model."""
     factor_P = 1 + noise * np.random.default_rng(seed).standard_normal(count)
     greedy: Sequence[Check | None] = ["identical" if temperature == 0 else None] * count
-    prompts = [
-        PromptResult(
+    prompts = []
+    for number in range(len(own) if own else count):
+        seconds = 1.5 / speedup * float(factor_P[number])
+        sampling = {"seed": prompt_seed(0, number)} if temperature else {}
+        fields = {
+            "check": (own or greedy)[number],
+            "seconds": seconds,
+            "decode_seconds": seconds - 0.1,
+            "phases": phases(seconds - 0.1),
+            **sampling,
+            **changes,
+        }
+        result = PromptResult(
             key=f"k{number}",
             dataset="made up",
             kind="image",
-            plain=plain(check=(base or own or greedy)[number]),
-            drafted=drafted(
-                **{
-                    "check": (own or greedy)[number],
-                    "seconds": 1.5 / speedup * float(factor_P[number]),
-                    "decode_seconds": 1.5 / speedup * float(factor_P[number]) - 0.1,
-                    "phases": phases(1.5 / speedup * float(factor_P[number]) - 0.1),
-                    **changes,
-                }
-            ),
+            plain=plain(check=(base or own or greedy)[number], **sampling),
+            drafted=drafted(**fields),
+            turn=Turn(started=0, ended=0, seconds=(0, 0), plain=0, drafted=1),
         )
-        for number in range(len(own) if own else count)
-    ]
+        prompts.append(in_turn(result, number))
     return Measurement(temperature=temperature, prompts=tuple(prompts), shown=shown)
+
+
+def in_turn(result: PromptResult, number: int) -> PromptResult:
+    """The prompt as decoded by both sides one after the other, in an order that rotates."""
+    first, second = result.plain.seconds, result.drafted.seconds
+    drafted_first = number % 2
+    if drafted_first:
+        first, second = second, first
+    started = 1_700_000_000.0 + 4 * number
+    turn = Turn(
+        started=started,
+        ended=started + first + second,
+        seconds=(first, second),
+        plain=drafted_first,
+        drafted=1 - drafted_first,
+    )
+    return dataclasses.replace(result, turn=turn)
 
 
 def evaluation(
@@ -161,6 +195,14 @@ def evaluation(
         "measured": "2026-01-02 03:04:05",
         "temperatures": temperatures or (measured(0.0), measured(1.0)),
         "leak": Leak(samples=4200),
+        "weights": None,
+        "machine": MACHINE,
+        "software": SOFTWARE,
+        "attention": "sdpa",
+        "compiled": False,
+        "thinking": "",
+        "asked": (),
+        "calibrations": (),
     }
     return Evaluation(**{**fields, **changes})
 

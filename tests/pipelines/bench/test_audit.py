@@ -26,9 +26,8 @@ from vlmdistill.drafters.decoding.acceptance import Acceptance, choose, verify
 from vlmdistill.drafters.decoding.clock import Cycle, Timed
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.lookahead import Lookahead, Window
-from vlmdistill.pipelines.bench import again, audit, side_by_side
-from vlmdistill.pipelines.bench import evaluate as evaluating
-from vlmdistill.pipelines.bench.records import Decoding, Evaluation, ResponsePart
+from vlmdistill.pipelines.bench import again, audit, plan, side_by_side
+from vlmdistill.pipelines.bench.records import Decoding, Evaluation, ResponseSection
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.report.page import read
@@ -358,8 +357,8 @@ def counted(
     """Change the counts of drafters alone."""
     honest = side_by_side._counted
 
-    def wrong(decoded: Timed, **options: Any) -> Decoding:
-        found = honest(decoded, **options)
+    def wrong(decoded: Timed, *counts: Any, **options: Any) -> Decoding:
+        found = honest(decoded, *counts, **options)
         return (
             change(found) if any(cycle.chain[1] for cycle in decoded.cycles) else found
         )
@@ -389,10 +388,8 @@ def test_calls_that_are_not_counted_are_exposed(
 def test_prompts_that_are_left_out_are_exposed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = evaluating.held_out
-    monkeypatch.setattr(
-        evaluating, "held_out", lambda *arguments: honest(*arguments)[1:]
-    )
+    honest = plan.held_out
+    monkeypatch.setattr(plan, "held_out", lambda *arguments: honest(*arguments)[1:])
     exposed(run(*FEW), "1 of 2 prompts were not measured")
 
 
@@ -451,8 +448,8 @@ def test_a_drafter_that_was_trained_on_the_prompts_is_named(
         ),
         (
             {
-                "parts": (
-                    ResponsePart(
+                "sections": (
+                    ResponseSection(
                         context=0, thinking=False, calls=9, tokens=9, accepted=0
                     ),
                 )

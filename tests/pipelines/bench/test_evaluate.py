@@ -36,6 +36,7 @@ from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.streaming.response import open_pair
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.progress import Progress
@@ -70,7 +71,7 @@ def by_ticks(
         patch.setattr(clock, "time", ticks)
         patch.setattr(side_by_side, "time", ticks)
         plant(patch)
-        (made,) = evaluate(workspace, ["lookahead"], SETTINGS)
+        (made,) = evaluate(workspace, open_drafters(workspace, ["lookahead"]), SETTINGS)
     return made
 
 
@@ -206,14 +207,13 @@ def test_a_slower_drafter_is_slower_in_its_phase_alone(
         by_ticks(workspace, plant).temperatures, honest.temperatures, strict=True
     ):
         slow, fair = figures(at), figures(before)
-        assert slow.budget is not None
-        assert slow.budget == dataclasses.replace(  # type: ignore[type-var]
+        assert slow.budget == dataclasses.replace(
             fair.budget,
-            draft=fair.budget.draft + WORK * fair.calls,  # type: ignore[union-attr]
+            draft=fair.budget.draft + WORK * fair.calls,
             ideal=slow.budget.ideal,
         )
         assert slow.speedup < fair.speedup
-        assert slow.budget.ideal < fair.budget.ideal  # type: ignore[union-attr]
+        assert slow.budget.ideal < fair.budget.ideal
 
 
 def shortened(*args: Any) -> Acceptance:
@@ -232,9 +232,9 @@ def test_a_verifier_that_accepts_too_little_is_detected(
 ) -> None:
     """It is lossless: only the responses show that guesses were right."""
     settings = dataclasses.replace(SETTINGS, temperatures=(0.0,), max_new_tokens=48)
-    (fair,) = evaluate(workspace, ["lookahead"], settings)
+    (fair,) = evaluate(workspace, open_drafters(workspace, ["lookahead"]), settings)
     monkeypatch.setattr(decoders, "verify", shortened)
-    (made,) = evaluate(workspace, ["lookahead"], settings)
+    (made,) = evaluate(workspace, open_drafters(workspace, ["lookahead"]), settings)
     before, after = figures(fair.temperatures[0]), figures(made.temperatures[0])
     assert before.missed == 0
     assert after.lossless == before.lossless
@@ -260,7 +260,9 @@ def test_several_trees_are_results_of_their_own(
 ) -> None:
     trees = (Tree.parse("chain-2"), Tree.parse("8-2-2"))
     settings = dataclasses.replace(SETTINGS, trees=trees, limit=2)
-    *made, window = evaluate(workspace, ["tuned", "lookahead"], settings)
+    *made, window = evaluate(
+        workspace, open_drafters(workspace, ["tuned", "lookahead"]), settings
+    )
     assert [(one.name, one.tree) for one in made] == [
         (f"tuned@{tree}", str(tree)) for tree in trees
     ]
@@ -284,7 +286,7 @@ def test_the_fastest_tree_is_kept_with_the_drafter(
     rounds: list[str] = []
     (first,) = evaluate(
         workspace,
-        ["tuned"],
+        open_drafters(workspace, ["tuned"]),
         settings,
         on_prompt=lambda done, total, remark="": rounds.append(remark),
     )
@@ -293,7 +295,7 @@ def test_the_fastest_tree_is_kept_with_the_drafter(
     assert len([one for one in rounds if "trees" in one]) == 4
     (again,) = evaluate(
         workspace,
-        ["tuned"],
+        open_drafters(workspace, ["tuned"]),
         settings,
         on_prompt=lambda done, total, remark="": rounds.append(remark),
     )
@@ -307,9 +309,11 @@ def test_the_fastest_tree_is_kept_with_the_drafter(
     assert str(open_pair(workspace, "tuned", "auto")[2]) == best.tree
     (tuned / FILE).write_text("[{}]")
     with pytest.raises(DataError, match=FILE):
-        evaluate(workspace, ["tuned"], settings)
+        evaluate(workspace, open_drafters(workspace, ["tuned"]), settings)
     evaluate(
-        workspace, ["tuned"], dataclasses.replace(settings, trees=())
+        workspace,
+        open_drafters(workspace, ["tuned"]),
+        dataclasses.replace(settings, trees=()),
     )  # needs no such file
 
 
@@ -321,7 +325,7 @@ def test_a_tree_is_searched_for_on_prompts_that_are_not_evaluated(
         SETTINGS, trees=("auto",), temperatures=(0.0,), threads=1
     )
     with pytest.raises(DataError, match="--limit"):
-        evaluate(workspace, ["tuned"], settings)
+        evaluate(workspace, open_drafters(workspace, ["tuned"]), settings)
     asked: list[int] = []
     encode = VisionLanguageTarget.encode
 
@@ -332,7 +336,11 @@ def test_a_tree_is_searched_for_on_prompts_that_are_not_evaluated(
         return encode(target, messages)
 
     monkeypatch.setattr(VisionLanguageTarget, "encode", watched)
-    (made,) = evaluate(workspace, ["tuned"], dataclasses.replace(settings, limit=2))
+    (made,) = evaluate(
+        workspace,
+        open_drafters(workspace, ["tuned"]),
+        dataclasses.replace(settings, limit=2),
+    )
     assert asked.count(asked[1]) == 1  # after one for the threads, what is searched on
     assert asked[1] not in asked[2:]
     assert len(made.keys) == 2
@@ -352,7 +360,7 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     def run(settings: Settings, on_prompt: Progress) -> Evaluation:
         return evaluate(
             elsewhere,
-            ["lookahead"],
+            open_drafters(elsewhere, ["lookahead"]),
             settings,
             prompts_file=workspace.prompts,
             on_prompt=on_prompt,
@@ -607,7 +615,7 @@ def test_work_outside_the_cycles_of_plain_decoding_is_detected(
 @pytest.fixture(scope="module")
 def made(workspace: Workspace) -> Evaluation:
     """An evaluation by the real clock."""
-    (one,) = evaluate(workspace, ["lookahead"], SETTINGS)
+    (one,) = evaluate(workspace, open_drafters(workspace, ["lookahead"]), SETTINGS)
     return one
 
 
@@ -653,7 +661,10 @@ def test_cycles_are_counted_by_position_of_the_chain(
     settings = dataclasses.replace(SETTINGS, temperatures=(1.0,), limit=1)
     elsewhere = Workspace(workspace.model, tmp_path)
     (made,) = evaluate(
-        elsewhere, ["lookahead"], settings, prompts_file=workspace.prompts
+        elsewhere,
+        open_drafters(elsewhere, ["lookahead"]),
+        settings,
+        prompts_file=workspace.prompts,
     )
     (shown,) = made.temperatures[0].shown
     a, b, c, d, e = load(workspace.model).tokenizer.decode(range(21, 26))
@@ -673,8 +684,8 @@ def test_cycles_are_counted_by_position_of_the_chain(
     assert (one.chain_tried, one.chain_accepted) == ((4, 2, 1), (2, 1, 1))
     assert (one.prefill_seconds, one.decode_seconds) == (0.5, 0.8)
     told = [
-        (part.position, part.tried, part.accepted, round(part.chances, 9))
-        for part in one.told
+        (counts.position, counts.tried, counts.accepted, round(counts.chances, 9))
+        for counts in one.probabilities
     ]
     assert told == [(0, 2, 2, 1.86), (1, 2, 1, 1.07), (2, 1, 1, 0.5)]
     found = figures(made.temperatures[0]).calibration
@@ -705,17 +716,29 @@ def test_only_evaluations_with_the_same_settings_are_reused(
     updated = dataclasses.replace(made.software, torch="1.0")
     for other in ({"hardware": "another"}, {"software": updated}):
         write(dataclasses.replace(made, **other), add())
-        assert kept(elsewhere, ["lookahead"], SETTINGS) == []
+        assert kept(elsewhere, open_drafters(elsewhere, ["lookahead"]), SETTINGS) == []
     write(made, add())
-    assert kept(elsewhere, ["lookahead"], SETTINGS) == [made]
+    assert kept(elsewhere, open_drafters(elsewhere, ["lookahead"]), SETTINGS) == [made]
     assert kept(
-        elsewhere, ["lookahead"], dataclasses.replace(SETTINGS, temperatures=(1.0,))
+        elsewhere,
+        open_drafters(elsewhere, ["lookahead"]),
+        dataclasses.replace(SETTINGS, temperatures=(1.0,)),
     ) == [made]
-    assert kept(elsewhere, ["lookahead"], dataclasses.replace(SETTINGS, **change)) == []
-    assert kept(elsewhere, ["lookahead", "specvlm"], SETTINGS) == []
+    assert (
+        kept(
+            elsewhere,
+            open_drafters(elsewhere, ["lookahead"]),
+            dataclasses.replace(SETTINGS, **change),
+        )
+        == []
+    )
+    assert (
+        kept(elsewhere, open_drafters(elsewhere, ["lookahead", "specvlm"]), SETTINGS)
+        == []
+    )
     later = dataclasses.replace(made, measured="2999-01-01 00:00:00")
     write(later, add())
-    assert kept(elsewhere, ["lookahead"], SETTINGS) == [later]
+    assert kept(elsewhere, open_drafters(elsewhere, ["lookahead"]), SETTINGS) == [later]
 
 
 def test_an_evaluation_names_the_weights_that_it_is_of(
@@ -726,12 +749,12 @@ def test_an_evaluation_names_the_weights_that_it_is_of(
     target = load(workspace.model)
     folder = synthetic.save("eagle2", elsewhere.drafter("tuned"), target=target)
     few = dataclasses.replace(SETTINGS, limit=1, temperatures=(0.0,))
-    (made,) = evaluate(elsewhere, ["tuned"], few)
+    (made,) = evaluate(elsewhere, open_drafters(elsewhere, ["tuned"]), few)
     content = (folder / WEIGHTS).read_bytes()
     assert made.weights == hashlib.sha256(content).hexdigest()
-    assert kept(elsewhere, ["tuned"], few) == [made]
+    assert kept(elsewhere, open_drafters(elsewhere, ["tuned"]), few) == [made]
     (folder / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert kept(elsewhere, ["tuned"], few) == []
+    assert kept(elsewhere, open_drafters(elsewhere, ["tuned"]), few) == []
     assert made.weights in str(read(elsewhere).groups[0].facts)
 
 
@@ -743,7 +766,7 @@ def test_a_drafter_of_another_target_is_refused_in_one_line(
     other = load(str(checkpoint("qwen2_5_vl", seed=1)))
     synthetic.save("eagle2", workspace.drafter("stranger"), target=other)
     with pytest.raises(TrainingError, match="weights_hash"):
-        evaluate(workspace, ["stranger"], SETTINGS)
+        evaluate(workspace, open_drafters(workspace, ["stranger"]), SETTINGS)
     where = ("--model", workspace.model, "--runs", str(workspace.root.parent))
     capsys.readouterr()
     assert main(["eval", "stranger", *where]) == 1
@@ -784,6 +807,6 @@ def test_a_file_of_an_older_format_is_not_reused(
         elsewhere.reports / "lookahead.json"
     )  # the name that earlier versions gave it
     write(made, file)
-    assert kept(elsewhere, ["lookahead"], SETTINGS) == [made]
+    assert kept(elsewhere, open_drafters(elsewhere, ["lookahead"]), SETTINGS) == [made]
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 1}))
-    assert kept(elsewhere, ["lookahead"], SETTINGS) == []
+    assert kept(elsewhere, open_drafters(elsewhere, ["lookahead"]), SETTINGS) == []

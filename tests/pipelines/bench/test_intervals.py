@@ -9,7 +9,12 @@ import pytest
 
 from tests.pipelines.bench.made_up import drafted, measured, plain
 from tests.thorough import THOROUGH, count
-from vlmdistill.pipelines.bench.records import Measurement, PromptKind, PromptResult
+from vlmdistill.pipelines.bench.records import (
+    Measurement,
+    PromptKind,
+    PromptResult,
+    Turn,
+)
 from vlmdistill.pipelines.bench.statistics import Rate, advantage, figures
 
 TRIALS = count(250, 2000)
@@ -63,6 +68,7 @@ class Asked:
                 key=f"k{at}",
                 dataset="made up",
                 kind=kind,
+                turn=Turn(started=0, ended=0, seconds=(0, 0), plain=0, drafted=1),
                 plain=plain(
                     tokens=int(self.tokens_P[at]), seconds=float(made["base"][at])
                 ),

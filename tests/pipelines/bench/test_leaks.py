@@ -18,6 +18,7 @@ from vlmdistill.pipelines.bench.leaks import leaks
 from vlmdistill.pipelines.bench.records import Leak
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Split
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 QUESTION = "Describe the picture."
@@ -83,7 +84,11 @@ def asked_of(file: Path) -> list[dict[str, str]]:
 
 
 def leak_of(workspace: Workspace) -> Leak:
-    found = leaks(workspace, ["sparrow"], held_out(workspace.prompts, 100))["sparrow"]
+    found = leaks(
+        workspace,
+        open_drafters(workspace, ["sparrow"]),
+        held_out(workspace.prompts, 100),
+    )["sparrow"]
     assert found is not None
     return found
 
@@ -195,6 +200,10 @@ def test_a_lost_list_of_samples_is_unknown(workspace: Workspace) -> None:
         else:
             (folder / SAMPLES).write_bytes(content)
         assert (
-            leaks(workspace, ["sparrow"], held_out(workspace.prompts, 9))["sparrow"]
+            leaks(
+                workspace,
+                open_drafters(workspace, ["sparrow"]),
+                held_out(workspace.prompts, 9),
+            )["sparrow"]
             is None
         )

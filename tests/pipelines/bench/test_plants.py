@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pipelines.bench import made_up
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import evaluation, measured, phases
+from tests.pipelines.bench.made_up import evaluation, measured
 from tests.thorough import count
 from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import (
@@ -25,7 +26,6 @@ from vlmdistill.pipelines.bench.records import (
     PromptResult,
     RankCount,
     Stock,
-    Turn,
 )
 from vlmdistill.pipelines.bench.sampled import RANKS, prompt_seed, ranks, surprise
 from vlmdistill.pipelines.report.answer import answers
@@ -40,11 +40,6 @@ Change = Callable[[PromptResult], PromptResult]
 
 def changed(at: Measurement, change: Change) -> Measurement:
     return replace(at, prompts=tuple(map(change, at.prompts)))
-
-
-def with_phases(one: PromptResult) -> PromptResult:
-    """Plain decoding has phases, too."""
-    return replace(one, plain=replace(one.plain, phases=phases(1.4)))
 
 
 def drafted(one: PromptResult, **changes: Any) -> PromptResult:
@@ -66,9 +61,7 @@ def without(phase: str) -> Change:
     """The phase is taken from a cache for the drafter alone."""
 
     def planted(one: PromptResult) -> PromptResult:
-        spent = one.drafted.phases
-        assert spent is not None
-        return drafted(one, phases=replace(spent, **{phase: 0.0}))
+        return drafted(one, phases=replace(one.drafted.phases, **{phase: 0.0}))
 
     return planted
 
@@ -96,7 +89,7 @@ def doubted(made: Evaluation) -> bool:
     ],
 )
 def test_times_that_compare_different_work_are_in_doubt(plant: Change) -> None:
-    honest = changed(measured(noise=0.05), with_phases)
+    honest = measured(noise=0.05)
     assert not doubted(evaluation("wren", honest))
     made = evaluation("wren", changed(honest, plant))
     (result,) = of_drafters([made])
@@ -123,24 +116,14 @@ def calibration(**changes: Any) -> Calibration:
 def generated(seconds: float) -> Change:
     """The stock model's `generate` takes so long, for as many tokens as plain decoding's in 1.5 s."""
     return lambda one: replace(
-        one, stock=Stock(tokens=one.plain.tokens, seconds=seconds)
+        one,
+        stock=Stock(tokens=one.plain.tokens, seconds=seconds, cpu_seconds=None),
     )
 
 
 def in_turn(at: Measurement) -> Measurement:
-    """Plain decoding and the drafter in alternation, a prompt every four seconds."""
-    prompts = []
-    for number, prompt in enumerate(at.prompts):
-        drafted_first = number % 2
-        seconds = [prompt.plain.seconds, prompt.drafted.seconds]
-        turn = Turn(
-            started=1_700_000_000.0 + 4 * number,
-            ended=1_700_000_000.0 + 4 * number + sum(seconds),
-            seconds=tuple(seconds[::-1] if drafted_first else seconds),
-            plain=drafted_first,
-            drafted=1 - drafted_first,
-        )
-        prompts.append(replace(prompt, turn=turn))
+    """As decoded anew with the seconds that the prompts have now."""
+    prompts = [made_up.in_turn(one, number) for number, one in enumerate(at.prompts)]
     return replace(at, prompts=tuple(prompts))
 
 
@@ -154,7 +137,6 @@ def scaled(share: float) -> Change:
     """All seconds of the record by one factor, except those of the machine's clock."""
 
     def planted(one: PromptResult) -> PromptResult:
-        assert one.turn is not None
         seconds = tuple(share * spent for spent in one.turn.seconds)
         return replace(
             one,
@@ -167,13 +149,11 @@ def scaled(share: float) -> Change:
 
 
 def not_rotated(one: PromptResult) -> PromptResult:
-    assert one.turn is not None
     plain_first = (one.plain.seconds, one.drafted.seconds)
     return replace(one, turn=replace(one.turn, plain=0, drafted=1, seconds=plain_first))
 
 
 def best_of_three(one: PromptResult) -> PromptResult:
-    assert one.turn is not None
     ended = one.turn.ended + 2 * one.drafted.seconds
     return replace(one, turn=replace(one.turn, ended=ended))
 
@@ -197,9 +177,8 @@ def test_a_lone_record_that_is_faster_than_the_machine_is_in_doubt() -> None:
             one, plain=slower(0.4, one.plain), drafted=slower(0.4, one.drafted)
         )
 
-    made = evaluation(
-        "wren", changed(measured(), faster), calibrations=honest.calibrations
-    )
+    scaled_at = in_turn(changed(measured(), faster))
+    made = evaluation("wren", scaled_at, calibrations=honest.calibrations)
     assert doubted(made)
 
 
@@ -241,7 +220,6 @@ def test_seconds_that_another_clock_excludes_are_a_failure(
     side: str, share: float
 ) -> None:
     def with_clocks(one: PromptResult) -> PromptResult:
-        one = with_phases(one)
         spent = {
             name: replace(getattr(one, name), cpu_seconds=0.99)
             for name in ("plain", "drafted")
@@ -263,7 +241,7 @@ def test_seconds_that_another_clock_excludes_are_a_failure(
 
     honest = changed(measured(speedup=1.5), with_clocks)
     assert not doubted(evaluation("wren", honest))
-    made = evaluation("wren", changed(honest, shortened))
+    made = evaluation("wren", in_turn(changed(honest, shortened)))
     assert bool(audit.failures(made)) == (side == "drafted" or share < 0.6)
 
 
@@ -372,11 +350,16 @@ def test_sampled_responses_of_other_lengths_are_a_failure(factor: float) -> None
             at.prompts, lengths_P.T.tolist(), strict=True
         ):
             tokens = int(scale * tokens)
-            plain = replace(prompt.plain, tokens=plain_tokens, calls=plain_tokens - 1)
+            calls = plain_tokens - 1
+            plain = replace(
+                prompt.plain, tokens=plain_tokens, calls=calls, passes=calls
+            )
+            calls = tokens - 1 - 20
             own = replace(
                 prompt.drafted,
                 tokens=tokens,
-                calls=tokens - 1 - 20,
+                calls=calls,
+                passes=calls,
                 accepted=20,
                 chain_tried=(),
                 chain_accepted=(),

@@ -21,7 +21,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.bench import server_client
 from vlmdistill.pipelines.bench.evaluate import Settings
-from vlmdistill.pipelines.bench.served import evaluate_server
+from vlmdistill.pipelines.bench.served import ServerOptions, evaluate_server
 from vlmdistill.pipelines.bench.served_records import (
     ServedEvaluation,
     ServedLoad,
@@ -265,7 +265,8 @@ def test_a_load_is_in_the_record_before_the_next_ends(
             kept.extend(one.concurrency for one in record(workspace, "early").loads)
 
     load = Settings(concurrencies=(1, 2), max_new_tokens=2)
-    evaluate_server(workspace, url(server), load, name="early", on_prompt=look)
+    early = ServerOptions(url=url(server), name="early")
+    evaluate_server(workspace, early, load, on_prompt=look)
     assert kept == [1]
 
 
@@ -277,10 +278,9 @@ def test_failed_reads_of_the_metrics_are_not_counted_as_zero(
         ServingMetrics, "text", lambda self: text(self) if next(looks) % 2 else b""
     )
     load = Settings(concurrencies=(1, 2), max_new_tokens=8)
-    first, second = (
-        one.server
-        for one in evaluate_server(workspace, url(server), load, name="deaf").loads
-    )
+    deaf = ServerOptions(url=url(server), name="deaf")
+    loads = evaluate_server(workspace, deaf, load).loads
+    first, second = (one.server for one in loads)
     assert first.counts == ServerCounts()  # the first look failed
     assert second.counts.generated == sum(one.tokens or 0 for one in second.requests)
 
@@ -409,13 +409,11 @@ def test_what_a_server_says_of_a_prompt_is_shown_and_not_recorded(
 def test_a_response_ends_at_the_last_position_of_a_server(workspace: Workspace) -> None:
     """As in this process, where `--max-new-tokens` may be more than the target has room for."""
     with web.serving(toy()) as http:
-        made = evaluate_server(
-            workspace,
-            f"http://127.0.0.1:{http.server_port}",
-            Settings(max_new_tokens=512, limit=3),
-            served_model="toy",
-            name="long",
+        served = ServerOptions(
+            url=f"http://127.0.0.1:{http.server_port}", served_model="toy", name="long"
         )
+        settings = Settings(max_new_tokens=512, limit=3)
+        made = evaluate_server(workspace, served, settings)
     assert [one.tokens for one in made.loads[0].server.requests] == [8, 8, 8]
     assert not made.failed
 

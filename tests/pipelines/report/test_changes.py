@@ -155,7 +155,9 @@ def test_what_the_audit_doubts_is_no_change(
     save("a", "sparrow", measured())
     slow = Calibration(
         plain_step=0.01,
+        bare_step=0.0077,
         step_ratio=1.3,
+        step_bytes=10**6,
         small_product=1e-4,
         large_product=1e-3,
         bandwidth=1e10,
@@ -174,7 +176,7 @@ def test_versions_and_drafters_that_differ_are_listed(
 ) -> None:
     save("a", "sparrow", measured(), measured(1.0), software=SOFTWARE)
     save("a", "old", software=SOFTWARE)
-    save("a", "same")
+    save("a", "same", software=SOFTWARE)
     save(
         "b",
         "sparrow",
@@ -187,7 +189,6 @@ def test_versions_and_drafters_that_differ_are_listed(
     assert [
         (fact.name, fact.before, fact.after, fact.drafters) for fact in found.differing
     ] == [
-        ("software", "not recorded", "recorded", ("same",)),
         ("torch", "2.9", "2.10", ("sparrow",)),
         ("commit", "abc", "none", ("sparrow",)),
     ]
@@ -209,7 +210,8 @@ def test_the_command_prints_it_and_exits_0(
     save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save("a", "sparrow", measured(), software=SOFTWARE)
-    save("b", "sparrow", measured(calls=26, accepted=78))
+    changed = dataclasses.replace(SOFTWARE, torch="2.10")
+    save("b", "sparrow", measured(calls=26, accepted=78), software=changed)
     sides = [str(tmp_path / "a"), str(tmp_path / "b" / "reports")]
     assert main(["report", *sides]) == 0
     printed = capsys.readouterr().out
@@ -229,7 +231,7 @@ def test_the_command_prints_it_and_exits_0(
         "equal",
     ]
     assert one["rates"][0]["after"] == 4
-    assert facts["differing"][0]["name"] == "software"
+    assert facts["differing"][0]["name"] == "torch"
     save("b", "sparrow", measured(count=3))
     assert main(["report", *sides]) == 0
     assert "sparrow do not compare: other prompts\n" in capsys.readouterr().out

@@ -269,7 +269,7 @@ def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(
                 one.figures.lossless.identical,
             )
             assert row["alpha_2"] == pytest.approx(12 / 18)
-            assert row["commit"] == ("abc-dirty" if one.name == "text_only" else None)
+            assert row["commit"] == one.evaluation.software.commit
 
 
 def test_json_is_the_same_by_format_and_beside_another(
@@ -366,21 +366,6 @@ def test_the_front_has_the_drafters_that_none_beats_in_speed_and_memory() -> Non
     assert charts.pareto(few, dict.fromkeys(made, 0), few.results)
     alone = rank([made["small"]])[0]
     assert charts.pareto(alone, {"small": 0}, alone.results) is None
-
-
-def test_an_evaluation_of_an_earlier_version_is_read_and_printed(
-    workspace: Workspace, report: Report
-) -> None:
-    for file in workspace.reports.glob("*.json"):
-        facts = json.loads(file.read_bytes())
-        del facts["software"]
-        file.write_text(json.dumps(facts))
-    assert "software" not in report("--format", "md")
-    assert r"text\_only" in report("--format", "latex")
-    assert "torch" not in pl.read_csv(io.StringIO(report("--format", "csv"))).columns
-    assert "<dt>software</dt>" not in (
-        report() and (workspace.reports / "index.html").read_text()
-    )
 
 
 def test_the_page_names_versions_commit_and_command(

@@ -32,6 +32,7 @@ from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.traffic.forget import forget
 from vlmdistill.pipelines.traffic.harvest import MEDIA, harvest
 from vlmdistill.pipelines.workspace import parts
+from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import DataError
@@ -307,7 +308,12 @@ def test_an_evaluation_that_runs_meanwhile_shows_no_deleted_prompt(
 
     settings = Settings(max_new_tokens=4, threads=1)
     with pytest.raises(KeyboardInterrupt) if stopped else nullcontext():
-        evaluate(held_out, ["lookahead"], settings, on_prompt=meanwhile)
+        evaluate(
+            held_out,
+            open_drafters(held_out, ["lookahead"]),
+            settings,
+            on_prompt=meanwhile,
+        )
     assert len(calls) == 6
     assert not raw(held_out, "Zebedee")
     assert holding(held_out.reports, b"Florence")
@@ -321,7 +327,11 @@ def test_an_evaluation_that_runs_meanwhile_shows_no_deleted_prompt(
 def test_what_an_evaluation_has_left_of_deleted_prompts_goes_with_any_later_deletion(
     held_out: Workspace,
 ) -> None:
-    evaluate(held_out, ["lookahead"], Settings(max_new_tokens=4, threads=1))
+    evaluate(
+        held_out,
+        open_drafters(held_out, ["lookahead"]),
+        Settings(max_new_tokens=4, threads=1),
+    )
     (file,) = records.files_in(held_out.reports)
     own = held_out.reports / "hawk.json"
     records.write(
@@ -343,7 +353,11 @@ def test_what_an_evaluation_has_left_of_deleted_prompts_goes_with_any_later_dele
 def test_a_page_that_is_written_meanwhile_is_removed(
     held_out: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate(held_out, ["lookahead"], Settings(max_new_tokens=4, threads=1))
+    evaluate(
+        held_out,
+        open_drafters(held_out, ["lookahead"]),
+        Settings(max_new_tokens=4, threads=1),
+    )
     deletion = Thread(target=forget, args=(held_out, 30 * DAY))
     writing = page.write
 

@@ -8,8 +8,8 @@ import transformers
 
 from tests.pipelines.bench.made_up import drafted, measured
 from vlmdistill.drafters.decoding.clock import Cycle
-from vlmdistill.pipelines.bench.parts import context_range, parts, reasoning
-from vlmdistill.pipelines.bench.records import ResponsePart
+from vlmdistill.pipelines.bench.records import ResponseSection
+from vlmdistill.pipelines.bench.sections import context_range, reasoning, sections
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
@@ -26,13 +26,13 @@ def test_ranges_double() -> None:
     ] == [*(0, 0, 512, 512, 1024, 2048, 4096)]
 
 
-def test_each_cycle_is_in_the_part_where_it_began() -> None:
-    found = parts([cycle(1), cycle(4), cycle(3), cycle(2)], prompt=505, thought=6)
+def test_each_cycle_is_in_the_section_where_it_began() -> None:
+    found = sections([cycle(1), cycle(4), cycle(3), cycle(2)], prompt=505, thought=6)
     assert found == (
-        ResponsePart(context=0, thinking=True, calls=2, tokens=7, accepted=5),
-        ResponsePart(context=512, thinking=False, calls=1, tokens=2, accepted=1),
+        ResponseSection(context=0, thinking=True, calls=2, tokens=7, accepted=5),
+        ResponseSection(context=512, thinking=False, calls=1, tokens=2, accepted=1),
     )
-    assert parts([cycle(1)], prompt=10, thought=0) == ()
+    assert sections([cycle(1)], prompt=10, thought=0) == ()
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,15 @@ def test_reasoning_ends_with_its_tag(prompt: str, response: str, thought: str) -
     assert thought not in tokenizer.decode(ids[: max(0, count - 1)]) or not thought
 
 
-def test_rates_of_parts_are_pooled_and_audited() -> None:
+def test_rates_of_sections_are_pooled_and_audited() -> None:
     some = (
-        ResponsePart(context=0, thinking=True, calls=20, tokens=80, accepted=60),
-        ResponsePart(context=512, thinking=False, calls=12, tokens=24, accepted=12),
+        ResponseSection(context=0, thinking=True, calls=20, tokens=80, accepted=60),
+        ResponseSection(context=512, thinking=False, calls=12, tokens=24, accepted=12),
     )
-    whole = measured(count=3, parts=some)
+    whole = measured(count=3, sections=some)
     found = {
-        one.part: (one.prompts, one.calls, one.tau, one.accepted)
-        for one in figures(whole).parts
+        one.section: (one.prompts, one.calls, one.tau, one.accepted)
+        for one in figures(whole).sections
     }
     assert found == {
         "context from 0": (3, 60, 4.0, 3.0),
@@ -69,5 +69,5 @@ def test_rates_of_parts_are_pooled_and_audited() -> None:
         "thinking": (3, 60, 4.0, 3.0),
         "answer": (3, 36, 2.0, 1.0),
     }
-    assert figures(measured(count=3)).parts == ()
-    assert sum(part.tokens for part in some) == drafted().tokens - 1
+    assert figures(measured(count=3)).sections == ()
+    assert sum(section.tokens for section in some) == drafted().tokens - 1
