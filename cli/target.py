@@ -220,7 +220,10 @@ def _features(names: list[str]) -> str:
     for name in names:
         source, _, where = name.partition(".")
         sources[where].append(source)
-    groups = [f"{'+'.join(group)}.{where}" for where, group in sources.items() if group]
+    groups = []
+    for where, group in sources.items():
+        if group:
+            groups.append(f"{'+'.join(group)}.{where}")
     return ", ".join(groups)
 
 

@@ -146,10 +146,12 @@ def _compare(clip: Clip, rng: random.Random) -> str:
 
 Response = Callable[[Clip, random.Random], str]
 
+_start: Response = partial(_board, phase=0, name="start")
+_end: Response = partial(_board, phase=PHASES - 1, name="end")
 _RESPONSES: dict[str, Response] = {
     "watch": _watch,
     "events": _list_events,
-    "start": partial(_board, phase=0, name="start"),
-    "end": partial(_board, phase=PHASES - 1, name="end"),
+    "start": _start,
+    "end": _end,
     "compare": _compare,
 }

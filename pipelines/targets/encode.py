@@ -288,7 +288,8 @@ def _spans(
             )
         for item_N in torch.split(position_U, counts):
             # Of an image in rows, other tokens are between the rows.
-            gaps = torch.nonzero(item_N.diff() > 1).flatten() + 1
-            runs = item_N.tensor_split(gaps)
-            spans += [Span(int(run[0]), len(run)) for run in runs if len(run)]
+            after_gap = torch.nonzero(item_N.diff() > 1).flatten() + 1
+            for run_N in item_N.tensor_split(after_gap):
+                if len(run_N):
+                    spans.append(Span(int(run_N[0]), len(run_N)))
     return tuple(sorted(spans, key=lambda span: span.start))

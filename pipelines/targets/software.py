@@ -88,12 +88,12 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     lines = status.stdout.splitlines()
-    heads = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
-    if not heads:
-        return None
     is_clean = all(line.startswith("#") for line in lines)
-    head = heads[0][:12]
-    return head if is_clean else f"{head}-dirty"
+    for line in lines:
+        if line.startswith("# branch.oid "):
+            head = line.split()[-1][:12]
+            return head if is_clean else f"{head}-dirty"
+    return None
 
 
 def command_line() -> str:

@@ -74,6 +74,10 @@ class _CaptureItem(NamedTuple):
     response: Sequence[int]
     key: str
 
+    def length(self) -> int:
+        """The tokens of the prompt and its response."""
+        return self.prompt.length + len(self.response)
+
 
 class StockChoices(NamedTuple):
     """The facts of the stock model's logits at N tokens of a response, for a comparison."""
@@ -144,11 +148,14 @@ class TargetModel:
     def __repr__(self) -> str:
         info = self.info
         size = sum(weight.numel() for weight in self.model.parameters())
-        return (
-            f"<{type(self).__name__} {self.name}: {info.family}, {size:,} parameters, "
-            f"{info.num_layers} layers, hidden size {info.hidden_size}, "
-            f"{self.dtype_name} on {self.device}>"
+        facts = (
+            info.family,
+            f"{size:,} parameters",
+            f"{info.num_layers} layers",
+            f"hidden size {info.hidden_size}",
+            f"{self.dtype_name} on {self.device}",
         )
+        return f"<{type(self).__name__} {self.name}: {', '.join(facts)}>"
 
     # Identity
 
@@ -473,7 +480,8 @@ class TargetModel:
         ids_BL = inputs["input_ids"]
         visual_BL = pad([sequence.visual_L for sequence in sequences], 0)
         visual_ids = ids_BL.new_tensor(self.info.visual_ids)
-        stray_BL = torch.isin(ids_BL, visual_ids) & ~visual_BL.to(ids_BL.device)
+        placeholder_BL = torch.isin(ids_BL, visual_ids)
+        stray_BL = placeholder_BL & ~visual_BL.to(ids_BL.device)
         if not stray_BL.any():
             yield
             return
@@ -482,9 +490,8 @@ class TargetModel:
         inputs["input_ids"] = ids_BL.masked_fill(stray_BL, self._pad_id)
 
         def put_back(module: Any, args: Any, embed_BLD: Tensor) -> Tensor:
-            return embed_BLD.masked_scatter(
-                stray_BL[..., None], embed_ND.to(embed_BLD.dtype)
-            )
+            values_ND = embed_ND.to(embed_BLD.dtype)
+            return embed_BLD.masked_scatter(stray_BL[..., None], values_ND)
 
         handle = table.register_forward_hook(put_back)
         try:
@@ -498,9 +505,11 @@ class TargetModel:
         """Visual inputs on the device, pixels in the model's dtype; `host` names stay on the CPU."""
         sent = {}
         for name, value in inputs.items():
-            sent[name] = value if name in host else place(value, self.device)
+            if name not in host:
+                value = place(value, self.device)
             if name.startswith("pixel_values"):
-                sent[name] = sent[name].to(self.dtype)
+                value = value.to(self.dtype)
+            sent[name] = value
         return sent
 
     # Hidden states
@@ -563,11 +572,11 @@ class TargetModel:
         items = [
             _CaptureItem(*item) for item in zip(prompts, responses, keys, strict=True)
         ]
-        return self._halve_capture(
-            items,
-            lambda item: item.prompt.length + len(item.response),
-            lambda batch: [self._capture(batch, features, dtype)],
-        )
+
+        def run(batch: Sequence[_CaptureItem]) -> list[Leaving]:
+            return [self._capture(batch, features, dtype)]
+
+        return self._halve_capture(items, _CaptureItem.length, run)
 
     @torch.inference_mode()
     def _capture(

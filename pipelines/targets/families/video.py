@@ -149,6 +149,7 @@ class FrameProcessor(abc.ABC):
 
     def resized(self, frames_FHWC: Tensor, height: int, width: int) -> Tensor:
         """Frames resized and normalized, float32 [F, C, height, width]."""
+        # Sizes change in 8 bits, as in the stock processors; then the values are floats.
         frames_FCHW = frames_FHWC.permute(0, 3, 1, 2)
         if frames_FCHW.shape[2:] != (height, width):
             frames_FCHW = torch.nn.functional.interpolate(
@@ -158,7 +159,8 @@ class FrameProcessor(abc.ABC):
                 align_corners=False,
                 antialias=True,
             )
-        return frames_FCHW.to(torch.float32).sub_(self._mean_C11).div_(self._std_C11)
+        values_FCHW = frames_FCHW.to(torch.float32)
+        return values_FCHW.sub_(self._mean_C11).div_(self._std_C11)
 
 
 class GridFrames(FrameProcessor):
@@ -213,7 +215,8 @@ class GridFrames(FrameProcessor):
             return self.max_pixels
         budget = int(self.max_video_tokens * self._factor**2 * 0.9)
         share = budget * self.temporal_patch_size // count
-        return max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
+        least = int(self.min_pixels * 1.05)
+        return max(min(self.max_pixels, share), least)
 
     @property
     def _factor(self) -> int:

@@ -277,9 +277,9 @@ class _SelfTest:
     def spans(self) -> str:
         prompt = self.prompt
         embed_LD = self.stock.run(self.inputs).embed_LD
-        return self._outside_spans(prompt, embed_LD) or self._other_spans(
-            prompt, embed_LD
-        )
+        if difference := self._outside_spans(prompt, embed_LD):
+            return difference
+        return self._other_spans(prompt, embed_LD)
 
     def _outside_spans(self, prompt: EncodedPrompt, embed_LD: Tensor) -> str:
         """Positions at which the input of layer 0 is visual and no span is, or the reverse."""
@@ -319,11 +319,11 @@ class _SelfTest:
         for layer in layers:
             source = f"layer{layer}"
             features += [Feature(source, "text"), Feature(source, "visual")]
-        (sample,) = self.target.capture([self.prompt], [[]], features, "float32")
+        samples = self.target.capture([self.prompt], [[]], features, "float32")
         expected_LD = self.stock.run(self.inputs).last_LD
         for layer in layers:
             source = f"layer{layer}"
-            state_LD = self._whole(sample, source)
+            state_LD = self._whole(samples[0], source)
             with self.stock.replaced(layer, state_LD):
                 last_LD = self.stock.run(self.inputs).last_LD
             with self.stock.replaced(layer, state_LD.flip(0)):
@@ -356,7 +356,7 @@ class _SelfTest:
         longer_with_image = self.target.encode(_messages(LONGER_QUESTION, 1))
         prompts = [self.prompt, longer, longer_with_image]
         responses: list[list[int]] = [[7, 8], [9], []]
-        batched = self.target.capture(prompts, responses, ["hidden.text"], "float32")
+        batched = self.target.capture(prompts, responses, [HIDDEN], "float32")
         for number, prompt in enumerate(prompts):
             batched_TD = torch.from_numpy(batched[number].features[HIDDEN])
             alone_TD = self._hidden(prompt, responses[number])
@@ -366,10 +366,8 @@ class _SelfTest:
 
     def _hidden(self, prompt: EncodedPrompt, response: Sequence[int] = ()) -> Tensor:
         """The captured last states at text positions, float32 [T, D]."""
-        (sample,) = self.target.capture(
-            [prompt], [list(response)], ["hidden.text"], "float32"
-        )
-        return torch.from_numpy(sample.features[HIDDEN])
+        samples = self.target.capture([prompt], [response], [HIDDEN], "float32")
+        return torch.from_numpy(samples[0].features[HIDDEN])
 
     def response(self) -> str:
         conversations = (self.messages, _messages(LONGER_QUESTION))
@@ -417,7 +415,8 @@ class _SelfTest:
         if window >= min(LONGEST, self.target.info.max_position - 64):
             return ""
         messages = _messages("word " * (window + 8), 1)
-        return self._drafts(self.target.encode(messages), self.stock.inputs(messages))
+        prompt = self.target.encode(messages)
+        return self._drafts(prompt, self.stock.inputs(messages))
 
     def _drafts(self, prompt: EncodedPrompt, inputs: dict[str, Tensor]) -> str:
         """Drafted tokens as a tree, as a chain, after accepted ones, and one by one."""
@@ -426,11 +425,12 @@ class _SelfTest:
         for branch, rows in tree.rows.items():
             ids = [tree.ids[row] for row in rows]
             expected[branch] = self._states_after(prompt, inputs, ids)
+        right_ND = expected["right"]
         return (
             self._tree(prompt, tree, expected)
-            or self._chain(tree, expected["right"])
+            or self._chain(tree, right_ND)
             or self._after_accepted(prompt, inputs, tree)
-            or self._one_by_one(prompt, tree.right_ids, expected["right"])
+            or self._one_by_one(prompt, tree.right_ids, right_ND)
         )
 
     def _states_after(
@@ -450,8 +450,9 @@ class _SelfTest:
         return ""
 
     def _chain(self, tree: _DraftTree, expected_ND: Tensor) -> str:
-        causal_33 = torch.ones(3, 3, dtype=torch.bool, device=self.target.device).tril()
-        hidden_ND = self._extend(tree.right_ids, self._depths(3), causal_33)
+        depth_3 = self._depths(3)
+        causal_33 = depth_3[:, None] >= depth_3
+        hidden_ND = self._extend(tree.right_ids, depth_3, causal_33)
         if difference := self._difference(hidden_ND, expected_ND):
             return f"a chain: {difference}"
         return ""
@@ -524,8 +525,11 @@ def _first_difference(ids: Sequence[int], other_ids: Sequence[int]) -> int | Non
 
 def _messages(text: str, *images: int) -> list[dict[str, Any]]:
     """One user turn with generated pictures; 2 is another picture of the size of 1."""
-    pictures = [{"type": "image", "image": _picture(number)} for number in images]
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+    content: list[dict[str, Any]] = []
+    for number in images:
+        content.append({"type": "image", "image": _picture(number)})
+    content.append({"type": "text", "text": text})
+    return [{"role": "user", "content": content}]
 
 
 def _picture(number: int) -> Image.Image:

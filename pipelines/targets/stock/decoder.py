@@ -210,7 +210,8 @@ def _leaves(visible_NN: Tensor) -> list[int]:
     """The tokens of a tree that no other token sees."""
     itself_NN = torch.eye(len(visible_NN), dtype=torch.bool, device=visible_NN.device)
     descendants_NN = visible_NN & ~itself_NN
-    leaves: list[int] = torch.nonzero(~descendants_NN.any(0)).flatten().tolist()
+    is_leaf_N = ~descendants_NN.any(0)
+    leaves: list[int] = torch.nonzero(is_leaf_N).flatten().tolist()
     return leaves
 
 
@@ -273,9 +274,9 @@ def _copied(layer: Any) -> dict[str, Any]:
     """A copy of a layer's recurrent state, which a pass changes in place."""
     copied: dict[str, Any] = {}
     for name in ("conv_states", "recurrent_states", "has_previous_state"):
-        values = getattr(layer, name)
-        copied[name] = {
-            number: value.clone() if torch.is_tensor(value) else value
-            for number, value in values.items()
-        }
+        values = dict(getattr(layer, name))
+        for number, value in values.items():
+            if torch.is_tensor(value):
+                values[number] = value.clone()
+        copied[name] = values
     return copied

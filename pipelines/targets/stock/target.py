@@ -62,9 +62,8 @@ class StockTarget(VisionLanguageTarget):
             states = self._states([prompt], [sequence], sources)
             for source, state_1LD in states.items():
                 rows.setdefault(source, []).append(state_1LD[0].T)
-        return {
-            source: pad(rows_DL, 0).transpose(1, 2) for source, rows_DL in rows.items()
-        }
+        padded = {source: pad(of_source, 0) for source, of_source in rows.items()}
+        return {source: state.transpose(1, 2) for source, state in padded.items()}
 
     def _prefill(
         self,
