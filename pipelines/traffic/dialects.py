@@ -11,7 +11,7 @@ policy denies.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -28,7 +28,6 @@ CHAT = ("chat/completions", "/responses")  # the URLs of requests that are read
 Seconds = Annotated[float, Meta(ge=1e9, lt=1e11)]
 """Since 1970: a time after 2001, and no milliseconds."""
 Headers = Mapping[str, str | Sequence[str]]
-Line = TypeVar("Line")
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def is_batch_request(value: Any) -> bool:
 
 def read_batch_request(value: Any) -> BatchRequest:
     """The request of a batch; BadRowError if it is none for a chat."""
-    request = _converted(value, BatchRequest)
+    request: BatchRequest = _converted(value, BatchRequest)
     if not request.url.endswith(CHAT):
         raise BadRowError("no conversation", f"a request to {request.url}")
     return request
@@ -222,12 +221,18 @@ def read_line(value: Any) -> RecordedLine | BatchAnswer | LiteLLMLine:
     """The line of a log in its form; BadRowError names the field that is wrong, or says that no form fits."""
     if not isinstance(value, Mapping):
         raise BadRowError("not an object")
+    line: RecordedLine | BatchAnswer | LiteLLMLine = _converted(value, _form_of(value))
+    return line
+
+
+def _form_of(value: Mapping[str, Any]) -> type[msgspec.Struct]:
+    """The form of a line by its names."""
     if "custom_id" in value:
-        return _converted(value, BatchAnswer)
+        return BatchAnswer
     if "startTime" in value:
-        return _converted(value, LiteLLMLine)
+        return LiteLLMLine
     if "request" in value or "response" in value:
-        return _converted(value, RecordedLine)
+        return RecordedLine
     raise BadRowError(
         "unknown form of a line", "write request and response; see docs/traffic.md"
     )

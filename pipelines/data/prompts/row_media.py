@@ -78,7 +78,7 @@ class Unread:
     """What a row has and no prompt includes: columns, and keys of turns and parts."""
 
     names: list[str] = field(default_factory=list)
-    hidden: dict[str, Kind] = field(default_factory=dict)
+    hidden: dict[str, str] = field(default_factory=dict)
     """Those that hold or name an image or a video -> its kind."""
 
     def add(
