@@ -122,7 +122,7 @@ class Saved(Record, frozen=True, kw_only=True):
 
     MOST: ClassVar[int] = 1 << 24  # bytes: it has all measurements of the run
 
-    schema: Annotated[int, Meta(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
+    schema: Annotated[int, Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)] = SCHEMA_VERSION
     format: Annotated[int, Meta(ge=FORMAT, le=FORMAT)] = FORMAT
     signature: str
     settings: dict[str, Any]  # by name, to tell which of them differ
