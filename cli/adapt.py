@@ -10,6 +10,7 @@ from vlmdistill.cli.harvest import EvalShare, PolicyFile
 if TYPE_CHECKING:
     from vlmdistill.pipelines.workspace.versions import DrafterRound
 
+DEFAULT_MINUTES = 5.0
 NOT_PUBLISHED = 3  # exit status: the round is done, and the drafter in use stays
 
 
@@ -100,11 +101,13 @@ def adapt(
     from vlmdistill.pipelines.traffic import adapt as traffic
     from vlmdistill.pipelines.traffic.logs import unread_line
 
+    if minutes is None and steps is None:
+        minutes = DEFAULT_MINUTES
     how = traffic.Adaptation(
         sources=tuple(source),
         policy=rules,
         eval_share=eval_share,
-        minutes=5.0 if minutes is None and steps is None else minutes,
+        minutes=minutes,
         steps=steps,
         old=old,
         fewest=fewest,
@@ -117,30 +120,28 @@ def adapt(
     )
     while True:
         start = time.monotonic()
-        made = traffic.adapt(
+        drafter_round = traffic.adapt(
             workspace, drafter, how, bar=console.progress, say=console.remark
         )
-        _show(made, as_json)
-        if pause is None and (
-            unread := (made.facts.get("harvest") or {}).get("unread")
-        ):
-            raise DataError(
-                f"the round is done without a part of the logs: {unread_line(unread)}"
-            )
+        _show(drafter_round, as_json)
         if pause is None:
-            raise typer.Exit(0 if made.published else NOT_PUBLISHED)
+            break
         time.sleep(max(0.0, pause - (time.monotonic() - start)))
+    unread = (drafter_round.facts.get("harvest") or {}).get("unread")
+    if unread:
+        raise DataError(
+            f"the round is done without a part of the logs: {unread_line(unread)}"
+        )
+    raise typer.Exit(0 if drafter_round.published else NOT_PUBLISHED)
 
 
-def _show(made: "DrafterRound", as_json: bool) -> None:
+def _show(drafter_round: "DrafterRound", as_json: bool) -> None:
     import msgspec
 
     if as_json:
-        console.result(msgspec.to_builtins(made), as_json)
+        console.result(msgspec.to_builtins(drafter_round), as_json)
         return
-    what = (
-        f"{made.drafter} is in use from now on"
-        if made.published
-        else f"{made.base} stays in use"
-    )
-    console.echo(f"round {made.number}: {what}: {made.why}")
+    outcome = f"{drafter_round.base} stays in use"
+    if drafter_round.published:
+        outcome = f"{drafter_round.drafter} is in use from now on"
+    console.echo(f"round {drafter_round.number}: {outcome}: {drafter_round.why}")

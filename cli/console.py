@@ -382,10 +382,10 @@ def _shown(action: str, unit: str) -> AbstractContextManager[Progress]:
         return nullcontext(silent)
     if sys.stderr.isatty():
         return _bar(action, unit)
-    return nullcontext(_Lines(action, unit))
+    return nullcontext(_ProgressLines(action, unit))
 
 
-class _Lines:
+class _ProgressLines:
     """Prints a line of progress now and then."""
 
     def __init__(self, action: str, unit: str) -> None:
@@ -477,7 +477,7 @@ def waiting(reason: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(reason)
 
 
-class _Line(logging.Formatter):
+class _PlainFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         return plain(hints.in_text(super().formatMessage(record)))
 
@@ -497,7 +497,7 @@ def log_to_stderr(debug: bool) -> None:
     logger = logging.getLogger("vlmdistill")
     if not logger.handlers:
         handler = _ToStderr()
-        handler.setFormatter(_Line("%(message)s"))
+        handler.setFormatter(_PlainFormatter("%(message)s"))
         logger.addHandler(handler)
     if debug:
         logger.setLevel(logging.DEBUG)

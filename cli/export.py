@@ -91,6 +91,7 @@ def commands(model: str, written: "Exported") -> list[str]:
     import torch
 
     from vlmdistill.pipelines.cluster.engine_environment import engine_python
+    from vlmdistill.pipelines.targets.checkpoints import packaged
     from vlmdistill.pipelines.targets.checkpoints.registry import HUB
     from vlmdistill.pipelines.targets.embedded import EMBEDDED
     from vlmdistill.pipelines.vllm.launch import serve_command, vllm
@@ -101,7 +102,8 @@ def commands(model: str, written: "Exported") -> list[str]:
         program = vllm(engine_python())
     except TargetError:
         program = "vllm"
-    target = str(EMBEDDED.get(model) or HUB.get(model) or absolute_model(model))
+    folders = {**EMBEDDED, packaged.NAME: packaged.folder()}
+    target = str(folders.get(model) or HUB.get(model) or absolute_model(model))
     serve = serve_command(
         target,
         written.dtype,

@@ -54,7 +54,8 @@ def generate(
     from vlmdistill.pipelines.targets.checkpoints.folder import check_videos
 
     workspace = console.workspace(model, runs)
-    if drafter is not None:  # what is cheap to check comes before torch and the target
+    # Cheap checks come before torch and the target.
+    if drafter is not None:
         describe(workspace.trained(drafter))
     for source in image or []:
         read_image(media_file({"path": source}))
@@ -62,11 +63,11 @@ def generate(
         check_videos(model)
     for source in video or []:
         probe(media_file({"path": source}))
-    sampling = {
-        name: value
-        for name, value in {"fps": fps, "frames": frames}.items()
-        if value is not None
-    }
+    sampling: dict[str, float] = {}
+    if fps is not None:
+        sampling["fps"] = fps
+    if frames is not None:
+        sampling["frames"] = frames
     with console.waiting(f"loading {model}"):
         from vlmdistill.pipelines.streaming import response as streaming
 
@@ -83,12 +84,11 @@ def generate(
             seed=seed,
             load_options=console.loading(attention, target_dtype, compiled=compiled),
         )
-    marked = sys.stdout.isatty()
+    on_terminal = sys.stdout.isatty()
     for piece in stream.pieces():
-        text = console.plain(piece.text) if marked else piece.text
-        green = marked and piece.drafted
-        typer.echo(
-            typer.style(text, fg="green", underline=True) if green else text, nl=False
-        )
+        shown = console.plain(piece.text) if on_terminal else piece.text
+        if on_terminal and piece.drafted:
+            shown = typer.style(shown, fg="green", underline=True)
+        typer.echo(shown, nl=False)
     typer.echo()
     console.remark(stream.summary())

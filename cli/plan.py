@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.planning.plan import MethodPlan, ProjectPlan, StagePlan
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
+TERA = 1e12
 DEFAULT_DRAFTERS = "wren,hivis,eagle3"
 COLUMNS = ("hours", "tokens/s", "rate", "memory of a process", "disk")
 """Of a stage and of a training."""
@@ -70,7 +71,7 @@ def plan(
         return
     _show(planned)
     console.echo("\ncommands:")
-    for line in _commands(planned, workspace, drafters, recipe):
+    for line in _commands(planned, workspace, recipe):
         console.echo(f"  {line}")
 
 
@@ -87,21 +88,8 @@ def _configs(names: list[str], recipe: str | None) -> dict[str, "DrafterConfig"]
 
 
 def _show(planned: "ProjectPlan") -> None:
-    data = planned.data
-    gpu = planned.gpus.each
-    target = planned.target
-    facts = {
-        "target": f"{target.origin}, "
-        f"{console.scaled(target.parameters.all, ('', 'k', 'M', 'B'), '')} parameters, "
-        f"{console.size(planned.download_bytes)} of weights in bfloat16",
-        "data": f"{data.prompts} prompts of {data.text_tokens} text and "
-        f"{data.visual_tokens} visual tokens, responses of {data.response_tokens}",
-        "machine": f"{planned.gpus.count} x {planned.gpus.name} "
-        f"({gpu.gib} GiB, {gpu.flops / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12:.2f} TB/s)",
-        "hours": f"{planned.hours:.1f} in all",
-        "disk": f"{console.size(planned.disk_bytes)} in all",
-    }
-    console.result(facts, as_json=False)
+    """Print the project, its stages and its methods."""
+    console.result(_facts(planned), as_json=False)
     console.echo("")
     stages = [(name, *_stage(stage)) for name, stage in planned.stages.items()]
     console.rows(("stage", *COLUMNS), stages)
@@ -113,6 +101,25 @@ def _show(planned: "ProjectPlan") -> None:
         console.note(
             "warning: what does not fit needs more or larger GPUs, or ZeRO (`train --zero 2`)"
         )
+
+
+def _facts(planned: "ProjectPlan") -> dict[str, str]:
+    """The lines above the tables."""
+    data = planned.data
+    gpu = planned.gpus.each
+    target = planned.target
+    parameters = console.scaled(target.parameters.all, ("", "k", "M", "B"), "")
+    weights = console.size(planned.download_bytes)
+    prompt = f"{data.text_tokens} text and {data.visual_tokens} visual tokens"
+    arithmetic = f"{gpu.flops / TERA:.0f} TFLOP/s"
+    memory = f"{gpu.gib} GiB at {gpu.bandwidth / TERA:.2f} TB/s"
+    return {
+        "target": f"{target.origin}, {parameters} parameters, {weights} in bfloat16",
+        "data": f"{data.prompts} prompts of {prompt}, responses of {data.response_tokens}",
+        "machine": f"{planned.gpus.count} x {planned.gpus.name} ({memory}, {arithmetic})",
+        "hours": f"{planned.hours:.1f} in all",
+        "disk": f"{console.size(planned.disk_bytes)} in all",
+    }
 
 
 def _method(name: str, method: "MethodPlan") -> tuple[str, ...]:
@@ -134,21 +141,25 @@ def _stage(stage: "StagePlan") -> tuple[str, ...]:
 
 
 def _commands(
-    planned: "ProjectPlan", workspace: "Workspace", drafters: str, recipe: str | None
+    planned: "ProjectPlan", workspace: "Workspace", recipe: str | None
 ) -> list[str]:
     """The commands of the project, from prompts to a served drafter."""
     model = f"--model {workspace.model}"
-    chosen = f"--recipe {recipe or 'fair'}"
-    ranks = f" --ranks {planned.gpus.count}" if planned.gpus.count > 1 else ""
+    chosen_recipe = f"--recipe {recipe or 'fair'}"
     trained = [name for name, method in planned.methods.items() if method.training]
-    compared = " ".join(planned.methods)
     lines = [
         f"vlmdistill prompts FILE --images DIR --limit {planned.data.prompts} {model}",
         f"vlmdistill features --for {','.join(trained)} {model}",
-        *(f"vlmdistill train {name} {chosen}{ranks} {model}" for name in trained),
-        f"vlmdistill eval {compared} {model}",
     ]
+    ranks = ""
+    if planned.gpus.count > 1:
+        ranks = f" --ranks {planned.gpus.count}"
+    for name in trained:
+        lines.append(f"vlmdistill train {name} {chosen_recipe}{ranks} {model}")
+    compared = " ".join(planned.methods)
+    lines.append(f"vlmdistill eval {compared} {model}")
     served = [name for name in trained if planned.methods[name].served]
     if served:
-        lines.append(f"vlmdistill export {served[0]} --out served/{served[0]} {model}")
+        best = served[0]
+        lines.append(f"vlmdistill export {best} --out served/{best} {model}")
     return lines

@@ -9,6 +9,8 @@ import typer
 from vlmdistill.cli import console
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 FEW = 20  # held-out prompts, below which results are noise
@@ -135,6 +137,10 @@ def prompts(
     \b
     A folder of images and videos, or a tar archive of them
     vlmdistill prompts photos --ask "Describe the image."
+
+    \b
+    Without data: questions that the target writes itself
+    vlmdistill prompts self --limit 500
     """
     if resplit is not None:
         if sources or split:
@@ -167,28 +173,37 @@ def prompts(
     facts = summary.to_dict()
     console.result(facts if as_json else _without_empty(facts), as_json)
     if summary.hidden_media:
-        names = ", ".join(
-            f"{name} ({count})" for name, count in summary.hidden_media.most_common(5)
-        )
-        console.note(
-            f"warning: columns hold or name images or videos that no prompt shows: {names}: if they belong "
-            "to the questions, put all into a list `images` or `videos`"
-        )
-    foreign = [name for name in summary.datasets if not name.startswith("demo-")]
-    if workspace.model in EMBEDDED and foreign:
+        _warn_of_hidden_media(summary.hidden_media)
+    foreign_datasets = [
+        name for name in summary.datasets if not name.startswith("demo-")
+    ]
+    if workspace.model in EMBEDDED and foreign_datasets:
         console.note(
             f"warning: {workspace.model} knows pictures of coloured shapes alone: its responses to "
-            f"{foreign[0]} show the steps, not what a target can see. Name another one with --model"
+            f"{foreign_datasets[0]} show the steps, not what a target can see. Name another one with --model"
         )
     if split is None and eval_share and summary.eval < FEW:
-        share = next(
-            (one for one in (0.2, 0.3, 0.5) if one * summary.total >= FEW), None
-        )
-        advice = f"`vlmdistill prompts --resplit {share}`, or " if share else ""
-        console.note(
-            f"warning: only {summary.eval} of {summary.total} prompts are held out for `eval`, too few to "
-            f"measure drafters: {advice}import more with --split eval"
-        )
+        _warn_of_few(summary.eval, summary.total)
+
+
+def _warn_of_hidden_media(counts: "Counter[str]") -> None:
+    from vlmdistill.pipelines.data.prompts.importing import RENAME
+
+    names = ", ".join(f"{name} ({count})" for name, count in counts.most_common(5))
+    console.note(
+        f"warning: columns hold or name images or videos that no prompt shows: {names}: if they belong "
+        f"to the questions, {RENAME}"
+    )
+
+
+def _warn_of_few(held_out: int, total: int) -> None:
+    shares = (share for share in (0.2, 0.3, 0.5) if share * total >= FEW)
+    share = next(shares, None)
+    advice = f"`vlmdistill prompts --resplit {share}`, or " if share else ""
+    console.note(
+        f"warning: only {held_out} of {total} prompts are held out for `eval`, too few to "
+        f"measure drafters: {advice}import more with --split eval"
+    )
 
 
 def _split_again(
@@ -210,9 +225,10 @@ def _split_again(
 def _without_empty(summary: dict[str, Any]) -> dict[str, Any]:
     """The summary without counts that are zero."""
     always = {"out", "added", "present", "total", "train", "eval", "datasets"}
-    never = set() if summary["skipped"] else {"skipped_file"}
+    if summary["skipped"]:
+        always.add("skipped_file")
     return {
         name: value
         for name, value in summary.items()
-        if name in always or (value and name not in never)
+        if name in always or (value and name != "skipped_file")
     }

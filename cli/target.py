@@ -10,6 +10,7 @@ from vlmdistill.cli import console
 if TYPE_CHECKING:
     from vlmdistill.pipelines.planning.resources import Memory
     from vlmdistill.pipelines.targets.describe import FeatureCost, TargetDescription
+    from vlmdistill.stores.schema import TargetInfo
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="List or describe target models."
@@ -115,11 +116,10 @@ def check(
     target_dtype: console.TargetDtype = "auto",
     as_json: console.Json = False,
 ) -> None:
-    """Prove that what is known or found of a target's family is true of the model itself.
+    """Self-test a target: compare it with the stock model of transformers.
 
-    Template, ids, spans, states, logits, a response and drafts are compared with the stock model of
-    transformers. The first comparison that fails ends the check with exit code 1: the target is not supported
-    as it is. Takes seconds on a GPU and minutes on a CPU.
+    It compares template, ids, spans, states, logits, a response and drafts. The first difference ends the
+    check with exit code 1: the target is not supported as it is. Takes seconds on a GPU and minutes on a CPU.
     """
     from vlmdistill.pipelines.targets.loading import load
     from vlmdistill.pipelines.targets.stock import check as checking
@@ -133,7 +133,8 @@ def check(
         lines.append(line)
         if not as_json:
             state = "FAILED" if line.failed else "ok"
-            console.echo(f"{state:7} {line.name:10} {line.failed or line.what}")
+            detail = line.failed or line.what
+            console.echo(f"{state:7} {line.name:10} {detail}")
     if as_json:
         checks = [{"name": line.name, "failed": line.failed} for line in lines]
         console.result({"checks": checks}, as_json)
@@ -159,34 +160,52 @@ def _fits(stages: Mapping[str, "Memory"]) -> dict[str, Any]:
 
 def _overview(description: "TargetDescription") -> dict[str, Any]:
     """The lines of `target show` above its tables."""
-    size = console.size
     target = description.target
-    weights = description.lacking
-    if description.weights_bytes is not None:
-        weights = f"{description.folder}, {size(description.weights_bytes)}"
     counts = description.parameters
-    tables = "one table" if description.tied else "two tables"
-    head_bytes = description.head_bytes
+    vision = _parameters(counts.vision)
     rope = "M-RoPE" if description.rope_axes > 1 else "RoPE"
     lines: dict[str, Any] = {
         "name": description.name,
         "checkpoint": description.origin,
-        "weights": weights,
+        "weights": _weights(description),
         "family": f"{target.family} ({description.model_class})",
-        "parameters": f"{_parameters(counts.all)}, of which vision "
-        f"{_parameters(counts.vision)}",
-        "text_model": f"{target.num_layers} layers of width {target.hidden_size}, "
-        f"MLP of {target.intermediate_size}, "
-        f"{target.num_heads} heads of {target.head_dim}, "
-        f"{target.num_kv_heads} for keys and values",
-        "vocabulary": f"{target.vocab_size}, {tables} of {size(head_bytes)} in a store "
-        f"of bfloat16, {size(2 * head_bytes)} of float32, the dtype on a CPU",
+        "parameters": f"{_parameters(counts.all)}, of which vision {vision}",
+        "text_model": _text_model(target),
+        "vocabulary": _vocabulary(description),
         "positions": f"{rope}, up to {target.max_position}",
         "captured": description.captured,
     }
     if description.hashes:
         lines["hashes"] = description.hashes
     return lines
+
+
+def _weights(description: "TargetDescription") -> str:
+    """Where the weights are, or why there are none."""
+    if description.weights_bytes is None:
+        return description.lacking
+    return f"{description.folder}, {console.size(description.weights_bytes)}"
+
+
+def _text_model(target: "TargetInfo") -> str:
+    parts = (
+        f"{target.num_layers} layers of width {target.hidden_size}",
+        f"MLP of {target.intermediate_size}",
+        f"{target.num_heads} heads of {target.head_dim}",
+        f"{target.num_kv_heads} for keys and values",
+    )
+    return ", ".join(parts)
+
+
+def _vocabulary(description: "TargetDescription") -> str:
+    """The size of the vocabulary, and of its frozen tables in a store."""
+    size = console.size(description.head_bytes)
+    float32_size = console.size(2 * description.head_bytes)
+    tables = "one table" if description.tied else "two tables"
+    return (
+        f"{description.target.vocab_size}, {tables} of {size} in a store of bfloat16, "
+        f"{float32_size} of float32, the dtype on a CPU"
+    )
 
 
 def _cost_row(drafter: str, cost: "FeatureCost") -> tuple[str, ...]:
@@ -201,7 +220,10 @@ def _features(names: list[str]) -> str:
     for name in names:
         source, _, where = name.partition(".")
         sources[where].append(source)
-    groups = [f"{'+'.join(group)}.{where}" for where, group in sources.items() if group]
+    groups = []
+    for where, group in sources.items():
+        if group:
+            groups.append(f"{'+'.join(group)}.{where}")
     return ", ".join(groups)
 
 

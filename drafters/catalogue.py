@@ -140,7 +140,8 @@ def about(name: str) -> str:
         settings = " ".join(variant.settings)
         return variant.about or f"{variant.drafter} with {settings}"
     # Parsed, not imported: that would load torch.
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    file = Path(__file__).with_name(f"{name}.py")
+    source = file.read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == DRAFTERS[name]:
             docstring = ast.get_docstring(node) or ""
@@ -207,4 +208,5 @@ def config(name: str) -> "DrafterConfig":
 
     kind = load(name)
     settings = VARIANTS[name].settings if name in VARIANTS else ()
-    return override(DrafterConfig(kind.Config(), kind.Training(), kind.tree), settings)
+    paper = DrafterConfig(kind.Config(), kind.Training(), kind.tree)
+    return override(paper, settings)

@@ -191,13 +191,17 @@ class DFlash(FrequentTokens, Drafter):
                 taps = [*self.taps]
                 last = info.num_layers - 1
                 raise DataError(f"taps={taps}: the target has layers 0 to {last}")
-            return tuple(f"layer{tap}" for tap in self.taps) or depths(info.num_layers)
+            if not self.taps:
+                return depths(info.num_layers)
+            return tuple(f"layer{tap}" for tap in self.taps)
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
         ) -> frozenset[Feature]:
             """The fused states of the context; last states to learn from."""
-            where = ("text", "visual") if self.context == "all" else ("text",)
+            where = ["text"]
+            if self.context == "all":
+                where.append("visual")
             taps = states_of(self.sources(info), *where)
             return taps if decoding else taps | features("hidden.text")
 
@@ -271,16 +275,16 @@ class DFlash(FrequentTokens, Drafter):
         super().__init__(config, info, head)
         width = info.hidden_size
         eps = info.rms_norm_eps
-        self.fc = nn.Linear(len(self.sources) * width, width, bias=False)
+        inputs = len(self.sources) * width
+        self.fc = nn.Linear(inputs, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
         unbiased = replace(info, attention_bias=False)
-        self.layers = nn.ModuleList(
-            DecoderLayer(unbiased, kv_heads=config.kv_heads, head_norms=True)
-            for _ in range(config.layers)
-        )
-        self.input_norms = nn.ModuleList(
-            RMSNorm(width, eps) for _ in range(config.layers)
-        )
+        self.layers = nn.ModuleList()
+        self.input_norms = nn.ModuleList()
+        for _ in range(config.layers):
+            layer = DecoderLayer(unbiased, kv_heads=config.kv_heads, head_norms=True)
+            self.layers.append(layer)
+            self.input_norms.append(RMSNorm(width, eps))
         self.norm = RMSNorm(width, eps)
         if config.mask < 0:
             mask_D = torch.randn(width) * width**-0.5
@@ -330,10 +334,10 @@ class DFlash(FrequentTokens, Drafter):
                 query_QHd, key_QKd, value_QKd, tokens
             )
             x_QD = layer.finish(x_QD, mixed_QHd)
-        normed_QD: Tensor = self.norm(x_QD)
-        x_RJD = normed_QD.view(len(ids_R), slots, self.info.hidden_size)
+        state_QD: Tensor = self.norm(x_QD)
+        state_RJD = state_QD.view(len(ids_R), slots, self.info.hidden_size)
         first_guess = slots - self.config.max_hops
-        return x_RJD[:, first_guess:].flatten(1)
+        return state_RJD[:, first_guess:].flatten(1)
 
     @property
     def _mask_D(self) -> Tensor:
@@ -364,7 +368,9 @@ class DFlash(FrequentTokens, Drafter):
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """The target's LM head, and what the Markov head adds after a token (DSpark)."""
         columns_K = self.vocabulary_K
-        head_KD = self.lm_head_VD if columns_K is None else self.lm_head_VD[columns_K]
+        head_KD = self.lm_head_VD
+        if columns_K is not None:
+            head_KD = head_KD[columns_K]
         logits_NK = F.linear(estimate_ND, head_KD).float()
         if not self.config.markov:
             return logits_NK
@@ -380,7 +386,8 @@ class DFlash(FrequentTokens, Drafter):
             return None
         read_NX = estimate_ND
         if self.config.markov:
-            read_NX = torch.cat([estimate_ND, self.markov_in(last_N)], dim=-1)
+            markov_NX = self.markov_in(last_N)
+            read_NX = torch.cat([estimate_ND, markov_NX], dim=-1)
         logit_N1: Tensor = self.tell(read_NX)
         return logit_N1[:, 0]
 
@@ -446,7 +453,9 @@ class DFlash(FrequentTokens, Drafter):
     @property
     def _published_mask(self) -> int:
         """The id of the mask; if it is learned, of a token that the target never generates."""
-        return self.info.visual_ids[0] if self.config.mask < 0 else self.config.mask
+        if self.config.mask < 0:
+            return self.info.visual_ids[0]
+        return self.config.mask
 
     def _published_inputs(self) -> dict[str, Any]:
         """The mask, and the layers that the fused states leave, not those that they enter."""
@@ -484,10 +493,8 @@ class DFlash(FrequentTokens, Drafter):
         architecture = "DFlashDraftModel"
         if self.config.context == "text":
             architecture = "DFlashVlmdistill"  # of the plugin
-        return {
-            "architectures": [architecture],
-            "dflash_config": {**self._published_inputs(), "causal": False},
-        }
+        dflash_config = {**self._published_inputs(), "causal": False}
+        return {"architectures": [architecture], "dflash_config": dflash_config}
 
     def _dspark_settings(self) -> dict[str, Any]:
         config = self.config
@@ -514,7 +521,9 @@ class DFlash(FrequentTokens, Drafter):
         if learned or self.config.context == "text":
             # vLLM without the plugin refuses a tensor that it does not know. Without this
             # one it would load the drafter and draft other tokens.
-            weights[KEY] = self.mask_D if learned else torch.empty(0)
+            weights[KEY] = torch.empty(0)
+            if learned:
+                weights[KEY] = self.mask_D
         return weights
 
 

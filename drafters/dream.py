@@ -93,7 +93,8 @@ class Dream(Drafter):
             always = features("hidden.text", "hidden.visual", "embed.visual")
             if decoding:
                 return always
-            return always | features(f"{self.middle_source(info)}.text")
+            middle = self.middle_source(info)
+            return always | features(f"{middle}.text")
 
     @dataclass(frozen=True, kw_only=True)
     class Training(TrainConfig):
@@ -140,7 +141,8 @@ class Dream(Drafter):
         token_N, state_ND = batch.predecessors(["hidden"], "visual")
         embed_UD = batch.feature("embed", "visual")
         embed_ND = embed_UD[place(token_N, embed_UD.device)]
-        cache.context["visual"] = torch.cat([embed_ND, state_ND], dim=-1)
+        visual_N2D = torch.cat([embed_ND, state_ND], dim=-1)
+        cache.context["visual"] = visual_N2D
         cache.context["tokens"] = batch.visual_tokens.only(token_N)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
@@ -157,9 +159,12 @@ class Dream(Drafter):
         if hop == 0 and "visual" in cache.context:
             visual_U2D = cache.context.pop("visual")
             visual_tokens: TokenIndex = cache.context.pop("tokens")
-            x_ND = torch.cat([visual_U2D[:, :width], x_ND])
-            state_ND = torch.cat([visual_U2D[:, width:], state_ND])
-            rotary_N = torch.cat([visual_tokens.position_N - 1, rotary_N])
+            visual_embed_ND = visual_U2D[:, :width]
+            visual_state_ND = visual_U2D[:, width:]
+            visual_rotary_N = visual_tokens.position_N - 1
+            x_ND = torch.cat([visual_embed_ND, x_ND])
+            state_ND = torch.cat([visual_state_ND, state_ND])
+            rotary_N = torch.cat([visual_rotary_N, rotary_N])
             tokens = _behind(visual_tokens, tokens)
 
         every = tokens.all_rows()
@@ -237,5 +242,6 @@ class CrossLayer(nn.Module):
         x_ND = x_ND + self.attention_gate.tanh() * mixed_ND
         gate_up_N2M = self.gate_up_proj(self.post_attention_norm(x_ND))
         gate_NM, up_NM = gate_up_N2M.chunk(2, dim=-1)
-        added_ND: Tensor = self.down_proj(F.silu(gate_NM) * up_NM)
+        hidden_NM = F.silu(gate_NM) * up_NM
+        added_ND: Tensor = self.down_proj(hidden_NM)
         return x_ND + self.mlp_gate.tanh() * added_ND

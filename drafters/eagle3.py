@@ -198,10 +198,13 @@ class Eagle3(FrequentTokens, Drafter):
             own = getattr(self.config, name)
             if own != served:
                 raise unserved(name, own, served)
+        settings = self._published_settings()
+        weights = self._published_weights()
+        feeding = Feeding(drafter="eagle3", visual="fused")
         return ServedDrafter(
-            self._published_settings(),
-            self._published_weights(),
-            Feeding(drafter="eagle3", visual="fused"),
+            settings,
+            weights,
+            feeding,
             "eagle3",
             draft_vocabulary=len(self.d2t),
             engines=("sglang", "vllm"),

@@ -148,7 +148,6 @@ class EagleVLM(EagleDrafter):
         question_M = place(_question_end(readable), read_UD.device)
         question_MD = batch.feature("hidden", "text")[question_M]
         score_MB = self.gate(question_MD).float()
-
         if self.config.compressor == "weigh":
             weight_MB = score_MB.softmax(-1).to(read_UD.dtype)
             entry_MCDB = torch.stack(entries, dim=-1)
@@ -156,26 +155,33 @@ class EagleVLM(EagleDrafter):
             self.write_compressed(mixed_MCD, places[0], batch, cache)
             return
         if cache.generator is not None:
-            # Gumbel noise, one draw for all images of a sample.
-            branches = score_MB.shape[1]
-            draw_TB = score_MB.new_empty(len(batch.ids_T), branches)
-            draw_TB.exponential_(generator=cache.generator)
-            noise_TB = draw_TB.clamp(min=TINY).log()
-            score_MB = score_MB - noise_TB[question_M]
+            noise_TB = _gumbel(score_MB, batch, cache.generator)
+            score_MB = score_MB + noise_TB[question_M]
+        self._write_chosen(score_MB, entries, places, batch, cache)
+
+    def _write_chosen(
+        self,
+        score_MB: Tensor,
+        entries: list[Tensor],
+        places: list[Tensor],
+        batch: Batch,
+        cache: KVCache,
+    ) -> None:
+        """Write the entries of the branch with the best score of each span."""
         chance_MB = score_MB.softmax(-1)
         chosen_M1 = score_MB.argmax(-1)[:, None]
         # Straight-through estimator: a factor of one, with the gradient of the chance.
         factor_MB = 1 + (chance_MB - chance_MB.detach())
-        factor_MB = factor_MB.to(read_UD.dtype)
+        factor_MB = factor_MB.to(entries[0].dtype)
         # A wait for the GPU: how many entries there are depends on its choice.
-        chosen_M1 = place(chosen_M1, span_U.device)
-        for branch, (entry_MCD, place_MC) in enumerate(
-            zip(entries, places, strict=True)
-        ):
-            entries[branch] = entry_MCD * factor_MB[:, branch, None, None]
-            places[branch] = torch.where(chosen_M1 == branch, place_MC, -1)
-        entry_MCD = torch.cat(entries, dim=1)
-        place_MC = torch.cat(places, dim=1)
+        chosen_M1 = place(chosen_M1, places[0].device)
+        chosen_entries, chosen_places = [], []
+        for branch, entry_MCD in enumerate(entries):
+            chosen_entries.append(entry_MCD * factor_MB[:, branch, None, None])
+            place_MC = torch.where(chosen_M1 == branch, places[branch], -1)
+            chosen_places.append(place_MC)
+        entry_MCD = torch.cat(chosen_entries, dim=1)
+        place_MC = torch.cat(chosen_places, dim=1)
         self.write_compressed(entry_MCD, place_MC, batch, cache)
 
     def published(self) -> ServedDrafter:
@@ -196,17 +202,30 @@ def _compressors(config: EagleVLM.Config, info: TargetInfo) -> list[Compressor]:
     pool = GroupCompressor(width, ratio, "pool")
     convolve = GroupCompressor(width, config.kernel, "convolve")
     resample = QueryCompressor(info, config.queries)
-    choices: dict[Choice, list[Compressor]] = {
-        "select": [prune, pool, convolve, resample],
-        "weigh": [prune, pool, convolve],
-        "concat": [prune, pool, convolve, resample],
-        "prune": [prune],
-        "pool": [pool],
-        "convolve": [convolve],
-        "resample": [resample],
-        "none": [],
+    if choice in ("select", "concat"):
+        return [prune, pool, convolve, resample]
+    if choice == "weigh":
+        return [prune, pool, convolve]
+    if choice == "none":
+        return []
+    compressors: dict[str, Compressor] = {
+        "prune": prune,
+        "pool": pool,
+        "convolve": convolve,
+        "resample": resample,
     }
-    return choices[config.compressor]
+    return [compressors[choice]]
+
+
+def _gumbel(score_MB: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
+    """Gumbel noise for every branch: one draw for each text token, [T, B].
+
+    All images of a sample read the draw of the same token.
+    """
+    branches = score_MB.shape[1]
+    draw_TB = score_MB.new_empty(len(batch.ids_T), branches)
+    draw_TB.exponential_(generator=generator)
+    return -draw_TB.clamp(min=TINY).log()
 
 
 def _question_end(batch: Batch) -> Tensor:

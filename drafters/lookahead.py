@@ -61,10 +61,10 @@ class Window:
         self.levels = config.level - 1
         prompt = prompt_T.tolist()
         random_token = random.Random(0)
-        self.rows = [
-            [random_token.choice(prompt) for _ in range(config.window)]
-            for _ in range(self.levels)
-        ]
+        self.rows: list[list[int]] = []
+        for _ in range(self.levels):
+            row = [random_token.choice(prompt) for _ in range(config.window)]
+            self.rows.append(row)
         self.pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
         """By first token, the rest of its latest n-grams, the oldest first."""
         if config.pool_from_prompt:
@@ -81,7 +81,8 @@ class Window:
         """The window, then the n-grams of its first token, the latest first, for any `shape`."""
         width = self.config.window
         levels = self.levels
-        n_grams = [*reversed(self.pool.get(self.rows[0][0], {}))]
+        last_token = self.rows[0][0]
+        n_grams = [*reversed(self.pool.get(last_token, {}))]
         ids = [token for row in self.rows for token in row]
         for n_gram in n_grams:
             ids += n_gram
@@ -92,11 +93,12 @@ class Window:
             parents += [0, *range(first, first + levels - 1)]
         parent_N = torch.tensor(parents, device=self.device)
 
-        eye_NN = torch.eye(len(parents), dtype=torch.bool, device=self.device)
+        count = len(parents)
+        eye_NN = torch.eye(count, dtype=torch.bool, device=self.device)
         visible_NN = eye_NN
         for _ in range(levels + width):
             visible_NN = eye_NN | visible_NN[parent_N]
-        greedy_N = torch.zeros(len(parents), dtype=torch.bool, device=self.device)
+        greedy_N = torch.zeros(count, dtype=torch.bool, device=self.device)
         greedy_N[0] = True
         latest = levels * width
         greedy_N[latest : latest + levels] = True  # of none, if there is no n-gram
@@ -111,7 +113,7 @@ class Window:
         best = logits_WV.argmax(-1).tolist()
         for first, *rest in zip(*self.rows, best, strict=True):
             self._keep(first, tuple(rest))
-        self.rows = [*(list(row) for row in self.rows[1:]), best]
+        self.rows = [*self.rows[1:], best]
 
     def _keep(self, first: int, rest: tuple[int, ...]) -> None:
         """Remember an n-gram; of each first token the `guesses` latest are kept."""

@@ -68,9 +68,9 @@ class Medusa(Drafter):
 
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        self.heads = nn.ModuleList(
-            nn.Linear(info.hidden_size, info.hidden_size) for _ in range(config.heads)
-        )
+        self.heads = nn.ModuleList()
+        for _ in range(config.heads):
+            self.heads.append(nn.Linear(info.hidden_size, info.hidden_size))
         for weight in self.heads.parameters():
             nn.init.zeros_(weight)
 
@@ -99,10 +99,11 @@ class Medusa(Drafter):
             "num_hidden_layers": 1,
             "medusa_fc_bias": True,
         }
+        feeding = Feeding(drafter="medusa", visual="unread", draft_tokens=count)
         return ServedDrafter(
             settings,
             weights,
-            Feeding(drafter="medusa", visual="unread", draft_tokens=count),
+            feeding,
             # vLLM knows it by `model_type`; its method "medusa" fails on targets with images.
             "draft_model",
             draft_vocabulary=self.info.vocab_size,

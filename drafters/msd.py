@@ -61,7 +61,8 @@ class MSD(EagleDrafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         if config.input_norm:
-            self.block.layer.input_norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
+            norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
+            self.block.layer.input_norm = norm
 
     @property
     def visual(self) -> Visual:

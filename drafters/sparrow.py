@@ -43,7 +43,9 @@ class Sparrow(EagleDrafter):
 
         def visual_source(self, info: TargetInfo) -> str:
             """The states that visual positions carry in training."""
-            return f"layer{info.num_layers // 2}" if self.ivsb else "embed"
+            if not self.ivsb:
+                return "embed"
+            return f"layer{info.num_layers // 2}"
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
@@ -52,7 +54,8 @@ class Sparrow(EagleDrafter):
             always = features("hidden.text", "hidden.span")
             if decoding and self.vata:
                 return always
-            return always | features(f"{self.visual_source(info)}.visual")
+            source = self.visual_source(info)
+            return always | features(f"{source}.visual")
 
     @dataclass(frozen=True, kw_only=True)
     class Training(TwoPasses):

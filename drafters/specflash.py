@@ -61,7 +61,9 @@ class SpecFlash(EagleDrafter):
         @property
         def max_hops(self) -> int | None:
             """The tokens of all passes; with one token a pass there is no limit."""
-            return self.group * self.passes if self.group > 1 else None
+            if self.group == 1:
+                return None
+            return self.group * self.passes
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False
@@ -166,8 +168,9 @@ class SpecFlash(EagleDrafter):
         offset_G = torch.arange(group, device=x_ND.device)
         rotary_Q = (rotary_R[:, None] + offset_G).flatten()
         query_QHd, key_QKd, value_QKd = layer.qkv(x_QD, rotary_Q)
-        key_RGKd = key_QKd.view(rows, group, *key_QKd.shape[1:])
-        value_RGKd = value_QKd.view(rows, group, *value_QKd.shape[1:])
+        shape = (rows, group, *key_QKd.shape[1:])
+        key_RGKd = key_QKd.view(shape)
+        value_RGKd = value_QKd.view(shape)
         with cache.temporary():
             row_tokens = tokens.at_rows()
             for ahead in range(1, group):
@@ -175,7 +178,8 @@ class SpecFlash(EagleDrafter):
                 value_RKd = value_RGKd[:, ahead]
                 cache.update(key_RKd, value_RKd, row_tokens, hop + ahead)
             mixed_QHd = cache.attend(query_QHd, tokens, hop)
-        return layer.finish(x_QD, mixed_QHd).view(rows, group, width)
+        state_QD = layer.finish(x_QD, mixed_QHd)
+        return state_QD.view(rows, group, width)
 
     def estimate(self, state_NX: Tensor, hop: int) -> Tensor:
         """The state [N, D] of a hop among those of its group, [N, G * D]."""

@@ -68,8 +68,10 @@ class SpecVLM(Drafter):
             raise TrainingError(
                 "specvlm needs a target that can leave out visual tokens: this one cannot"
             )
-        keep_U = kept(target.attention(), self.config.drop, self.config.share)
-        return TreeDrafter(self, prompt, PrunedCache(target.without(keep_U)))
+        weight_U = target.attention()
+        keep_U = kept(weight_U, self.config.drop, self.config.share)
+        pruned = PrunedCache(target.without(keep_U))
+        return TreeDrafter(self, prompt, pruned)
 
     def entries(self, batch: Batch) -> tuple[Entries, Tensor]:
         """None: the prompt has been read."""
@@ -95,7 +97,8 @@ def kept(weight_U: Tensor, drop: float, share: float) -> Tensor:
     keep_U[order_U[:first]] = True
     if count > first:
         rest = (~keep_U).nonzero()[:, 0]
-        spaced = torch.linspace(0, len(rest) - 1, count - first, device=weight_U.device)
+        last = len(rest) - 1
+        spaced = torch.linspace(0, last, count - first, device=weight_U.device)
         keep_U[rest[spaced.long()]] = True
     return keep_U
 
@@ -135,7 +138,8 @@ class PrunedCache(GrowingKVCache):
         old_AA = torch.nn.functional.pad(self.visible_AA, (0, count))
         self.visible_AA = torch.cat([old_AA, visible_FA])
         depth_A = self.visible_AA.sum(1)
-        return self._extend(self.ids_A, depth_A, self.visible_AA)[above:]
+        state_AD = self._extend(self.ids_A, depth_A, self.visible_AA)
+        return state_AD[above:]
 
     def _extend(
         self, ids_N: Tensor, depth_N: Tensor, visible_NN: Tensor | None

@@ -77,13 +77,16 @@ class ViSpec(EagleDrafter):
     def __init__(self, config: Config, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
         width = info.hidden_size
-        queries = config.num_q if config.injection else config.num_q - 1
+        queries = config.num_q
+        if not config.injection:
+            queries -= 1
         self.adaptor = QueryCompressor(info, queries)
         self.img_fc: nn.Linear | None = None
         if config.injection:
             self.img_fc = nn.Linear(2 * width, width)
             with torch.no_grad():  # [I | 0]: at first an image changes no state
-                self.img_fc.weight.copy_(torch.eye(width, 2 * width))
+                identity_DX = torch.eye(width, 2 * width)
+                self.img_fc.weight.copy_(identity_DX)
                 self.img_fc.bias.zero_()
 
     @property
@@ -103,7 +106,8 @@ class ViSpec(EagleDrafter):
 
     def places(self, start_M: Tensor, length_M: Tensor) -> Tensor:
         """The last positions of each span."""
-        back_C = torch.arange(self.config.num_q - 1, 0, -1, device=start_M.device)
+        compressed = self.config.num_q - 1
+        back_C = torch.arange(compressed, 0, -1, device=start_M.device)
         end_M1 = (start_M + length_M)[:, None]
         return torch.maximum(end_M1 - back_C, start_M[:, None])
 
@@ -116,5 +120,6 @@ class ViSpec(EagleDrafter):
     ) -> Tensor:
         """Eq. 5 within EAGLE's step: fc([e_{t+1} ; img_fc([h_t ; g])]), at every hop."""
         if self.img_fc is not None and joined_ND is not None:
-            state_ND = self.img_fc(torch.cat([state_ND, joined_ND], dim=-1))
+            both_N2D = torch.cat([state_ND, joined_ND], dim=-1)
+            state_ND = self.img_fc(both_N2D)
         return super().fuse(embed_ND, state_ND, guess_1)

@@ -108,8 +108,11 @@ class Wren(EagleDrafter):
         super().__init__(config, info, head)
         width = info.hidden_size
         eps = info.rms_norm_eps
-        self.embed_norm = RMSNorm(width, eps) if config.normed else nn.Identity()
-        self.hidden_norm = RMSNorm(width, eps) if config.normed else nn.Identity()
+        self.embed_norm: nn.Module = nn.Identity()
+        self.hidden_norm: nn.Module = nn.Identity()
+        if config.normed:
+            self.embed_norm = RMSNorm(width, eps)
+            self.hidden_norm = RMSNorm(width, eps)
         self.sequence = GuessTable(0 if config.cell else config.threshold, width)
         if config.depths:
             self.depth_norm = RMSNorm(width, eps)

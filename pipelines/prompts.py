@@ -3,7 +3,7 @@
 Light to import, so that a wrong source fails before torch loads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from vlmdistill.pipelines.data.prompts.importing import (
     import_rows,
 )
 from vlmdistill.pipelines.data.prompts.local_copies import import_set
+from vlmdistill.pipelines.data.prompts.row import Row
+from vlmdistill.pipelines.data.prompts.self_asked import questions
 from vlmdistill.pipelines.demo.prompts import AMOUNTS, evaluation_rows, import_demo
 from vlmdistill.pipelines.targets.checkpoints.folder import known_family
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
@@ -35,10 +37,13 @@ def import_sources(
     """Import `sources` into `out`, by default the workspace's prompts; see `import_prompts`.
 
     `demo` alone, unless a file has that name, means generated scenes and dialogues, and videos if the model
-    is an embedded target that reads them.
+    is an embedded target that reads them. `self` alone means `choices.limit` questions that the target
+    writes.
     """
     out = out or workspace.prompts
     choices = replace(choices or Choices(), images_only=_images_only(workspace.model))
+    if list(sources) == ["self"] and not Path("self").exists():
+        return _import_own_questions(workspace.model, out, choices, progress)
     if list(sources) == ["demo"] and not Path("demo").exists():
         if kind != "auto" or choices.split:
             raise DataError(
@@ -49,6 +54,25 @@ def import_sources(
             workspace.root / "demo-data", out, size, choices, progress=progress
         )
     return import_prompts(sources, out, kind, choices, progress)
+
+
+def _import_own_questions(
+    model: str, out: Path, choices: Choices, progress: Progress
+) -> ImportSummary:
+    """Import questions that the target writes; see `self_asked.questions`."""
+    if choices.limit is None:
+        raise DataError("'self' needs the number of questions: add --limit 500")
+    from vlmdistill.pipelines.targets.loading import load
+
+    asked = questions(load(model), choices.limit, progress=progress)
+    return import_rows([("self", _rows(asked), "chat")], out, choices)
+
+
+def _rows(asked: Iterable[str]) -> Iterator[Row]:
+    """Conversations that begin with these questions."""
+    for number, question in enumerate(asked, start=1):
+        turn = {"role": "user", "content": question}
+        yield Row("self", "self", number, {"messages": [turn]})
 
 
 def _images_only(model: str) -> str:

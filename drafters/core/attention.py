@@ -82,6 +82,7 @@ def blocks(first_R: Tensor, end_R: Tensor) -> list[Part]:
     ):
         window_moves = stop - start > 1 and step == 1
         length = end - first if window_moves else stop - start
+        # In a moving window, a block has at most as many rows as the window has keys.
         for begin in range(start, stop, length):
             rows = slice(begin, min(begin + length, stop))
             moved = begin - start
@@ -354,7 +355,8 @@ class _Plain:
         value_KSd = value_1KSd[0]
         outs, sums = [], []
         for rows in _row_slices(query_1HLd, key_KSd):
-            score_KXLS = _masked(query_KXLd[:, :, rows], key_KSd, rows.start, causal)
+            rows_KXLd = query_KXLd[:, :, rows]
+            score_KXLS = _masked(rows_KXLd, key_KSd, rows.start, causal)
             lse_KXL = score_KXLS.logsumexp(-1)
             weight_KXLS = (score_KXLS - lse_KXL[..., None]).exp()
             weight_KXLS = weight_KXLS.to(value_KSd.dtype)
@@ -377,7 +379,8 @@ class _Plain:
         scale = query_1HLd.shape[-1] ** -0.5
         key_KSd = key_1KSd[0]
         value_KSd = value_1KSd[0]
-        mean_1HL = (grad_1HLd * out_1HLd).sum(-1, dtype=exact)
+        product_1HLd = grad_1HLd * out_1HLd
+        mean_1HL = product_1HLd.sum(-1, dtype=exact)
         every_query_KXLd = _grouped(query_1HLd, key_1KSd)
         every_grad_KXLd = _grouped(grad_1HLd, key_1KSd)
         lse_KXL1 = _grouped(lse_1HL[..., None], key_1KSd)
@@ -424,7 +427,8 @@ def _grouped(state_1HLd: Tensor, key_1KSd: Tensor) -> Tensor:
 
 def _ungrouped(states_KXLd: Sequence[Tensor]) -> Tensor:
     """The rows of some [K, X, L, ...], one after the other: [1, H, L, ...]."""
-    return torch.cat([*states_KXLd], dim=2).flatten(0, 1)[None]
+    state_KXLd = torch.cat([*states_KXLd], dim=2)
+    return state_KXLd.flatten(0, 1)[None]
 
 
 def _row_slices(query_1HLd: Tensor, key_KSd: Tensor) -> list[slice]:

@@ -210,7 +210,8 @@ class Batch:
         for item in dataclasses.fields(self):
             if item.name not in ("features", "host"):
                 tokens[item.name] = getattr(self, item.name)
-        moved = zip(tokens, place_all([*tokens.values()], device), strict=True)
+        placed = place_all([*tokens.values()], device)
+        moved = dict(zip(tokens, placed, strict=True))
         states = {}
         for feature, value in self.features.items():
             # The narrow dtype of a store is moved, and made wider there.
@@ -219,7 +220,7 @@ class Batch:
         host = None
         if device.type != "cpu":
             host = self.having({}) if self.ids_T.is_cpu else self.host
-        return Batch(**dict(moved), features=states, host=host)
+        return Batch(**moved, features=states, host=host)
 
     def having(self, features: Mapping[Feature, Tensor]) -> "Batch":
         """The same tokens with other features."""

@@ -54,7 +54,8 @@ class GroupCompressor(Compressor):
         # Which tokens are read follows from the spans alone: it is worked out where they are.
         length_M = torch.bincount(span_U, minlength=spans)
         middle_MC = self.places(torch.zeros_like(length_M), length_M)
-        span_X, entry_X = (middle_MC >= 0).nonzero().unbind(1)
+        is_entry_MC = middle_MC >= 0
+        span_X, entry_X = is_entry_MC.nonzero().unbind(1)
         first_M = length_M.cumsum(0) - length_M
         first_X = first_M[span_X]
         place_2X = place_all([span_X, entry_X], read_UD.device)
@@ -67,7 +68,8 @@ class GroupCompressor(Compressor):
             inside_XK = offset_XK < length_M[span_X, None]
             row_XK = first_X[:, None] + offset_XK
             out_XD = self._combine(read_UD, row_XK, inside_XK)
-        out_MCD = read_UD.new_zeros(*middle_MC.shape, read_UD.shape[-1])
+        width = read_UD.shape[-1]
+        out_MCD = read_UD.new_zeros(*middle_MC.shape, width)
         return out_MCD.index_put(tuple(place_2X), out_XD)
 
     def _combine(self, read_UD: Tensor, row_XK: Tensor, inside_XK: Tensor) -> Tensor:

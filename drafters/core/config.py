@@ -35,7 +35,8 @@ def depths(layers: int) -> tuple[str, str, str]:
     """
     middle = layers // 2
     low = min(2, max(middle - 1, 0))
-    high = min(max(layers - 3, middle + 1), layers - 1)
+    high = max(layers - 3, middle + 1)
+    high = min(high, layers - 1)
     return f"layer{low}", f"layer{middle}", f"layer{high}"
 
 
@@ -245,10 +246,8 @@ class DrafterConfig:
 
     def _check_losses(self, stage: Stage) -> None:
         """DataError for a term that needs a part which this drafter lacks."""
-        for term, part in {
-            "confidence": "confidence head",
-            "middle": "middle state",
-        }.items():
+        parts = {"confidence": "confidence head", "middle": "middle state"}
+        for term, part in parts.items():
             if stage.losses.get(term) and term not in self.model.own_losses:
                 raise DataError(
                     f"stages.{stage.name}.losses: this drafter has no {part}; "
@@ -270,4 +269,5 @@ class DrafterConfig:
         limit = self.model.max_hops
         if limit is None:
             return self.training.schedule
-        return tuple(replace(stage, hops=limit) for stage in self.training.schedule)
+        schedule = self.training.schedule
+        return tuple(replace(stage, hops=limit) for stage in schedule)

@@ -21,4 +21,5 @@ def choose_kernels(device: torch.device) -> None:
 def free_bytes(gpu: torch.device) -> int:
     """Memory of a GPU that this process can still take, with what PyTorch holds for reuse."""
     free, _ = torch.cuda.mem_get_info(gpu)
-    return free + torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+    for_reuse = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+    return free + for_reuse

@@ -130,9 +130,9 @@ class Drafter(Proposer, ABC):
 
     def loss(self, states: Sequence[Tensor], rows: TargetRows, stage: Stage) -> Scores:
         """The losses of a stage on the states that `step` returned, by hop; see `score`."""
-        estimates = [
-            self.estimate(state_RD, hop) for hop, state_RD in enumerate(states)
-        ]
+        estimates = []
+        for hop, state_RD in enumerate(states):
+            estimates.append(self.estimate(state_RD, hop))
         confidence = no_confidence
         if isinstance(self, ConfidenceHead):
             confidence = self.confidence
@@ -175,5 +175,7 @@ class Drafter(Proposer, ABC):
             return batch.position_T
         if self.config.positions == "target":
             return batch.rope_T
-        index_T = torch.arange(len(batch.segment_T), device=batch.segment_T.device)
-        return index_T - torch.searchsorted(batch.segment_T, batch.segment_T)
+        segment_T = batch.segment_T
+        index_T = torch.arange(len(segment_T), device=segment_T.device)
+        first_T = torch.searchsorted(segment_T, segment_T)
+        return index_T - first_T

@@ -144,7 +144,8 @@ class EagleDrafter(Drafter, ABC):
         joined_ND = None
         if self.joins:
             # Row 0 is for text before the first span.
-            joined_XD = F.pad(cache.context["joined"], (0, 0, 1, 0))
+            joined_MD = cache.context["joined"]
+            joined_XD = F.pad(joined_MD, (0, 0, 1, 0))
             joined_ND = joined_XD[entries.tokens.span_N + 1]
         guess_1 = entries.ids_N.new_full((1,), entries.hop)
         embed_ND = self.embed(entries.ids_N)
@@ -162,7 +163,8 @@ class EagleDrafter(Drafter, ABC):
         The last one of the image, or of the text before it.
         """
         needs = self.config.needs(self.info, decoding=True)
-        return "visual" if needs & features("hidden.span", "hidden.visual") else "text"
+        image_states = features("hidden.span", "hidden.visual")
+        return "visual" if needs & image_states else "text"
 
     def published(self) -> ServedDrafter:
         """As the plugin of vLLM runs it, which builds the drafter around a layer of vLLM's.
@@ -194,9 +196,10 @@ class EagleDrafter(Drafter, ABC):
             draft_tokens=config.max_hops or 0,
             built=Built(config=asdict(config), target=info),
         )
+        weights |= layer_weights(layer, "layer")
         return ServedDrafter(
             settings=settings,
-            weights={**weights, **layer_weights(layer, "layer")},
+            weights=weights,
             feeding=feeding,
             method="eagle3" if self.taps else "eagle",
             draft_vocabulary=info.vocab_size,

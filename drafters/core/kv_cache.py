@@ -217,11 +217,9 @@ class PackedKVCache:
     def _sorted(self, asking: TokenIndex) -> Sequence[Part]:
         """Sort the prefix by sample and position, so that what a row sees is a run of it."""
         keys, values, written = zip(*self._prefix, strict=True)
-        orders = [order for order in self._orders if order.serves(written, asking)]
-        if not orders:
-            orders = [_Order.of(written, asking, self._window)]
-            self._orders[:] = orders
-        (order,) = orders
+        if not self._orders or not self._orders[0].serves(written, asking):
+            self._orders[:] = [_Order.of(written, asking, self._window)]
+        (order,) = self._orders
         key_SKd = torch.cat(keys).index_select(0, order.order_S)
         value_SKd = torch.cat(values).index_select(0, order.order_S)
         self._prefix = [(key_SKd, value_SKd, order.tokens)]
@@ -328,7 +326,8 @@ class GrowingKVCache:
         rows = tokens.at_rows()
         end = self.committed + self._nodes
         count = len(rows.segment_N)
-        queries = max(1, len(query_QHd) // max(1, count))
+        queries = len(query_QHd) // max(1, count)
+        queries = max(1, queries)
         own = count * (queries - 1)  # the last nodes are of one row each
         mask_RS: Tensor | None = None
         if hop > 0:
@@ -371,7 +370,8 @@ class GrowingKVCache:
                 queries = self._nodes // max(1, count)
                 own_RR = torch.eye(count, dtype=torch.bool, device=query_QHd.device)
                 own_RB = own_RR.repeat_interleave(queries, 1)
-                mask_RS = torch.cat([self._causal(rows), own_RB], dim=1)
+                causal_RS = self._causal(rows)
+                mask_RS = torch.cat([causal_RS, own_RB], dim=1)
                 mask_QS = mask_RS.repeat_interleave(queries, 0)
             return self._attend(query_QHd, self.committed + self._nodes, mask_QS)
 
@@ -432,7 +432,8 @@ class GrowingKVCache:
         """
         if self._buffers is not None and end <= self._buffers.room:
             return self._buffers
-        room = max(self._capacity, 1 << (end - 1).bit_length())
+        power_of_two = 1 << (end - 1).bit_length()
+        room = max(self._capacity, power_of_two)
         larger = _Buffers.like(key_NKd, room)
         if self._buffers is not None:
             larger.copy_from(self._buffers)
@@ -448,8 +449,8 @@ def _with_own(mask_RS: Tensor, queries: int) -> Tensor:
     rows = len(mask_RS)
     device = mask_RS.device
     own_RR = torch.eye(rows, dtype=torch.bool, device=device)
-    before_JJ = torch.ones(queries, queries - 1, dtype=torch.bool, device=device)
-    before_JJ = before_JJ.tril(-1)
+    shape = (queries, queries - 1)
+    before_JJ = torch.ones(shape, dtype=torch.bool, device=device).tril(-1)
     own_R11R = own_RR[:, None, None, :]
     own_RJJR = own_R11R & before_JJ[None, :, :, None]
     own_QB = own_RJJR.reshape(rows * queries, -1)

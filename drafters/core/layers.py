@@ -180,7 +180,8 @@ class DecoderLayer(nn.Module):
         if self.input_norm is not None:
             x_ND = self.input_norm(x_ND)
         rotated = self.heads + self.kv_heads
-        shape = (len(x_ND), rotated + self.kv_heads, self.head_dim)
+        heads = rotated + self.kv_heads
+        shape = (len(x_ND), heads, self.head_dim)
         qkv_NXd = self.qkv_proj(x_ND).view(shape)
         qk_NXd = qkv_NXd[:, :rotated]
         value_NKd = qkv_NXd[:, rotated:]
@@ -199,7 +200,8 @@ class DecoderLayer(nn.Module):
         x_RD = residual_RD + mixed_RD
         gate_up_R2M = self.gate_up_proj(self.post_attention_norm(x_RD))
         gate_RM, up_RM = gate_up_R2M.chunk(2, dim=-1)
-        added_RD: Tensor = self.down_proj(F.silu(gate_RM) * up_RM)
+        hidden_RM = F.silu(gate_RM) * up_RM
+        added_RD: Tensor = self.down_proj(hidden_RM)
         return x_RD + added_RD
 
 

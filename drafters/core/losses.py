@@ -73,7 +73,8 @@ class TargetRows:
     def after(self, index_N: Tensor, hop: int) -> Tensor:
         """The tokens `hop` after the first one of each row, at most the last token: [N]."""
         token_N = self.token_R[index_N] + hop
-        return self.ids_T[token_N.clamp(max=len(self.ids_T) - 1)]
+        last = len(self.ids_T) - 1
+        return self.ids_T[token_N.clamp(max=last)]
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,8 @@ class LossChunk:
         """Cross-entropy with the chance that a sampled guess is accepted (DSpark): [N]."""
         share_N1 = self.share_U[token_N, None]
         target_NV = self.logits.softmax_CV[token_N] * share_N1
-        chance_N = draft.softmax_CV.detach().minimum(target_NV).sum(-1)
+        own_NV = draft.softmax_CV.detach()
+        chance_N = own_NV.minimum(target_NV).sum(-1)
         return F.binary_cross_entropy_with_logits(
             confidence_N.float(), chance_N, reduction="none"
         )
@@ -363,7 +365,8 @@ def accumulate_gradients(
         loss_NL, inputs, weight_NL, allow_unused=True
     )
     gradients[hop][index_N] = estimate_ND
-    totals = gradients[len(gradients) - len(of_parameters) :]
+    hops = len(gradients) - len(of_parameters)
+    totals = gradients[hops:]
     for total, gradient in zip(totals, of_parameters, strict=True):
         if gradient is not None:
             total += gradient
@@ -435,9 +438,8 @@ def score(
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     gradients = [torch.zeros_like(x) for x in inputs] if learns else []
     hops, count = rows.valid_HR.shape
-    loss_HRL = torch.zeros(
-        hops, count, len(objective.names), dtype=exact, device=device
-    )
+    terms = len(objective.names)
+    loss_HRL = torch.zeros(hops, count, terms, dtype=exact, device=device)
     count_HR, agree_HR = torch.zeros(2, hops, count, dtype=torch.bool, device=device)
 
     row_bytes = 4 * len(lm_head_VD)
@@ -502,8 +504,9 @@ def score(
     scores = []
     for hop in range(hops):
         sums_L = loss_HRL[hop].sum(0)
-        terms = dict(zip(objective.names, sums_L, strict=True))
-        scores.append(Score(terms, count_HR[hop], agree_HR[hop], weighted_HR[hop]))
+        sums = dict(zip(objective.names, sums_L, strict=True))
+        hop_score = Score(sums, count_HR[hop], agree_HR[hop], weighted_HR[hop])
+        scores.append(hop_score)
     return Scores(total, scores)
 
 

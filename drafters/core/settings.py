@@ -66,9 +66,11 @@ def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
         raise DataError(
             f"the value does not fit the setting '{setting}': {reason}"
         ) from None
-    config = DrafterConfig(model, training, Tree.parse(str(values["tree"])))
+    tree = Tree.parse(str(values["tree"]))
+    config = DrafterConfig(model, training, tree)
     settings = flat(config)
-    if unknown := sorted(set(flat(values)) - set(settings)):
+    unknown = sorted(set(flat(values)) - set(settings))
+    if unknown:
         near = did_you_mean(unknown[0], settings)
         choice = ", ".join(sorted(settings))
         raise DataError(

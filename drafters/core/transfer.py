@@ -21,12 +21,14 @@ def place(tensor: Tensor, device: torch.device) -> Tensor:
 
 def place_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Integer or bool tensors on that device; from a CPU to a GPU in one transfer."""
-    if device.type != "cuda" or not all(tensor.is_cpu for tensor in tensors):
+    all_on_cpu = all(tensor.is_cpu for tensor in tensors)
+    if device.type != "cuda" or not all_on_cpu:
         return [place(tensor, device) for tensor in tensors]
     flat = [tensor.flatten().long() for tensor in tensors]
     packed = place(torch.cat(flat), device)
     parts = torch.split(packed, [len(values) for values in flat])
     placed = []
     for tensor, part in zip(tensors, parts, strict=True):
-        placed.append(part.view(tensor.shape).to(tensor.dtype))
+        part = part.view(tensor.shape)
+        placed.append(part.to(tensor.dtype))
     return placed

@@ -14,6 +14,7 @@ from vlmdistill.stores.errors import DataError
 CHAIN = re.compile(
     r"chain-(?P<length>[1-9]\d{0,3})(-(?P<confidence>0\.(?!0+$)\d{1,4}))?"
 )
+TOTAL_DEPTH_K = re.compile(r"\d{1,4}-\d{1,4}-\d{1,4}")
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,8 @@ class Tree:
             length = int(match["length"])
             confidence = float(match["confidence"] or 0)
             return cls(length + 1, length - 1, 1, confidence)
-        parts = text.split("-")
-        if len(parts) == 3 and all(re.fullmatch(r"\d{1,4}", part) for part in parts):
-            total, depth, k = map(int, parts)
+        if TOTAL_DEPTH_K.fullmatch(text):
+            total, depth, k = map(int, text.split("-"))
             if depth + 2 > total or not 1 <= k < total:
                 raise DataError(
                     f"no tree is '{text}': total-depth-k is {total} nodes with the root, "
@@ -59,7 +59,8 @@ class Tree:
         )
 
     def __str__(self) -> str:
-        if self.k != 1 or self.total != self.depth + 2:
+        is_chain = self.k == 1 and self.total == self.depth + 2
+        if not is_chain:
             return f"{self.total}-{self.depth}-{self.k}"
         chain = f"chain-{self.total - 1}"
         if not self.confidence:

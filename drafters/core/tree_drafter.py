@@ -95,11 +95,13 @@ class TreeDrafter:
         assert self._root_id is not None
         limit = self.drafter.config.max_hops
         if limit is not None:
-            shape = replace(shape, depth=min(shape.depth, limit - 1))
+            depth = min(shape.depth, limit - 1)
+            shape = replace(shape, depth=depth)
         frame = self._frame(shape, self._root_id.device)
         if frame.chain is not None:
             return self._chain(frame, frame.chain, shape.confidence)
 
+        # The first level: the children of the root, all of which are the frontier.
         score_1K, id_1K = self._expand(self.state_1D, self._root_id, 0, shape.k)
         width = id_1K.shape[1]
         scores = [score_1K[0]]
@@ -111,6 +113,7 @@ class TreeDrafter:
         hidden_FD = self.state_1D.expand(width, *self.state_1D.shape[1:])
         visible_FA = frame.eye_FF
         drafted = width
+        # Each later level: the children of the frontier, the best of which are the next one.
         for hop in range(1, shape.depth + 1):
             state_FD = self._step(frame, id_F, hidden_FD, hop, visible_FA)
             score_FK, child_FK = self._expand(state_FD, id_F, hop, width)
@@ -122,7 +125,8 @@ class TreeDrafter:
                 score_F, best_F = total_FK.flatten().topk(width)
                 row_F = best_F // width
                 hidden_FD = state_FD[row_F]
-                visible_FA = torch.cat([visible_FA[row_F], frame.eye_FF], dim=1)
+                above_FA = visible_FA[row_F]
+                visible_FA = torch.cat([above_FA, frame.eye_FF], dim=1)
                 id_F = ids[-1][best_F]
                 candidate_F = best_F + drafted
                 drafted += width * width
@@ -158,8 +162,9 @@ class TreeDrafter:
                     break
             best_1 = logits_1V.argmax(-1)
             ids.append(self._ids(best_1))
-        has_chances = len(chances) > 1 or len(ids) == 1
-        chance_N = torch.cat(chances[: len(ids)]) if has_chances else None
+        chance_N: Tensor | None = None
+        if len(chances) > 1 or len(ids) == 1:
+            chance_N = torch.cat(chances[: len(ids)])
         drafted = chain.first(len(ids))
         return replace(drafted, ids_N=torch.cat(ids), chance_N=chance_N)
 
@@ -231,7 +236,8 @@ class _Frame:
         eye_FF = torch.eye(width, dtype=torch.bool, device=device)
         chain = None
         if width == 1:
-            chain = _linked(min(shape.total, shape.depth + 2), device)
+            count = min(shape.total, shape.depth + 2)
+            chain = _linked(count, device)
         zero_F = torch.zeros_like(first_F)
         one_F = torch.ones_like(first_F)
         rank_C = first_F.repeat(1 + shape.depth * width)
@@ -276,7 +282,8 @@ def _prune(root_1: Tensor, candidates: _Candidates, shape: Tree) -> DraftTree:
         parent_K = (parent_C + 1).clamp(min=0)
     else:
         order_C = torch.sort(score_C, descending=True, stable=True).indices
-        best_K = order_C[: shape.total - 1].sort().values
+        best_K = order_C[: shape.total - 1]
+        best_K = best_K.sort().values
         node_C = torch.zeros_like(parent_C)
         count = len(best_K)
         node_C[best_K] = torch.arange(1, count + 1, device=root_1.device)

@@ -42,14 +42,16 @@ class FrequentTokens:
         """See `DraftVocabulary`."""
         if self.d2t is None or len(self.d2t) == self.info.vocab_size:
             return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        draft_K = torch.arange(len(self.d2t), device=self.d2t.device)
+        return self.d2t + draft_K
 
     def choose_vocabulary(self, count_V: Tensor) -> None:
         """The most frequent tokens; those that never occur by id."""
         if self.d2t is None:
             return
         frequent_V = torch.sort(count_V, descending=True, stable=True).indices
-        chosen_K = frequent_V[: len(self.d2t)].sort().values
+        most_frequent_K = frequent_V[: len(self.d2t)]
+        chosen_K = most_frequent_K.sort().values
         draft_K = torch.arange(len(chosen_K), device=chosen_K.device)
         self.d2t.copy_(chosen_K - draft_K)
 

@@ -105,7 +105,8 @@ def verify(
         choice_N = choice_N[_first(tree)]
     chosen_N = tree.ids_N == choice_N[tree.parent_N]
     chosen_N[0] = True
-    accepted_N = ~(tree.visible_NN & ~chosen_N).any(1)
+    not_chosen_NN = tree.visible_NN & ~chosen_N
+    accepted_N = ~not_chosen_NN.any(1)
     # The deepest accepted node, as a tensor: no wait for the GPU.
     end_1 = (tree.depth_N * accepted_N).argmax(0, keepdim=True)
     on_path_N = tree.visible_NN.index_select(0, end_1)[0]
@@ -123,7 +124,8 @@ def _first(tree: DraftTree) -> Tensor:
     depth_N = tree.depth_N
     visible_NN = tree.visible_NN.float()
     same_depth_NN = depth_N[:, None] == depth_N
-    alike_NN = (tree.ids_N[:, None] == tree.ids_N) & same_depth_NN
+    same_id_NN = tree.ids_N[:, None] == tree.ids_N
+    alike_NN = same_id_NN & same_depth_NN
     # Levels on which two paths have the same token.
     shared_NN = visible_NN @ alike_NN.float() @ visible_NN.T
     same_path_NN = alike_NN & (shared_NN == depth_N)

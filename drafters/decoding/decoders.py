@@ -60,7 +60,8 @@ def speculate(
     states_1D = {}
     for source in {"hidden", *sources}:
         states_1D[source] = prefix.feature(source, "text")[-1:]
-    bonus_1 = choose(target.logits(states_1D["hidden"]), temperature, generator)
+    logits_1V = target.logits(states_1D["hidden"])
+    bonus_1 = choose(logits_1V, temperature, generator)
     laps.end("prefill")
     draft = drafter.draft(prefix, target)
     observer = draft if isinstance(draft, Observer) else None
@@ -88,7 +89,8 @@ def speculate(
         laps.end("accept")
         if not limit.reached:
             path_K = acceptance.path_N[: fetched.length]
-            ids_K = torch.cat([nodes.ids_N[path_K[1:]], acceptance.bonus_1])
+            accepted_K = nodes.ids_N[path_K[1:]]
+            ids_K = torch.cat([accepted_K, acceptance.bonus_1])
             before_KD = [states_ND[source][path_K] for source in sources]
             draft.commit(ids_K, torch.cat(before_KD, dim=-1))
         laps.end("draft")
@@ -121,8 +123,8 @@ def plain(
     while not limit.reached:
         laps = Laps(token_1.device)
         _check_current(target, sequence)
-        hidden_1D = target.extend(token_1, depth_1, None, ("hidden",))["hidden"]
-        logits_1V = target.logits(hidden_1D)
+        states_1D = target.extend(token_1, depth_1, None, ("hidden",))
+        logits_1V = target.logits(states_1D["hidden"])
         laps.end("verify")
         token_1 = choose(logits_1V, temperature, generator)
         target.commit([0])
@@ -146,7 +148,8 @@ def decode(
     """
     if drafter is None:
         return plain(target, prompt, **options)
-    return speculate(target, drafter, prompt, tree=tree or drafter.tree, **options)
+    tree = tree or drafter.tree
+    return speculate(target, drafter, prompt, tree=tree, **options)
 
 
 def _check_current(target: Target, sequence: int) -> None:

@@ -125,10 +125,11 @@ class Hardware:
     def name(self) -> str:
         """The name that a reader recognizes, and the identity."""
         if self.gpu:
-            gibibytes = f"{self.gpu.memory / 2**30:.0f} GiB"
-            watts = self.gpu.power_watts
-            power = f", {watts:.0f} W" if watts else ""
-            return f"{self.gpu.name}, {gibibytes}{power}, #{self.identity}"
+            parts = [self.gpu.name, _gibibytes(self.gpu.memory)]
+            if self.gpu.power_watts:
+                parts.append(f"{self.gpu.power_watts:.0f} W")
+            parts.append(f"#{self.identity}")
+            return ", ".join(parts)
         cpu = self.processor
         numbers = "/".join(filter(None, (cpu.family, cpu.model, cpu.stepping)))
         model = f"{cpu.name} ({numbers})" if numbers else cpu.name
@@ -156,11 +157,16 @@ class Hardware:
         if cpu.governor:
             parts.append(f"governor {cpu.governor}")
         if self.memory:
-            parts.append(f"{self.memory / 2**30:.0f} GiB")
+            parts.append(_gibibytes(self.memory))
         if self.limits.memory:
-            parts.append(f"limited to {self.limits.memory / 2**30:.1f} GiB")
+            limit = _gibibytes(self.limits.memory, digits=1)
+            parts.append(f"limited to {limit}")
         parts.append(" ".join(cpu.flags))
         return ", ".join(filter(None, parts))
+
+
+def _gibibytes(size: int, digits: int = 0) -> str:
+    return f"{size / 2**30:.{digits}f} GiB"
 
 
 def of(device: "torch.device") -> Hardware:
@@ -179,7 +185,9 @@ def linux(root: Path = Path("/"), gpu: Gpu | None = None) -> Hardware:
     cpuinfo = _columns(_text(root / "proc/cpuinfo"))
     frequency = root / "sys/devices/system/cpu/cpu0/cpufreq"
     clocks = [float(mhz) for mhz in cpuinfo.get("cpu MHz", ())]
-    clocks += [khz / 1e3 for khz in _numbers([frequency / "scaling_cur_freq"])]
+    khz = _number(frequency / "scaling_cur_freq")
+    if khz is not None:
+        clocks.append(khz / 1e3)
     kibibytes = re.search(r"MemTotal:\s*(\d+)", _text(root / "proc/meminfo"))
     memory = int(kibibytes[1]) << 10 if kibibytes else None
     return Hardware(
@@ -201,8 +209,8 @@ def _linux_processor(root: Path, cpuinfo: Mapping[str, list[str]]) -> Processor:
     threads = len(cpuinfo.get("processor", ())) or os.cpu_count() or 1
     flags = cpuinfo.get("flags") or cpuinfo.get("Features") or [""]
     caches = tuple(_caches(cpu0 / "cache"))
-    max_khz = _numbers([cpu0 / "cpufreq/cpuinfo_max_freq"])
-    max_mhz = max_khz[0] / 1e3 if max_khz else None
+    max_khz = _number(cpu0 / "cpufreq/cpuinfo_max_freq")
+    max_mhz = None if max_khz is None else max_khz / 1e3
     governor = _text(cpu0 / "cpufreq/scaling_governor")
     return Processor(
         name=_joined(cpuinfo, "model name") or arm_name,
@@ -353,19 +361,20 @@ def _limits(root: Path, affinity: int) -> Limits:
         quota, _, period = _text(folder / "cpu.max").partition(" ")
         if quota.isdigit():
             cpus.append(int(quota) / int(period))
-        version_1 = _numbers(
-            [folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"]
-        )
-        if len(version_1) == 2:
-            cpus.append(version_1[0] / version_1[1])
-    memory_files = []
+        quota_us = _number(folder / "cpu.cfs_quota_us")  # of version 1
+        period_us = _number(folder / "cpu.cfs_period_us")
+        if quota_us is not None and period_us:
+            cpus.append(quota_us / period_us)
+    sizes = []
     for folder in folders:
-        memory_files += [folder / "memory.max", folder / "memory.limit_in_bytes"]
-    limits = [size for size in _numbers(memory_files) if size < UNLIMITED]
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            size = _number(folder / name)
+            if size is not None and size < UNLIMITED:
+                sizes.append(size)
     return Limits(
         threads=affinity,
         cpus=min(cpus, default=None),
-        memory=min(limits, default=None),
+        memory=min(sizes, default=None),
     )
 
 
@@ -382,10 +391,10 @@ def _group_folders(root: Path) -> list[Path]:
     return folders
 
 
-def _numbers(files: Iterable[Path]) -> list[int]:
-    """The numbers in the files; those without a number, or without a file, are left out."""
-    texts = [_text(file) for file in files]
-    return [int(text) for text in texts if text.isdigit()]
+def _number(file: Path) -> int | None:
+    """The number in a file; None without a file or a number."""
+    text = _text(file)
+    return int(text) if text.isdigit() else None
 
 
 def _text(file: Path) -> str:

@@ -158,14 +158,17 @@ def kept(folder: Path, under: str, *, any_threads: bool = False) -> BestTree | N
     searches = {best.conditions: best for best in _read(folder)}
     if any_threads and under not in searches:
         under = THREADS.sub("", under)
-        searches = {THREADS.sub("", key): best for key, best in searches.items()}
+        searches = {
+            THREADS.sub("", conditions): best for conditions, best in searches.items()
+        }
     return searches.get(under)
 
 
 def keep(folder: Path, best: BestTree) -> None:
     """Write a search into the folder of the drafter; it replaces one under the same conditions."""
     trees = [tree for tree in _read(folder) if tree.conditions != best.conditions]
-    text = json.dumps(msgspec.to_builtins([*trees, best]), indent=1)
+    rows = msgspec.to_builtins([*trees, best])
+    text = json.dumps(rows, indent=1)
     try:
         with atomic_write(folder / FILE) as aside:
             aside.write_text(f"{text}\n")

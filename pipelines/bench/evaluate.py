@@ -78,7 +78,7 @@ def evaluate(
     settings.check()
     check_title(title)
     plan = EvaluationPlan.of(workspace, drafters, settings, prompts_file, title)
-    run = _Run.start(plan, on_prompt)
+    run = _EvaluationRun.start(plan, on_prompt)
     run.decode_missing(on_prompt)
     evaluations = run.records()
     unfinished = run.unfinished
@@ -98,7 +98,7 @@ class _Decoder:
 
 
 @dataclass
-class _Run:
+class _EvaluationRun:
     """The process that decodes a plan: the target, the decoders, and what was decoded so far."""
 
     plan: EvaluationPlan
@@ -110,7 +110,7 @@ class _Run:
     decoded: dict[tuple[float, int], Decoded]  # by temperature and number
 
     @classmethod
-    def start(cls, plan: EvaluationPlan, on_prompt: Progress) -> "_Run":
+    def start(cls, plan: EvaluationPlan, on_prompt: Progress) -> "_EvaluationRun":
         """Load target and drafters, and read what an interrupted evaluation has decoded."""
         from vlmdistill.pipelines.targets.loading import load
 

@@ -371,7 +371,9 @@ async def _load(
     """Send all prompts to all servers, in alternation if there are several."""
     prompts = range(len(servers[0].questions))
     size = _block_size(len(prompts), len(servers), concurrency)
-    runs = [_Run(server, await server.client.settled()) for server in servers]
+    runs = [
+        _MeasuredServer(server, await server.client.settled()) for server in servers
+    ]
     for number, start in enumerate(range(0, len(prompts), size)):
         block = prompts[start : start + size]
         first = number % len(runs)
@@ -396,7 +398,7 @@ def _block_size(prompts: int, servers: int, concurrency: int) -> int:
 
 
 @dataclass
-class _Run:
+class _MeasuredServer:
     """What was measured of one server under one load."""
 
     server: "_Server"

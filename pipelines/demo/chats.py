@@ -1,6 +1,7 @@
 """Conversations without an image: invented pictures, stories, explanations of shapes and colors."""
 
 import random
+from collections.abc import Callable, Mapping, Sequence
 
 from vlmdistill.pipelines.demo.scenes import (
     BACKGROUNDS,
@@ -18,154 +19,238 @@ from vlmdistill.pipelines.demo.wording import (
     an,
     look,
     response,
+    short_look,
     with_suffix,
 )
 
+Round = tuple[str, str]  # a question and its response
 
-def chat(rng: random.Random, split: str | None = None) -> list[tuple[str, str]]:
-    """A conversation without an image: one or two rounds of different kinds, as (question, response).
 
-    `split` applies only to imagined pictures: the other kinds have too few questions to be split.
+def chat(rng: random.Random, split: str | None = None) -> list[Round]:
+    """A conversation without an image: one or two rounds of different kinds.
+
+    `split` applies only to imagined pictures: the other kinds have too few questions to
+    be split.
     """
     kinds = rng.sample(list(_KINDS), len(_KINDS))
     if rng.random() < 0.3:
-        kinds.sort(key="imagine".__ne__)  # it has by far the most different questions
-    kinds = kinds[: 2 if rng.random() < 0.25 else 1]
-    rounds = (
-        _KINDS[kind](rng) if kind != "imagine" else _imagine(rng, split)
-        for kind in kinds
-    )
-    return [(with_suffix(prompt, rng), reply) for prompt, reply in rounds]
+        # An imagined picture comes first: it has by far the most different questions.
+        kinds.sort(key="imagine".__ne__)
+    count = 2 if rng.random() < 0.25 else 1
+    rounds = []
+    for kind in kinds[:count]:
+        if kind == "imagine":
+            question, reply = _imagine(rng, split)
+        else:
+            question, reply = _KINDS[kind](rng)
+        rounds.append((with_suffix(question, rng), reply))
+    return rounds
 
 
-def imagine(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """A question for a picture that it describes; the response can be scored like that to an image."""
+def imagine(scene: Scene, rng: random.Random) -> Round:
+    """A question that describes a picture, and a response, scored like that to an image."""
     start = rng.choice(("Imagine a picture", "Describe a picture that you make up"))
-    return f"{start} {in_words(scene)}.", response(scene, "describe", rng)
+    question = f"{start} {in_words(scene)}."
+    return question, response(scene, "describe", rng)
 
 
 def in_words(scene: Scene) -> str:
     """The background and all items of a scene as text."""
-    items = (
-        f"in the {CELLS[item.cell]} a {item.size} {item.colour} {item.shape}"
-        for item in scene.items
-    )
-    return f"on {an(scene.background)} background: {'; '.join(items)}"
+    items = []
+    for item in scene.items:
+        cell = CELLS[item.cell]
+        items.append(f"in the {cell} a {item.size} {short_look(item)}")
+    background = an(scene.background)
+    return f"on {background} background: {'; '.join(items)}"
 
 
-def _imagine(rng: random.Random, split: str | None = None) -> tuple[str, str]:
+def _imagine(rng: random.Random, split: str | None = None) -> Round:
     return imagine(random_scene(rng, split), rng)
 
 
 def _item(rng: random.Random) -> Item:
-    return Item(
-        0, rng.choice(("large", "small")), rng.choice(list(COLOURS)), rng.choice(SHAPES)
-    )
+    """An item of random size, color and shape; its cell is not used."""
+    size = rng.choice(("large", "small"))
+    colour = _colour(rng)
+    return Item(0, size, colour, rng.choice(SHAPES))
 
 
-def _tale(rng: random.Random) -> tuple[str, str]:
-    one, two = _item(rng), _item(rng)
-    while two.shape == one.shape:
-        two = _item(rng)
-    mood, other = rng.sample(WORDS.moods, 2)
-    deed, then = rng.sample(WORDS.deeds, 2)
-    ground = rng.choice(list(BACKGROUNDS))
-    prompt = rng.choice(
-        ("Tell me a story about {} and {}.", "Write a little story with {} and {}.")
+def _colour(rng: random.Random) -> str:
+    return rng.choice(list(COLOURS))
+
+
+def _background(rng: random.Random) -> str:
+    """A random background, with its article."""
+    return an(rng.choice(list(BACKGROUNDS)))
+
+
+def _fill(sentences: Sequence[str], words: Mapping[str, str], joint: str = " ") -> str:
+    """Sentences with their words filled in, as one text."""
+    return joint.join(sentences).format_map(words)
+
+
+# In each kind, the order of the draws is part of the data: a seed stands for it.
+
+
+def _character(name: str, item: Item) -> dict[str, str]:
+    """The words for a character of a tale."""
+    words = {name: item.shape}
+    words[f"{name}_look"] = short_look(item)
+    words[f"a_{name}"] = an(short_look(item))
+    words[f"{name}_verb"] = VERBS[item.shape]
+    return words
+
+
+def _tale(rng: random.Random) -> Round:
+    hero, friend = _item(rng), _item(rng)
+    while friend.shape == hero.shape:
+        friend = _item(rng)
+    words = _character("hero", hero) | _character("friend", friend)
+    words["mood"], words["friend_mood"] = rng.sample(WORDS.moods, 2)
+    words["deed"], words["later_deed"] = rng.sample(WORDS.deeds, 2)
+    words["background"] = _background(rng)
+    question = rng.choice(
+        (
+            "Tell me a story about {a_hero} and {a_friend}.",
+            "Write a little story with {a_hero} and {a_friend}.",
+        )
     )
-    question = prompt.format(
-        f"{an(one.colour)} {one.shape}", f"{an(two.colour)} {two.shape}"
+    words["remark"] = rng.choice(REMARKS[hero.colour])
+    words["friend_remark"] = rng.choice(REMARKS[friend.colour])
+    meeting = rng.choice(
+        (
+            "The {friend} {later_deed}, and the {hero} listened.",
+            "Together the {hero} and the {friend} {later_deed}.",
+        )
     )
+    friendship = rng.choice(
+        ("They became good friends.", "From that day on they were never alone.")
+    )
+    words["place"] = rng.choice(CELLS[:4])
+    words["friend_place"] = rng.choice(CELLS[4:])
     sentences = [
-        f"Once upon a time there was a {mood} {one.colour} {one.shape}, {rng.choice(REMARKS[one.colour])}.",
-        f"It lived alone on {an(ground)} board and often {deed}.",
-        f"One day it met a {other} {two.colour} {two.shape}, {rng.choice(REMARKS[two.colour])}.",
-        rng.choice(
-            (
-                f"The {two.shape} {then}, and the {one.shape} listened.",
-                f"Together the {one.shape} and the {two.shape} {then}.",
-            )
-        ),
-        rng.choice(
-            ("They became good friends.", "From that day on they were never alone.")
-        ),
-        f"In the end the {one.shape} {VERBS[one.shape]} in the {rng.choice(CELLS[:4])}"
-        f" and the {two.shape} {VERBS[two.shape]} in the {rng.choice(CELLS[4:])}.",
+        "Once upon a time there was a {mood} {hero_look}, {remark}.",
+        "It lived alone on {background} board and often {deed}.",
+        "One day it met a {friend_mood} {friend_look}, {friend_remark}.",
+        meeting,
+        friendship,
+        "In the end the {hero} {hero_verb} in the {place}"
+        " and the {friend} {friend_verb} in the {friend_place}.",
     ]
-    return question, " ".join(sentences)
+    return question.format_map(words), _fill(sentences, words)
 
 
-def _shape(rng: random.Random) -> tuple[str, str]:
+def _explain_shape(rng: random.Random) -> Round:
     shape = rng.choice(SHAPES)
-    colour = rng.choice(list(COLOURS))
-    prompt = rng.choice(
-        ("What is a {}?", "Explain to me what a {} is.", "Tell me about the {}.")
+    colour = _colour(rng)
+    words = {
+        "shape": shape,
+        "verb": VERBS[shape],
+        "trait": WORDS.traits[shape],
+        "A_colour": an(colour).capitalize(),
+    }
+    question = rng.choice(
+        (
+            "What is a {shape}?",
+            "Explain to me what a {shape} is.",
+            "Tell me about the {shape}.",
+        )
     )
-    uses = rng.sample(WORDS.uses[shape], 2)
-    sentences = [
-        rng.choice(
-            (
-                f"A {shape} is a simple flat shape.",
-                f"The {shape} is a shape that everybody knows.",
-            )
-        ),
-        WORDS.traits[shape],
-        f"You often find it in {uses[0]} and {uses[1]}.",
-        f"On a board a {shape} {VERBS[shape]} in its cell, and it can be large or small.",
-        f"{an(colour).capitalize()} {shape}, for example, is {rng.choice(REMARKS[colour])}.",
-        rng.choice(
-            (f"That is all about the {shape}.", f"Now you know what a {shape} is.")
-        ),
-    ]
-    return prompt.format(shape), " ".join(sentences)
-
-
-def _colour(rng: random.Random) -> tuple[str, str]:
-    colour = rng.choice(list(COLOURS))
-    shape, other = rng.sample(SHAPES, 2)
-    prompt = rng.choice(
-        ("What is {} like?", "Describe the colour {}.", "Tell me about the colour {}.")
+    words["use"], words["other_use"] = rng.sample(WORDS.uses[shape], 2)
+    opening = rng.choice(
+        (
+            "A {shape} is a simple flat shape.",
+            "The {shape} is a shape that everybody knows.",
+        )
     )
-    first, second = rng.sample(REMARKS[colour], 2)
-    ground = rng.choice(list(BACKGROUNDS))
-    sentences = [
-        f"The colour {colour} is easy to know.",
-        f"It is {first}, and it is {second}.",
-        f"{an(colour).capitalize()} {shape} is pretty when it {VERBS[shape]} on {an(ground)} board.",
-        f"{an(colour).capitalize()} {other} would {rng.choice(('look good', 'be nice'))} beside it.",
-        rng.choice(("Many people like this colour.", "It makes people feel happy.")),
-        f"If you see something {first}, you may call it {colour}.",
-    ]
-    return prompt.format(colour), " ".join(sentences)
-
-
-def _draw(rng: random.Random) -> tuple[str, str]:
-    item, cell, ground = _item(rng), rng.choice(CELLS), rng.choice(list(BACKGROUNDS))
-    prompt = rng.choice(
-        ("How do I draw a {} in the {}?", "Explain how to draw a {} in the {}.")
+    words["remark"] = rng.choice(REMARKS[colour])
+    closing = rng.choice(
+        ("That is all about the {shape}.", "Now you know what a {shape} is.")
     )
     sentences = [
-        f"Take a board with {an(ground)} background.",
-        f"1. Find the cell in the {cell}.",
-        f"2. Think of the {item.shape}. {WORDS.traits[item.shape]}",
-        f"3. Draw it {item.size}, so that it {VERBS[item.shape]} in the cell.",
-        f"4. Fill it with {item.colour}, {rng.choice(REMARKS[item.colour])}.",
-        rng.choice(
-            (
-                f"Now a {look(item, rng)} is in the {cell}.",
-                "That is all, and it is easy.",
-            )
-        ),
+        opening,
+        "{trait}",
+        "You often find it in {use} and {other_use}.",
+        "On a board a {shape} {verb} in its cell, and it can be large or small.",
+        "{A_colour} {shape}, for example, is {remark}.",
+        closing,
     ]
-    return prompt.format(f"{item.size} {item.colour} {item.shape}", cell), "\n".join(
-        sentences
+    return question.format_map(words), _fill(sentences, words)
+
+
+def _explain_colour(rng: random.Random) -> Round:
+    colour = _colour(rng)
+    shape, other_shape = rng.sample(SHAPES, 2)
+    words = {
+        "colour": colour,
+        "A_colour": an(colour).capitalize(),
+        "shape": shape,
+        "other_shape": other_shape,
+        "verb": VERBS[shape],
+    }
+    question = rng.choice(
+        (
+            "What is {colour} like?",
+            "Describe the colour {colour}.",
+            "Tell me about the colour {colour}.",
+        )
     )
+    words["remark"], words["other_remark"] = rng.sample(REMARKS[colour], 2)
+    words["background"] = _background(rng)
+    words["praise"] = rng.choice(("look good", "be nice"))
+    liking = rng.choice(
+        ("Many people like this colour.", "It makes people feel happy.")
+    )
+    sentences = [
+        "The colour {colour} is easy to know.",
+        "It is {remark}, and it is {other_remark}.",
+        "{A_colour} {shape} is pretty when it {verb} on {background} board.",
+        "{A_colour} {other_shape} would {praise} beside it.",
+        liking,
+        "If you see something {remark}, you may call it {colour}.",
+    ]
+    return question.format_map(words), _fill(sentences, words)
 
 
-_KINDS = {
+def _draw(rng: random.Random) -> Round:
+    item = _item(rng)
+    words = {
+        "size": item.size,
+        "colour": item.colour,
+        "shape": item.shape,
+        "verb": VERBS[item.shape],
+        "trait": WORDS.traits[item.shape],
+    }
+    words["cell"] = rng.choice(CELLS)
+    words["background"] = _background(rng)
+    question = rng.choice(
+        (
+            "How do I draw a {size} {colour} {shape} in the {cell}?",
+            "Explain how to draw a {size} {colour} {shape} in the {cell}.",
+        )
+    )
+    words["remark"] = rng.choice(REMARKS[item.colour])
+    words["look"] = look(item, rng)
+    closing = rng.choice(
+        ("Now a {look} is in the {cell}.", "That is all, and it is easy.")
+    )
+    sentences = [
+        "Take a board with {background} background.",
+        "1. Find the cell in the {cell}.",
+        "2. Think of the {shape}. {trait}",
+        "3. Draw it {size}, so that it {verb} in the cell.",
+        "4. Fill it with {colour}, {remark}.",
+        closing,
+    ]
+    return question.format_map(words), _fill(sentences, words, joint="\n")
+
+
+Kind = Callable[[random.Random], Round]
+
+_KINDS: dict[str, Kind] = {
     "imagine": _imagine,
     "tale": _tale,
-    "shape": _shape,
-    "colour": _colour,
+    "shape": _explain_shape,
+    "colour": _explain_colour,
     "draw": _draw,
 }

@@ -1,10 +1,11 @@
 """Clips: eight seconds of a board whose shapes appear, vanish and move.
 
-A clip has four phases of two seconds, with at most one event between two phases. The sampling rate determines
-the number of visual tokens: nine per temporal patch of two frames. Rotary time counts whole seconds
-(`tokens_per_second` is 1), so a higher rate does not change the range of rotary positions. A strip at the
-bottom of each cell, colored by phase, makes the time of a frame visible in its pixels, as the rulers do for
-the position of a cell.
+A clip has four phases of two seconds, with at most one event between two phases. The
+sampling rate determines the number of visual tokens: nine per temporal patch of two frames.
+Rotary time counts whole seconds (`tokens_per_second` is 1), so a higher rate does not
+change the range of rotary positions. A strip at the bottom of each cell, colored by phase,
+makes the time of a frame visible in its pixels, as the rulers do for the position of a
+cell.
 """
 
 import random
@@ -16,8 +17,7 @@ from PIL import Image
 from vlmdistill.pipelines.demo.scenes import (
     BACKGROUNDS,
     CELLS,
-    COLOURS,
-    SHAPES,
+    LOOKS,
     SIZES,
     Item,
     Scene,
@@ -27,19 +27,10 @@ from vlmdistill.pipelines.demo.scenes import (
 
 SECONDS = 8
 PHASES = 4
-STAMPS = (
-    "start",
-    "two",
-    "four",
-    "six",
-)  # the second at which a phase begins, as a word
+STAMPS = ("start", "two", "four", "six")  # the second at which a phase begins
 PATCH_TOKENS = len(CELLS)  # visual tokens of a temporal patch, which is two frames
-PHASE_INKS = (
-    (255, 255, 255),
-    (255, 220, 0),
-    (0, 220, 160),
-    (230, 0, 90),
-)  # of the strip in each phase
+# The color of the strip in each phase.
+PHASE_INKS = ((255, 255, 255), (255, 220, 0), (0, 220, 160), (230, 0, 90))
 
 
 @dataclass(frozen=True)
@@ -65,22 +56,29 @@ class Clip:
 
     def scene(self, phase: int) -> Scene:
         """The board in a phase, 0 to 3."""
-        held = {item.cell: item for item in self.items}
+        item_in = {item.cell: item for item in self.items}
         for event in self.events:
-            if event.phase <= phase:
-                if event.source is not None:
-                    del held[event.source]
-                if event.to is not None:
-                    held[event.to] = replace(event.item, cell=event.to)
-        return Scene(self.background, tuple(held[cell] for cell in sorted(held)))
+            if event.phase > phase:
+                continue
+            if event.source is not None:
+                del item_in[event.source]
+            if event.to is not None:
+                item_in[event.to] = replace(event.item, cell=event.to)
+        items = tuple(item_in[cell] for cell in sorted(item_in))
+        return Scene(self.background, items)
 
     def changes(self, phase: int) -> tuple[list[Item], list[Item]]:
-        """The items that appear at the start of a phase, and those that vanish, in their old cells."""
-        now = [event for event in self.events if event.phase == phase]
-        come = [
-            replace(event.item, cell=event.to) for event in now if event.to is not None
-        ]
-        return come, [event.item for event in now if event.source is not None]
+        """The items that appear at the start of a phase, and the vanishing ones in their old cells."""
+        come: list[Item] = []
+        gone: list[Item] = []
+        for event in self.events:
+            if event.phase != phase:
+                continue
+            if event.to is not None:
+                come.append(replace(event.item, cell=event.to))
+            if event.source is not None:
+                gone.append(event.item)
+        return come, gone
 
     def moves(self, phase: int) -> bool:
         """Whether the event of a phase is a move."""
@@ -96,19 +94,26 @@ def random_clip(rng: random.Random, split: str | None = None) -> Clip:
 
 
 def _any_clip(rng: random.Random) -> Clip:
-    looks = rng.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], 8)
-    cells = sorted(rng.sample(range(len(CELLS)), rng.randint(3, 5)))
+    looks = rng.sample(LOOKS, 8)
+    count = rng.randint(3, 5)
+    cells = sorted(rng.sample(range(len(CELLS)), count))
     items = tuple(Item(cell, rng.choice(SIZES), *looks.pop()) for cell in cells)
     clip = Clip(rng.choice(list(BACKGROUNDS)), items, ())
-    for phase in sorted(rng.sample(range(1, PHASES), rng.randint(1, 3))):
-        held = clip.scene(PHASES - 1).items
-        free = sorted(set(range(len(CELLS))) - {item.cell for item in held})
+    events = rng.randint(1, 3)
+    for phase in sorted(rng.sample(range(1, PHASES), events)):
+        present = clip.scene(PHASES - 1).items
+        taken = {item.cell for item in present}
+        free = [cell for cell in range(len(CELLS)) if cell not in taken]
         kind = rng.choice(("appear", "vanish", "move"))
-        item, to = rng.choice(held), rng.choice(free)
+        item = rng.choice(present)
+        to = rng.choice(free)
         if kind == "appear":
-            event = Event(phase, Item(to, rng.choice(SIZES), *looks.pop()), None, to)
+            new_item = Item(to, rng.choice(SIZES), *looks.pop())
+            event = Event(phase, new_item, None, to)
+        elif kind == "move":
+            event = Event(phase, item, item.cell, to)
         else:
-            event = Event(phase, item, item.cell, to if kind == "move" else None)
+            event = Event(phase, item, item.cell, None)
         clip = replace(clip, events=(*clip.events, event))
     return clip
 
@@ -121,9 +126,8 @@ def phases(frames: int) -> list[int]:
 def frame(clip: Clip, phase: int) -> Image.Image:
     """The frame of a phase, as an 84 x 84 RGB image."""
     come, gone = clip.changes(phase)
-    return draw(
-        clip.scene(phase), PHASE_INKS[phase], come, gone, moved=clip.moves(phase)
-    )
+    scene = clip.scene(phase)
+    return draw(scene, PHASE_INKS[phase], come, gone, moved=clip.moves(phase))
 
 
 def frames(clip: Clip, count: int) -> Sequence[Image.Image]:
@@ -134,4 +138,5 @@ def frames(clip: Clip, count: int) -> Sequence[Image.Image]:
 
 def patches_for(tokens: int) -> int:
     """The number of temporal patches closest to `tokens` visual tokens, a multiple of the phases."""
-    return PHASES * max(round(tokens / (PATCH_TOKENS * PHASES)), 1)
+    per_phase = round(tokens / (PATCH_TOKENS * PHASES))
+    return PHASES * max(per_phase, 1)

@@ -22,6 +22,7 @@ from vlmdistill.pipelines.media.images import (
     decoding,
     kind_of,
     open_image,
+    require_one_page,
     upright,
 )
 from vlmdistill.pipelines.media.urls import at_hand, is_url
@@ -209,6 +210,7 @@ def _image(source: Any, video_name: str) -> Array:
     try:
         if is_file:
             with open_image(source) as image:
+                require_one_page(image)
                 return _pixels(image)
         with decoding():
             is_image = isinstance(source, Image.Image)

@@ -157,6 +157,16 @@ def pages(image: Image.Image) -> int:
     return max(count, 1)
 
 
+def require_one_page(image: Image.Image) -> None:
+    """OSError if a file has several pages or frames."""
+    count = pages(image)
+    if count > 1:
+        raise OSError(
+            f"it has {count} pages or frames, of which targets see the first: name it a video, or save each "
+            "as an image"
+        )
+
+
 def _is_transparent(image: Image.Image) -> bool:
     return "A" in image.getbands() or image.info.get("transparency") is not None
 

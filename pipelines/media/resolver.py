@@ -16,7 +16,7 @@ from vlmdistill.pipelines.media.images import (
     kind_of,
     name_of,
     open_image,
-    pages,
+    require_one_page,
     upright,
 )
 from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
@@ -206,12 +206,7 @@ def _decode(path: Path) -> None:
     if path.stat().st_size == 0:
         raise OSError("the file is empty")
     with open_image(path) as image:
-        count = pages(image)
-        if count > 1:
-            raise OSError(
-                f"it has {count} pages or frames, of which targets see the first: name it a video, or save "
-                "each as an image"
-            )
+        require_one_page(image)
         # A JPEG is read fully, but decoded at an eighth of its size.
         small = (max(1, image.width // 8), max(1, image.height // 8))
         with decoding():

@@ -59,14 +59,14 @@ class Gpus:
         match = _TEXT.fullmatch(text.strip())
         count, name = match.groups() if match else (None, text)
         by_letters = {known.upper(): known for known in CLASSES}
-        known = by_letters.get(name.upper())
-        if known is None or count == "0":
+        gpu_class = by_letters.get(name.upper())
+        if gpu_class is None or count == "0":
             near = did_you_mean(name.upper(), CLASSES)
             raise DataError(
                 f"--gpus {text}: unknown{near}; write a number and one of "
                 f"{', '.join(CLASSES)}, such as 2xH100"
             )
-        return cls(int(count or 1), known)
+        return cls(int(count or 1), gpu_class)
 
     @classmethod
     def here(cls) -> "Gpus | None":

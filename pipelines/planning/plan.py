@@ -216,14 +216,14 @@ def measured_rates(
 
     They were measured on all GPUs of this machine, and grow with their number.
     """
-    here = Gpus.here()
-    if here is None or here.name != gpus.name:
+    own_gpus = Gpus.here()
+    if own_gpus is None or own_gpus.name != gpus.name:
         return {}
     measured = {}
     for stage in ("responses", "features", *(f"train {name}" for name in drafters)):
         rate = rates.known(workspace.root, stage)
         if rate:
-            measured[stage] = rate.tokens_per_second * gpus.count / here.count
+            measured[stage] = rate.tokens_per_second * gpus.count / own_gpus.count
     return measured
 
 
@@ -247,15 +247,15 @@ def plan(
     kv_bytes = 2 * kv_cache(target.target, sequence_tokens)
     assumed = _AssumedRates(gpus, target.parameters.all, kv_bytes, data)
     memory = fits(model, gpus.count, gpus.each.gib << 30)
-    known = _Rates(measured, memory)
+    stage_rates = _Rates(measured, memory)
     stages = {
-        "responses": known.stage(
+        "responses": stage_rates.stage(
             "responses",
             assumed.responses,
             data.prompts * data.response_tokens,
             data.prompts * data.response_tokens * BYTES_OF_A_TOKEN,
         ),
-        "features": known.stage(
+        "features": stage_rates.stage(
             "features",
             assumed.features,
             data.tokens,
@@ -268,7 +268,7 @@ def plan(
         if name in configs:
             config = configs[name]
             weights, disk_bytes = _weights(name, config, target, gpus.count)
-            training = known.stage(
+            training = stage_rates.stage(
                 f"train {name}",
                 assumed.training(config, weights),
                 _trained_tokens(config, data),

@@ -24,7 +24,7 @@ HEADLINES: Final = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class Recommendation:
     """The drafter to use at one temperature.
 
     There is none if responses are not lossless, other programs had the CPU, prompts are too few, or no
@@ -111,13 +111,15 @@ class Answer:
         return all(result.against_plain(kind.speed) == "slower" for result in used)
 
 
-def answers(group: Group) -> list[Answer]:
+def answers(group: Group) -> list[Recommendation]:
     """An answer for each temperature, the lowest first."""
     is_warned = bool(group.warnings)
     is_broken = group.verdict.level == "broken"
     by_kind = _rankings_by_kind(group)
     return [
-        Answer(ranking, by_kind.get(ranking.temperature, {}), is_warned, is_broken)
+        Recommendation(
+            ranking, by_kind.get(ranking.temperature, {}), is_warned, is_broken
+        )
         for ranking in group.rankings
     ]
 

@@ -137,7 +137,7 @@ class GroupView:
 
 
 @dataclass(frozen=True)
-class Trained:
+class DrafterOrigin:
     """How a drafter was trained: the figures that its run recorded, and an evaluation of it."""
 
     name: str
@@ -189,18 +189,20 @@ class ReportPage:
         return [view.group for view in self.views]
 
     @property
-    def trained(self) -> list[Trained]:
+    def trained(self) -> list[DrafterOrigin]:
         """The trainings of all evaluated drafters, and all others of the workspace, by name."""
         runs = {run.name: run for run in self.runs}
-        trained: dict[tuple[str, Training], Trained] = {}
+        trained: dict[tuple[str, Training], DrafterOrigin] = {}
         for evaluation in self._evaluations:
             name, training = evaluation.name, evaluation.training
             run = runs.get(NAME_END.split(name, maxsplit=1)[0])
             if run is not None and not run.made(training):
                 run = None
-            trained.setdefault((name, training), Trained(name, run, evaluation))
+            trained.setdefault((name, training), DrafterOrigin(name, run, evaluation))
         shown = {entry.run.name for entry in trained.values() if entry.run is not None}
-        rest = [Trained(run.name, run) for run in self.runs if run.name not in shown]
+        rest = [
+            DrafterOrigin(run.name, run) for run in self.runs if run.name not in shown
+        ]
         return sorted([*trained.values(), *rest], key=lambda entry: entry.name)
 
     @property

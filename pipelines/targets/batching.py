@@ -1,4 +1,4 @@
-"""Batches of prompts of similar length, and smaller ones when the GPU runs out of memory.
+"""Batches of prompts of similar length, halved when the GPU runs out of memory.
 
 Shapes: B samples, L positions of the longest.
 """
@@ -13,18 +13,20 @@ from torch import Tensor
 
 from vlmdistill.stores.errors import PromptError
 
-CPU_BATCH = 32  # responses that are generated at a time where no GPU's memory decides
+CPU_BATCH = 32  # responses generated at a time where no GPU's memory decides
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class HalveOnOom:
-    """Runs batches; halves one that exceeds the GPU's memory, and never tries as large a batch again."""
+    """Runs batches, and halves those that exceed the GPU's memory.
+
+    A batch as large as one that did not fit is not tried again.
+    """
 
     def __init__(self) -> None:
-        self._too_large = (
-            math.inf
-        )  # padded tokens of the smallest batch that did not fit
+        # Padded tokens of the smallest batch that did not fit.
+        self._too_large = math.inf
 
     def __call__(
         self,
@@ -34,7 +36,7 @@ class HalveOnOom:
     ) -> list[Result]:
         """`run(items)`, or the concatenated results of its halves; `tokens` is the length of an item.
 
-        Raises PromptError, with its number, if a single one does not fit.
+        PromptError, with the number of the item, if a single one does not fit.
         """
         if not items:
             return []
@@ -47,10 +49,12 @@ class HalveOnOom:
                     raise
                 if len(items) == 1:
                     raise PromptError(
-                        f"{_describe_item(items[0])} exceeds the memory of the device: use a larger GPU"
+                        f"{_describe_item(items[0])} exceeds the memory of the device: "
+                        "use a larger GPU"
                     ) from None
             self._too_large = size
-            torch.cuda.empty_cache()  # outside of `except`: the failed pass is held until there
+            # Outside of `except`: its error holds the tensors of the failed pass.
+            torch.cuda.empty_cache()
         middle = len(items) // 2
         first = self(items[:middle], tokens, run)
         try:
@@ -61,19 +65,21 @@ class HalveOnOom:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Python's error, PyTorch's own, that of its CPU allocator, or that of a library such as cuBLAS."""
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or any(
-        text in str(error) for text in ("ALLOC_FAILED", "DefaultCPUAllocator")
-    )
+    """Whether an error is of memory: Python's, PyTorch's, or that of a library such as cuBLAS."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return "ALLOC_FAILED" in text or "DefaultCPUAllocator" in text
 
 
 def _describe_item(item: object) -> str:
     """An item in words: a prompt, or a prompt with its response."""
     prompt, response = item[:2] if isinstance(item, tuple) else (item, ())
     length = getattr(prompt, "length", 0) + len(response)
+    if not length:
+        return "one prompt"
     visual = sum(span.length for span in getattr(prompt, "spans", ()))
-    return f"a prompt of {length} tokens ({visual} visual)" if length else "one prompt"
+    return f"a prompt of {length} tokens ({visual} visual)"
 
 
 def packed(
@@ -91,7 +97,7 @@ def packed(
 
 
 def alike(items: Sequence[Item], tokens: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """All items, the longest first, in runs of which none is less than half as long as the first."""
+    """Runs of similar length, the longest first: each item at least half as long as the run's first."""
 
     def fits(run: Sequence[Item], item: Item) -> bool:
         return 2 * tokens(item) >= tokens(run[0])
@@ -104,7 +110,7 @@ def _longest_first(
     tokens: Callable[[Item], int],
     fits: Callable[[Sequence[Item], Item], bool],
 ) -> Iterator[list[Item]]:
-    """Groups of items by falling length; a new one begins where an item does not fit into the last."""
+    """Groups of items by falling length; an item that does not fit begins a new group."""
     group: list[Item] = []
     for item in sorted(items, key=tokens, reverse=True):
         if group and not fits(group, item):
@@ -118,39 +124,36 @@ def _longest_first(
 def one_ahead(
     batches: Iterable[Sequence[Item]], make: Callable[[Item], Result], threads: int = 1
 ) -> Generator[tuple[Sequence[Item], list[Result]], None, None]:
-    """Each batch with what `make` makes of its items; while one is used, `threads` make the next.
+    """Each batch with the results of `make` for its items.
 
-    An error is raised in its batch's turn. What was not begun then, or when this is closed, never is.
+    While one batch is used, `threads` make the next. An error is raised in its batch's
+    turn; items that were not begun then, or when the generator is closed, never are.
     """
-    left = iter(batches)
+    remaining = iter(batches)
     with ThreadPoolExecutor(threads, "vlmdistill-ahead") as pool:
 
         def begin() -> tuple[Sequence[Item], list[Future[Result]]]:
-            batch = next(left, ())
+            batch = next(remaining, ())
             return batch, [pool.submit(make, item) for item in batch]
 
         try:
-            batch, coming = begin()
+            batch, futures = begin()
             while batch:
-                made = [
-                    one.result() for one in coming
-                ]  # before more is begun: two batches take memory
-                ready, (batch, coming) = batch, begin()
-                yield ready, made
+                # Complete before the next batch begins: more than two take memory.
+                results = [future.result() for future in futures]
+                ready = batch
+                batch, futures = begin()
+                yield ready, results
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def pad(rows: Sequence[Tensor], value: int, *, left: bool = False) -> Tensor:
+def pad(rows: Sequence[Tensor], value: int, *, on_left: bool = False) -> Tensor:
     """Rows [..., L_i] as one batch [B, ..., L], padded with `value` on one side."""
     longest = max(row.shape[-1] for row in rows)
-    sides = [
-        (longest - row.shape[-1], 0) if left else (0, longest - row.shape[-1])
-        for row in rows
-    ]
-    return torch.stack(
-        [
-            torch.nn.functional.pad(row, side, value=value)
-            for row, side in zip(rows, sides, strict=True)
-        ]
-    )
+    padded: list[Tensor] = []
+    for row in rows:
+        lacking = longest - row.shape[-1]
+        sides = (lacking, 0) if on_left else (0, lacking)
+        padded.append(torch.nn.functional.pad(row, sides, value=value))
+    return torch.stack(padded)

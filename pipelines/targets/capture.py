@@ -28,7 +28,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Transcript:
-    """A prompt with its response, and the positions of its text and visual tokens. All tensors on the CPU."""
+    """A prompt with its response, and the positions of text and visual tokens, on the CPU."""
 
     ids_L: Tensor
     rope_AL: Tensor
@@ -40,14 +40,15 @@ class Transcript:
     def of(cls, prompt: EncodedPrompt, response: Collection[int] = ()) -> "Transcript":
         """Append the response to the prompt; placeholders in the response are ordinary tokens."""
         response_R = torch.tensor(tuple(response), dtype=torch.long)
-        rope_R = prompt.next_rope + torch.arange(len(response_R))
+        count = len(response_R)
+        rope_R = prompt.next_rope + torch.arange(count)
+        rope_AR = rope_R.expand(len(prompt.rope_AL), -1)
+        position_L = torch.arange(prompt.length + count)
         return cls(
             ids_L=torch.cat([prompt.ids_L, response_R]),
-            rope_AL=torch.cat(
-                [prompt.rope_AL, rope_R.expand(len(prompt.rope_AL), -1)], 1
-            ),
-            kind_L=torch.nn.functional.pad(prompt.kind_L, (0, len(response_R))),
-            response_L=torch.arange(prompt.length + len(response_R)) >= prompt.length,
+            rope_AL=torch.cat([prompt.rope_AL, rope_AR], 1),
+            kind_L=torch.nn.functional.pad(prompt.kind_L, (0, count)),
+            response_L=position_L >= prompt.length,
             spans=prompt.spans,
         )
 
@@ -59,9 +60,8 @@ class Transcript:
     def positions(self, where: Where) -> Tensor:
         """The positions that a feature at `where` has a row for."""
         if where == "span":
-            return torch.tensor(
-                [s.start + s.length - 1 for s in self.spans], dtype=torch.long
-            )
+            ends = [span.start + span.length - 1 for span in self.spans]
+            return torch.tensor(ends, dtype=torch.long)
         return torch.nonzero(self.visual_L == (where == "visual")).flatten()
 
     def batch(
@@ -71,8 +71,10 @@ class Transcript:
         device = next(iter(states.values())).device
         rows = FeatureRows.of([self], features, device)
         text_T = self.positions("text")
-        start_M = torch.tensor([span.start for span in self.spans], dtype=torch.long)
-        length_M = torch.tensor([span.length for span in self.spans], dtype=torch.long)
+        starts = [span.start for span in self.spans]
+        lengths = [span.length for span in self.spans]
+        start_M = torch.tensor(starts, dtype=torch.long)
+        length_M = torch.tensor(lengths, dtype=torch.long)
         batch = Batch(
             ids_T=self.ids_L[text_T],
             response_T=self.response_L[text_T],
@@ -82,18 +84,21 @@ class Transcript:
             start_M=start_M,
             length_M=length_M,
             segment_M=torch.zeros_like(start_M),
-        ).to(device)
-        return batch.having(
-            rows.select({name: state_LD[None] for name, state_LD in states.items()})
         )
+        batched = {source: state_LD[None] for source, state_LD in states.items()}
+        return batch.to(device).having(rows.select(batched))
 
     def sample(self, key: str, features: Mapping[Feature, Array]) -> Sample:
-        """The sequence with its features as a sample for the store; DataError if float16 cannot hold one."""
+        """The sequence with its features as a sample for the store.
+
+        DataError if a feature exceeds the range of float16.
+        """
         for feature, rows_ND in features.items():
-            if rows_ND.dtype == np.float16 and not np.isfinite(rows_ND).all():
+            is_half = rows_ND.dtype == np.float16
+            if is_half and not np.isfinite(rows_ND).all():
                 raise DataError(
-                    f"sample {key}: {feature.name} is beyond the range of float16: use --dtype bfloat16, "
-                    "and another --store"
+                    f"sample {key}: {feature.name} is beyond the range of float16: use "
+                    "--dtype bfloat16, and another --store"
                 )
         text_T = self.positions("text")
         return Sample(
@@ -109,11 +114,10 @@ class Transcript:
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """Where the rows of each feature are in a right-padded batch, known before the batch runs."""
+    """The rows of each feature in a right-padded batch, known before the batch runs."""
 
-    rows: Mapping[
-        Where, Tensor
-    ]  # of the flattened batch [B * L], on the target's device
+    rows: Mapping[Where, Tensor]
+    """Of the flattened batch [B * L], on the target's device."""
     features: Sequence[Feature]
 
     @classmethod
@@ -127,23 +131,20 @@ class FeatureRows:
         length = max(len(sequence.ids_L) for sequence in sequences)
         rows: dict[Where, Tensor] = {}
         for where in {feature.where for feature in features}:
-            row_N = torch.cat(
-                [
-                    sequence.positions(where) + number * length
-                    for number, sequence in enumerate(sequences)
-                ]
-            )
-            rows[where] = place(row_N, device)
+            parts = [
+                sequence.positions(where) + number * length
+                for number, sequence in enumerate(sequences)
+            ]
+            rows[where] = place(torch.cat(parts), device)
         return cls(rows, sorted(features))
 
     def select(self, states: Mapping[str, Tensor]) -> dict[Feature, Tensor]:
         """Each feature of a batch whose states are [B, L, D] by source: [N, D]."""
-        return {
-            feature: states[feature.source]
-            .flatten(0, 1)
-            .index_select(0, self.rows[feature.where])
-            for feature in self.features
-        }
+        selected = {}
+        for feature in self.features:
+            state_ND = states[feature.source].flatten(0, 1)
+            selected[feature] = state_ND.index_select(0, self.rows[feature.where])
+        return selected
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,8 @@ class Leaving:
 
     sequences: Sequence[Transcript]
     keys: Sequence[str]
-    features: Mapping[
-        Feature, Tensor
-    ]  # [rows of all sequences, D], complete after `wait`
+    features: Mapping[Feature, Tensor]
+    """Each [rows of all sequences, D], complete after `wait`."""
     wait: Callable[[], None]
 
     @classmethod
@@ -166,25 +166,27 @@ class Leaving:
         dtype: str,
     ) -> "Leaving":
         """Begin the transfers of features [rows of all sequences, D], in `dtype`."""
-        copies, wait = to_cpu(
-            [rows_ND.to(DTYPES[dtype]) for rows_ND in features.values()]
-        )
+        cast = [rows_ND.to(DTYPES[dtype]) for rows_ND in features.values()]
+        copies, wait = to_cpu(cast)
         return cls(sequences, keys, dict(zip(features, copies, strict=True)), wait)
 
     def samples(self) -> list[Sample]:
-        """The samples, once all has arrived; bfloat16 becomes uint16."""
+        """Wait for the features, and return the samples; bfloat16 becomes uint16."""
         self.wait()
-        rows: list[dict[Feature, Array]] = [{} for _ in self.sequences]
-        for feature, arrived_ND in self.features.items():
+        features_of: list[dict[Feature, Array]] = [{} for _ in self.sequences]
+        for feature, batch_ND in self.features.items():
             counts = [
                 len(sequence.positions(feature.where)) for sequence in self.sequences
             ]
-            parts = np.split(as_numpy(arrived_ND), np.cumsum(counts)[:-1])
-            for row, part_ND in zip(rows, parts, strict=True):
-                row[feature] = part_ND
+            ends = np.cumsum(counts)
+            parts = np.split(as_numpy(batch_ND), ends[:-1])
+            for features, part_ND in zip(features_of, parts, strict=True):
+                features[feature] = part_ND
         return [
-            sequence.sample(key, row)
-            for sequence, key, row in zip(self.sequences, self.keys, rows, strict=True)
+            sequence.sample(key, features)
+            for sequence, key, features in zip(
+                self.sequences, self.keys, features_of, strict=True
+            )
         ]
 
 
@@ -203,7 +205,7 @@ def to_cpu(states: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         for state in states:
             copy = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)
             copy.copy_(state, non_blocking=True)
-            state.record_stream(stream)  # its memory is not reused before
+            state.record_stream(stream)  # its memory is not reused before the copy
             copies.append(copy)
         done = stream.record_event()
     return copies, done.synchronize

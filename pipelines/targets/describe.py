@@ -64,7 +64,7 @@ class ParameterCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TargetDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a target without its weights."""
+    """The facts of a target that need no weights."""
 
     name: str
     origin: str  # its hub id, or a description of where it comes from
@@ -85,7 +85,7 @@ class TargetDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def together(self) -> FeatureCost:
-        """What all drafters of the description need together."""
+        """The features of all drafters of the description together."""
         return self.drafters[TOGETHER]
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,11 +115,11 @@ def describe(
     complete = None if lacking else location.folder
 
     info = _info(name, family, model, location.folder, complete)
-    parameters = _parameter_counts(model)
     embed = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     tied = head is embed
-    table_numbers = embed.numel() if tied else embed.numel() + head.numel()
+    tables = [embed] if tied else [embed, head]
+    table_numbers = sum(table.numel() for table in tables)
 
     sample = SampleSize(text=text, visual=visual, images=images)
     needs = _needs(drafters or catalogue.NAMES, info)
@@ -134,7 +134,7 @@ def describe(
         found=complete is not None,
         lacking=lacking,
         model_class=type(model).__name__,
-        parameters=parameters,
+        parameters=_parameter_counts(model),
         tied=tied,
         target=info,
         rope_axes=3 if family.mrope else 1,
@@ -196,11 +196,15 @@ def _info(
 def _parameter_counts(model: Any) -> ParameterCounts:
     embed = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
-    total = sum(weight.numel() for weight in model.parameters())
-    text = sum(weight.numel() for weight in text_model(model).parameters())
+    total = _parameters(model)
+    text = _parameters(text_model(model))
     if head is not embed:  # the text model holds the embedding, but not the head
         text += head.numel()
     return ParameterCounts(all=total, text=text, vision=total - text)
+
+
+def _parameters(module: Any) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def _needs(drafters: Sequence[str], info: TargetInfo) -> dict[str, frozenset[Feature]]:
@@ -209,8 +213,8 @@ def _needs(drafters: Sequence[str], info: TargetInfo) -> dict[str, frozenset[Fea
     for drafter in drafters:
         config = catalogue.config(drafter)
         needs[drafter] = config.model.needs(info)
-    needs[TOGETHER] = frozenset[Feature]().union(*needs.values())
-    return needs
+    union = frozenset[Feature]().union(*needs.values())
+    return {**needs, TOGETHER: union}
 
 
 def _sources(features: Collection[Feature]) -> list[str]:

@@ -3,7 +3,7 @@
 Shapes: L positions of the expanded prompt, A rotary axes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from vlmdistill.stores.errors import DataError, lone_surrogate, without_panics
 from vlmdistill.stores.schema import Span
 
 Messages = Sequence[Mapping[str, Any]]
+Finish = Literal["stop", "length"]
 NOT_VISUAL = (
     "input_ids",
     "attention_mask",
@@ -82,7 +83,7 @@ class EncodedResponse:
     """
 
     ids: tuple[int, ...]
-    finish: Literal["stop", "length"]
+    finish: Finish
     text: str
 
 
@@ -96,13 +97,14 @@ def encode(
     max_characters: int,
     variables: Mapping[str, Any] | None = None,
 ) -> EncodedPrompt:
-    """Run chat template, with `variables`, and processor once over OpenAI-like messages.
+    """Run the chat template, with `variables`, and the processor over OpenAI-like messages.
 
-    Content is a string or a list of parts: {"type": "text", "text"}, {"type": "image", "path" or "image": a
-    path or a PIL image} or {"type": "video", "path" or "video": a file, a folder, an array or a list of
-    images}; a video may have the "fps" or the number of "frames" to sample it by, and a part with a "path"
-    the "digest" of its file. DataError names the part that cannot be used; it is a MediaError if a file
-    cannot be read, or has another digest.
+    Content is a string or a list of parts: {"type": "text", "text"}, {"type": "image",
+    "path" or "image": a path or a PIL image} or {"type": "video", "path" or "video": a
+    file, a folder, an array or a list of images}; a video may have the "fps" or the number
+    of "frames" to sample it by, and a part with a "path" the "digest" of its file.
+    DataError names the part that cannot be used; it is a MediaError if a file cannot be
+    read, or has another digest.
     """
     videos = VideoSampler(family.name, getattr(processor, "video_processor", None))
     try:
@@ -113,69 +115,38 @@ def encode(
         ) from None
     if not conversation:
         raise DataError("a prompt needs at least one message")
-    texts = [part.get("text", "") for turn in conversation for part in turn["content"]]
-    if (
-        characters := sum(map(len, texts))
-    ) > max_characters:  # before they are tokenized, which takes long
+    visual_ids = family.visual_ids(model.config)
+    parts = [part for turn in conversation for part in turn["content"]]
+    texts = [part.get("text", "") for part in parts]
+
+    # Before the texts are tokenized: for long ones, that takes long.
+    characters = sum(map(len, texts))
+    if characters > max_characters:
         raise DataError(
-            f"the messages have {characters} characters: at most {max_characters} fit into the target's "
-            f"{max_length} positions"
+            f"the messages have {characters} characters: at most {max_characters} fit "
+            f"into the target's {max_length} positions"
         )
-    for text in texts:
-        if position := lone_surrogate(text):
-            raise DataError(
-                f"a prompt's text is not Unicode: a lone surrogate at position {position}"
-            )
-        for placeholder in _placeholders(processor, family.visual_ids(model.config)):
-            if placeholder and placeholder in text:
-                raise DataError(
-                    f"a prompt's text contains '{placeholder}', a placeholder of the target"
-                )
-    kinds = [part["type"] for turn in conversation for part in turn["content"]]
-    metadata = [sampling.metadata for sampling in videos.samplings]
-    try:
-        with without_panics():  # of a regular expression of the tokenizer
-            batch = processor.apply_chat_template(
-                conversation,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                processor_kwargs={"video_metadata": metadata, "do_sample_frames": False}
-                if metadata
-                else {},
-                **(variables or {}),
-            )
-    except Exception as error:  # templates and processors raise anything
-        refusal = (
-            MediaError
-            if isinstance(error, OSError) or out_of_memory(error)
-            else DataError
-        )
-        raise refusal(
-            f"the target's processor refuses this prompt: {first_line(error)}"
-        ) from error
+    _check_texts(texts, _placeholders(processor, visual_ids))
+    batch = _processed(conversation, processor, videos.samplings, variables or {})
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
         raise DataError(
             f"the prompt has {len(ids_L)} tokens and the target reads at most {max_length}"
         )
-    visual = (
-        {k: v for k, v in batch.items() if k not in NOT_VISUAL}
-        if {"image", "video"} & {*kinds}
-        else {}
-    )
-    taken = family.accepts(model, family.join_videos(visual))
-    inputs = {name: torch.as_tensor(value) for name, value in taken.items()}
+
+    images = sum(part["type"] == "image" for part in parts)
+    visual: dict[str, Any] = {}
+    if images or videos.samplings:
+        visual = {
+            name: value for name, value in batch.items() if name not in NOT_VISUAL
+        }
+    accepted = family.accepts(model, family.join_videos(visual))
+    inputs = {name: torch.as_tensor(value) for name, value in accepted.items()}
     kind_L = torch.zeros_like(ids_L)
-    for kind, visual_id in zip(
-        (IMAGE, VIDEO), family.visual_ids(model.config), strict=False
-    ):
+    for kind, visual_id in zip((IMAGE, VIDEO), visual_ids, strict=False):
         kind_L[ids_L == visual_id] = kind
     lengths = {
-        IMAGE: family.image_lengths(
-            model.config, processor, batch, kinds.count("image")
-        ),
+        IMAGE: family.image_lengths(model.config, processor, batch, images),
         VIDEO: family.video_runs(processor, inputs),
     }
     return EncodedPrompt(
@@ -188,10 +159,57 @@ def encode(
     )
 
 
-def _placeholders(processor: Any, visual_ids: Sequence[int]) -> set[str | None]:
-    """What a template writes for an image or a video, and what the processor makes of it."""
-    written = {getattr(processor, f"{kind}_token", None) for kind in ("image", "video")}
-    return written | set(processor.tokenizer.convert_ids_to_tokens(list(visual_ids)))
+def _placeholders(processor: Any, visual_ids: Sequence[int]) -> set[str]:
+    """The texts that stand for an image or a video: in the template, and after the processor."""
+    tokens = processor.tokenizer.convert_ids_to_tokens(list(visual_ids))
+    for kind in ("image", "video"):
+        tokens.append(getattr(processor, f"{kind}_token", None))
+    return {token for token in tokens if token}
+
+
+def _check_texts(texts: Sequence[str], placeholders: Collection[str]) -> None:
+    """DataError if a text is not Unicode, or contains a placeholder."""
+    for text in texts:
+        if position := lone_surrogate(text):
+            raise DataError(
+                f"a prompt's text is not Unicode: a lone surrogate at position {position}"
+            )
+        for placeholder in placeholders:
+            if placeholder in text:
+                raise DataError(
+                    f"a prompt's text contains '{placeholder}', a placeholder of the "
+                    "target"
+                )
+
+
+def _processed(
+    conversation: Sequence[Mapping[str, Any]],
+    processor: Any,
+    samplings: Sequence[FrameSampling],
+    variables: Mapping[str, Any],
+) -> Any:
+    """The processor's output for a conversation; DataError if it refuses it."""
+    processor_kwargs: dict[str, Any] = {}
+    if samplings:
+        processor_kwargs["video_metadata"] = [sample.metadata for sample in samplings]
+        processor_kwargs["do_sample_frames"] = False
+    try:
+        with without_panics():  # of a regular expression of the tokenizer
+            return processor.apply_chat_template(
+                conversation,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                processor_kwargs=processor_kwargs,
+                **variables,
+            )
+    except Exception as error:  # templates and processors raise anything
+        of_machine = isinstance(error, OSError) or out_of_memory(error)
+        refusal = MediaError if of_machine else DataError
+        raise refusal(
+            f"the target's processor refuses this prompt: {first_line(error)}"
+        ) from error
 
 
 @dataclass
@@ -208,9 +226,8 @@ class VideoSampler:
             raise DataError(
                 f"targets of the family {self.family} support images, not videos"
             )
-        frames_FHWC, sampling = self.processor.sample(
-            source, part.get("fps"), part.get("frames")
-        )
+        fps, frames = part.get("fps"), part.get("frames")
+        frames_FHWC, sampling = self.processor.sample(source, fps, frames)
         self.samplings.append(sampling)
         return {"type": "video", "video": frames_FHWC}
 
@@ -221,13 +238,10 @@ def _turn(message: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         raise DataError(
             f"a message needs a role and a content, not {str(message)[:80]}"
         )
-    listed = (
-        [{"type": "text", "text": content}] if isinstance(content, str) else content
-    )
-    return {
-        "role": message["role"],
-        "content": [_part(part, videos) for part in listed],
-    }
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    parts = [_part(part, videos) for part in content]
+    return {"role": message["role"], "content": parts}
 
 
 def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
@@ -235,49 +249,47 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image", "image": source} | {"type": "image", "path": source}:
-            shown = {"type": "image", "image": read_image(_local(source, part))}
+            read = {"type": "image", "image": read_image(_local(source, part))}
         case {"type": "video", "video": source} | {"type": "video", "path": source}:
-            shown = videos.sample(_local(source, part), part)
+            read = videos.sample(_local(source, part), part)
         case _:
-            what = str(part)[:80]
             raise DataError(
-                f"a message part is a text, an image or a video with its path, not {what}"
+                "a message part is a text, an image or a video with its path, not "
+                f"{str(part)[:80]}"
             )
     check_unchanged(part)
-    return shown
+    return read
 
 
 def _local(source: Any, part: Mapping[str, Any]) -> Any:
-    return (
-        media_file({**part, "path": source})
-        if isinstance(source, str) and is_url(source)
-        else source
-    )
+    """The local copy of an image or video at a URL; any other source as it is."""
+    if isinstance(source, str) and is_url(source):
+        return media_file({**part, "path": source})
+    return source
 
 
 def _spans(
     kind_L: Tensor, lengths: Mapping[int, Sequence[int] | None]
 ) -> tuple[Span, ...]:
-    """One span per contiguous run of the tokens of an image or video, even if no token is between two.
+    """One span per contiguous run of visual tokens of an image or a video.
 
-    `lengths` are the numbers of tokens of images, and of runs of videos, by kind, in order.
+    `lengths` are the numbers of tokens of images, and of runs of videos, by kind, in
+    order: neighbors are told apart although no token is between them. None if unknown.
     """
-    spans = []
-    for kind, known in lengths.items():
-        positions = torch.nonzero(kind_L == kind).flatten()
-        runs = [len(positions)] if known is None else list(known)
-        if sum(runs) != len(positions):
+    spans: list[Span] = []
+    for kind, known_lengths in lengths.items():
+        position_U = torch.nonzero(kind_L == kind).flatten()
+        counts = [len(position_U)] if known_lengths is None else list(known_lengths)
+        if sum(counts) != len(position_U):
             raise DataError(
-                f"the prompt has {len(positions)} visual tokens and its images or videos need {sum(runs)}: "
-                "does the chat template insert each exactly once?"
+                f"the prompt has {len(position_U)} visual tokens and its images or "
+                f"videos need {sum(counts)}: does the chat template insert each exactly "
+                "once?"
             )
-        for one in torch.split(
-            positions, runs
-        ):  # an image in rows has other tokens between them
-            gaps = torch.nonzero(one.diff() > 1).flatten() + 1
-            spans += [
-                Span(int(run[0]), len(run))
-                for run in one.tensor_split(gaps)
-                if len(run)
-            ]
+        for item_N in torch.split(position_U, counts):
+            # Of an image in rows, other tokens are between the rows.
+            after_gap = torch.nonzero(item_N.diff() > 1).flatten() + 1
+            for run_N in item_N.tensor_split(after_gap):
+                if len(run_N):
+                    spans.append(Span(int(run_N[0]), len(run_N)))
     return tuple(sorted(spans, key=lambda span: span.start))

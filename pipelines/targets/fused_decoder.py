@@ -21,9 +21,9 @@ from vlmdistill.stores.errors import TargetError
 class Decoder:
     """One sequence: its committed prefix, and forward passes over tokens after it.
 
-    The shapes of a `compiled` step depend on the number of its tokens and on the capacity of the cache, not
-    on the length of the prefix. `torch.compile` makes one program of each, on a GPU a CUDA graph. So the
-    cache is kept from sequence to sequence.
+    The shapes of a `compiled` step depend on the number of its tokens and on the capacity
+    of the cache, not on the length of the prefix. `torch.compile` makes one program for
+    each pair of both, on a GPU a CUDA graph. So the cache is kept between sequences.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class Decoder:
         else:
             self.cache = self._empty_cache()
         self.cache.reserve(length)
-        self.next_rope, self._written = next_rope, 0
+        self.next_rope = next_rope
+        self._written = 0
         return self.cache
 
     def extend(
@@ -63,34 +64,30 @@ class Decoder:
         self.passes += 1
         count = self._written = len(ids_N)
         taps = tapped(sources, len(self.layers.layers))
-        start, end, last = (
-            self.cache.length,
-            self.cache.length + count,
-            self.next_rope + count,
-        )
+        start = self.cache.length
+        end = start + count
         self.cache.reserve(end)
         if self._step:
             unused = self.cache.capacity - end
-            mask_NC = F.pad(
-                self._mask(start, count, visible_NN), (0, unused), value=self._closed
-            )
+            mask_NS = self._mask(start, count, visible_NN)
+            mask_NC = F.pad(mask_NS, (0, unused), value=self._closed)
             rows_N = torch.arange(start, end, device=ids_N.device)
             rope_N = depth_N + (self.next_rope - 1)
             return self._step(ids_N, rope_N, mask_NC, rows_N, self.cache.layers, taps)
-        mask_NS: Tensor | None = None
+        last = self.next_rope + count
+        mask: Tensor | None = None
         rope: Tensor | slice = slice(self.next_rope, last)
         if count > 1:
-            mask_NS, rope = (
-                self._mask(start, count, visible_NN),
-                depth_N + (self.next_rope - 1),
-            )
-        attend = self.layers.attend(self.cache.layers, slice(start, end), end, mask_NS)
+            mask = self._mask(start, count, visible_NN)
+            rope = depth_N + (self.next_rope - 1)
+        attend = self.layers.attend(self.cache.layers, slice(start, end), end, mask)
         return self.layers.run(ids_N, rope, last, attend, taps)
 
     def attention(self, ids_N: Tensor, rope_N: Tensor, first: int) -> Tensor:
-        """The attention of the last N tokens of the prefix (from `first` on) to each position: float32 [S].
+        """The attention of the prefix's last N tokens to each position: float32 [S].
 
-        Mean over the tokens, all heads and layers. Their rows of the cache are written again, unchanged.
+        It is the mean over the tokens, which begin at `first`, and over all heads and
+        layers. The tokens' rows of the cache are written again, unchanged.
         """
         end = first + len(ids_N)
         weight_S = torch.zeros(end, device=ids_N.device)
@@ -98,19 +95,17 @@ class Decoder:
         attend = self.layers.attend(
             self.cache.layers, slice(first, end), end, mask_NS, weight_S
         )
-        self.layers.run(ids_N, rope_N, int(rope_N.max()) + 1, attend, {})
+        last = int(rope_N.max()) + 1
+        self.layers.run(ids_N, rope_N, last, attend, {})
         return weight_S / len(self.layers.layers)
 
     def _mask(self, start: int, count: int, visible_NN: Tensor | None) -> Tensor:
         """Additive [N, S], in the model's dtype: all attention kernels agree on this form."""
         like = self.layers.embed_VD
         closed_NN = like.new_full((count, count), self._closed)
-        mask_NN = (
-            closed_NN.triu_(1)
-            if visible_NN is None
-            else closed_NN.masked_fill_(visible_NN, 0)
-        )
-        return F.pad(mask_NN, (start, 0))
+        if visible_NN is None:
+            return F.pad(closed_NN.triu_(1), (start, 0))
+        return F.pad(closed_NN.masked_fill_(visible_NN, 0), (start, 0))
 
     def commit(self, rows: Sequence[int]) -> None:
         """See `Target.commit`."""
@@ -123,18 +118,18 @@ CompiledStep = Callable[
     [Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], dict[int, list[str]]],
     dict[str, Tensor],
 ]
-"""Tokens [N], their rotary positions [N], an additive mask [N, C], the rows to write [N], the cache, taps."""
+"""Token ids [N], rotary positions [N], an additive mask [N, C], rows to write [N], cache, taps."""
 
 
 def compile_step(layers: FusedLayers, config: Any) -> CompiledStep:
     """A step of `layers` as one compiled program; on a GPU it is replayed as a CUDA graph.
 
-    The table of rotary factors has all positions of the text model's `config` from the start: a larger one
-    would compile again. The first call raises TargetError if it does not compile.
+    The table of rotary factors has all positions of the text model's `config` from the
+    start: a larger table would compile again. The first call raises TargetError if the
+    step does not compile.
     """
-    from torch._dynamo.exc import (
-        TorchDynamoException,
-    )  # the compiler takes seconds to import
+    # The compiler takes seconds to import.
+    from torch._dynamo.exc import TorchDynamoException
 
     layers.ensure_rotary_table(config.max_position_embeddings)
     for layer in layers.layers:
@@ -151,13 +146,11 @@ def compile_step(layers: FusedLayers, config: Any) -> CompiledStep:
         cache: Sequence[Tensor],
         taps: dict[int, list[str]],
     ) -> dict[str, Tensor]:
-        return layers.run(
-            ids_N, rope_N, 0, layers.attend(cache, rows_N, None, mask_NC), taps
-        )
+        attend = layers.attend(cache, rows_N, None, mask_NC)
+        return layers.run(ids_N, rope_N, 0, attend, taps)
 
-    compiled = torch.compile(
-        step, fullgraph=True, mode="reduce-overhead" if on_gpu else None
-    )
+    mode = "reduce-overhead" if on_gpu else None
+    compiled = torch.compile(step, fullgraph=True, mode=mode)
 
     def run(*inputs: Any) -> dict[str, Tensor]:
         try:

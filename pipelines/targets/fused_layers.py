@@ -1,11 +1,11 @@
 """The target's text layers for decoding: fused projections, few kernels, no module calls.
 
-The stock modules spend more than half of a small model's step on overhead. `FusedLayers` does the same
-arithmetic with the same weights for a few tokens after a cached prefix.
+The stock modules spend more than half of a small model's step on overhead. `FusedLayers`
+does the same arithmetic with the same weights for a few tokens after a cached prefix.
 
-Shapes: N tokens (B sequences of one token in a batch), S cached and new positions, D hidden width, M width of
-the MLP, H heads of queries, keys and values, G key heads and then value heads, d head width, P rotary
-positions.
+Shapes: N tokens (B sequences of one token in a batch), S cached and new positions, D
+hidden width, M width of the MLP, H heads of queries, keys and values, G key heads and then
+value heads, R query heads that share a key head, d head width, P rotary positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,10 @@ from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache, CacheShap
 from vlmdistill.stores.errors import TargetError
 
 MANY_KEYS = 1024
-"""From so many keys on, masked rows attend by `attend_few_rows` on a GPU; below, its launches cost more."""
+"""From so many keys on, masked rows attend by `attend_few_rows` on a GPU.
+
+With fewer keys, its launches cost more than it saves.
+"""
 Attend = Callable[[int, Tensor], Tensor]
 """The attention of layer i: from queries, keys and values [N, H, d] to [N, D]."""
 
@@ -54,12 +57,12 @@ class FusedLayers:
 
     def _make_rotary_table(self, positions: int) -> None:
         """The sine includes the sign of the rotated half."""
-        rope_3P = torch.arange(positions, device=self.embed_VD.device).expand(3, 1, -1)
-        mrope = hasattr(self.rotary, "mrope_section")
-        cos_1Pd, sin_1Pd = self.rotary(
-            self.embed_VD[:1], rope_3P if mrope else rope_3P[0]
-        )
-        self.cos_P1d, self.sin_P1d = cos_1Pd[0][:, None], sin_1Pd[0][:, None].clone()
+        rope_1P = torch.arange(positions, device=self.embed_VD.device)[None]
+        has_axes = hasattr(self.rotary, "mrope_section")
+        rope = rope_1P.expand(3, 1, -1) if has_axes else rope_1P
+        cos_1Pd, sin_1Pd = self.rotary(self.embed_VD[:1], rope)
+        self.cos_P1d = cos_1Pd[0][:, None]
+        self.sin_P1d = sin_1Pd[0][:, None].clone()
         self.sin_P1d[..., : self.width // 2].neg_()
 
     def attend(
@@ -70,63 +73,66 @@ class FusedLayers:
         mask_NS: Tensor | None,
         weight_S: Tensor | None = None,
     ) -> Attend:
-        """N tokens of one sequence: written to `rows` of each layer's cache, attending to rows before `end`.
+        """Attention of N tokens of one sequence, for `run`.
 
-        `mask_NS` is additive, in the model's dtype; None attends to all. Each layer adds the mean over heads
-        and tokens of its attention weights to `weight_S`.
+        Args:
+            cache: The keys and values of each layer.
+            rows: The positions of the cache that the tokens are written to.
+            end: The tokens attend to positions before it.
+            mask_NS: Additive, in the model's dtype; None attends to all.
+            weight_S: Each layer adds its attention weights to it, as the mean over heads
+                and tokens.
         """
-        shared = (
-            self.heads // self.kv_heads
-        )  # heads that share keys are treated as more tokens
+        kv_heads, width = self.kv_heads, self.width
+        # Heads that share keys are treated as more tokens: R * N in all.
+        shared = self.heads // kv_heads
         mask = mask_NS if mask_NS is None else mask_NS.repeat(shared, 1)
 
         def attend(layer: int, qkv_NHd: Tensor) -> Tensor:
             rows_GSd = cache[layer][:, :end]
             rows_GSd[:, rows] = qkv_NHd[:, self.heads :].transpose(0, 1)
             count = len(qkv_NHd)
-            query = qkv_NHd[:, : self.heads].view(
-                count, self.kv_heads, shared, self.width
-            )
-            query = query.permute(1, 2, 0, 3).reshape(
-                1, self.kv_heads, shared * count, self.width
-            )
+            query = qkv_NHd[:, : self.heads].view(count, kv_heads, shared, width)
+            query = query.permute(1, 2, 0, 3)
+            query = query.reshape(1, kv_heads, shared * count, width)
+            keys = rows_GSd[None, :kv_heads]
+            values = rows_GSd[None, kv_heads:]
             if weight_S is not None:
-                score_GNS = (
-                    query[0] @ rows_GSd[: self.kv_heads].transpose(1, 2)
-                ).float() * self.scale
-                weight_GNS = (score_GNS if mask is None else score_GNS + mask).softmax(
-                    -1
-                )
-                weight_S.add_(weight_GNS.mean((0, 1)))
-            keys, values = (
-                rows_GSd[None, : self.kv_heads],
-                rows_GSd[None, self.kv_heads :],
-            )
-            if mask is not None and cache[layer].is_cuda and keys.shape[2] >= MANY_KEYS:
+                product = query[0] @ keys[0].transpose(1, 2)
+                score = product.float() * self.scale
+                if mask is not None:
+                    score = score + mask
+                weight_S.add_(score.softmax(-1).mean((0, 1)))
+            has_many_keys = keys.shape[2] >= MANY_KEYS
+            if mask is not None and cache[layer].is_cuda and has_many_keys:
                 mixed = attend_few_rows(query[0], keys[0], values[0], mask, self.scale)
             else:
                 mixed = F.scaled_dot_product_attention(
                     query, keys, values, attn_mask=mask, scale=self.scale
                 )
-            mixed = mixed.view(self.kv_heads, shared, count, self.width)
+            mixed = mixed.view(kv_heads, shared, count, width)
             return mixed.permute(2, 0, 1, 3).reshape(count, -1)
 
         return attend
 
     def attend_batch(self, cache: BatchKVCache) -> Attend:
-        """One token more of each sequence; each layer writes their keys and values into `cache`."""
+        """Attention of one more token of each sequence, whose keys and values enter `cache`."""
         position_B, mask_BS = cache.append()
+        mask = mask_BS[:, None, None]
         count, end = mask_BS.shape
         index_B = torch.arange(count, device=position_B.device)
 
         def attend(layer: int, qkv_BHd: Tensor) -> Tensor:
             rows_BGSd = cache.rows_YBGSd[layer, :count]
             rows_BGSd[index_B, :, position_B] = qkv_BHd[:, self.heads :]
+            query_BHd = qkv_BHd[:, : self.heads]
+            keys = rows_BGSd[:, : self.kv_heads, :end]
+            values = rows_BGSd[:, self.kv_heads :, :end]
             mixed = F.scaled_dot_product_attention(
-                qkv_BHd[:, : self.heads].view(count, self.kv_heads, -1, self.width),
-                rows_BGSd[:, : self.kv_heads, :end],
-                rows_BGSd[:, self.kv_heads :, :end],
-                attn_mask=mask_BS[:, None, None],
+                query_BHd.view(count, self.kv_heads, -1, self.width),
+                keys,
+                values,
+                attn_mask=mask,
                 scale=self.scale,
             )
             return mixed.reshape(count, -1)
@@ -141,7 +147,15 @@ class FusedLayers:
         attend: Attend,
         taps: dict[int, list[str]],
     ) -> dict[str, Tensor]:
-        """States by source [N, D]; `rope_N` are rotary positions up to `last`."""
+        """Run the layers over N tokens: states by source [N, D].
+
+        Args:
+            ids_N: Token ids.
+            rope_N: Rotary positions, below `last`.
+            last: The end of the rotary positions.
+            attend: The attention, see `attend` and `attend_batch`.
+            taps: The sources to keep, by the layer whose input they are.
+        """
         self.ensure_rotary_table(last)
         cos_N1d, sin_N1d = self.cos_P1d[rope_N], self.sin_P1d[rope_N]
         hidden_ND = F.embedding(ids_N, self.embed_VD)
@@ -151,29 +165,28 @@ class FusedLayers:
         for number, layer in enumerate(self.layers):
             if number in taps:
                 states |= dict.fromkeys(taps[number], hidden_ND)
+
+            # Attention: projections, rotary embedding in place, residual.
             normed_ND = rms_norm(hidden_ND, layer.norm_in, layer.eps)
-            qkv_NHd = F.linear(normed_ND, layer.qkv, layer.qkv_bias).view(
-                count, -1, width
-            )
+            qkv = F.linear(normed_ND, layer.qkv, layer.qkv_bias)
+            qkv_NHd = qkv.view(count, -1, width)
             qk_NHd = qkv_NHd[:, :rotated]
             if layer.norm_qk_Hd is not None:
-                qk_NHd.copy_(
-                    F.rms_norm(qk_NHd, (width,), None, layer.eps) * layer.norm_qk_Hd
-                )
+                scaled_NHd = F.rms_norm(qk_NHd, (width,), None, layer.eps)
+                qk_NHd.copy_(scaled_NHd * layer.norm_qk_Hd)
             rolled_NHd = qk_NHd.roll(half, -1)
             qk_NHd.mul_(cos_N1d).addcmul_(rolled_NHd, sin_N1d)
             mixed_ND = attend(number, qkv_NHd)
-            hidden_ND = torch.addmm(
-                _plus(hidden_ND, layer.out_bias), mixed_ND, layer.out_t
-            )
+            residual_ND = _plus(hidden_ND, layer.out_bias)
+            hidden_ND = torch.addmm(residual_ND, mixed_ND, layer.out_t)
+
+            # MLP.
             normed_ND = rms_norm(hidden_ND, layer.norm_mlp, layer.eps)
-            gate_NM, up_NM = F.linear(
-                normed_ND, layer.gate_up, layer.gate_up_bias
-            ).chunk(2, -1)
+            gate_up = F.linear(normed_ND, layer.gate_up, layer.gate_up_bias)
+            gate_NM, up_NM = gate_up.chunk(2, -1)
+            inner_NM = self.act(gate_NM).mul_(up_NM)
             residual_ND = _plus(hidden_ND, layer.down_bias)
-            hidden_ND = torch.addmm(
-                residual_ND, self.act(gate_NM).mul_(up_NM), layer.down_t
-            )
+            hidden_ND = torch.addmm(residual_ND, inner_NM, layer.down_t)
         states["hidden"] = rms_norm(hidden_ND, *self.norm)
         return states
 
@@ -181,21 +194,19 @@ class FusedLayers:
 def attend_few_rows(
     query_GNd: Tensor, key_GSd: Tensor, value_GSd: Tensor, mask_NS: Tensor, scale: float
 ) -> Tensor:
-    """Masked attention as two products of matrices, for few queries and many keys on a GPU: [G, N, d].
+    """Masked attention as two matrix products, for few queries and many keys on a GPU: [G, N, d].
 
-    With a mask, PyTorch's kernels read all keys of a head in one block, so that a GPU of 132 processors has
-    work for as many of them as there are heads. Products spread over the keys. Without a mask, PyTorch's
-    flash kernel spreads over them as well, and is faster.
+    With a mask, PyTorch's kernels read all keys of a head in one block: a GPU of 132
+    processors then works on as many of them as there are heads. Matrix products spread
+    over the keys. Without a mask, PyTorch's flash kernel does so, too, and is faster.
     """
-    half = query_GNd.dtype.itemsize == 2
     key_GdS = key_GSd.transpose(1, 2)
-    score_GNS = (
-        torch.bmm(query_GNd, key_GdS, out_dtype=torch.float32)
-        if half
-        else query_GNd @ key_GdS
-    )
-    score_GNS = score_GNS * scale + mask_NS
-    return torch.bmm(score_GNS.softmax(-1).to(value_GSd.dtype), value_GSd)
+    if query_GNd.dtype.itemsize == 2:
+        score_GNS = torch.bmm(query_GNd, key_GdS, out_dtype=torch.float32)
+    else:
+        score_GNS = query_GNd @ key_GdS
+    weight_GNS = (score_GNS * scale + mask_NS).softmax(-1)
+    return torch.bmm(weight_GNS.to(value_GSd.dtype), value_GSd)
 
 
 def _plus(states_ND: Tensor, bias_D: Tensor | None) -> Tensor:
@@ -208,9 +219,7 @@ class _Layer:
 
     qkv: Tensor
     qkv_bias: Tensor | None
-    norm_qk_Hd: (
-        Tensor | None
-    )  # Qwen3 normalizes queries and keys; one weight per head here
+    norm_qk_Hd: Tensor | None  # of queries and keys, in Qwen3; repeated for each head
     out_t: Tensor
     out_bias: Tensor | None
     gate_up: Tensor
@@ -223,27 +232,23 @@ class _Layer:
 
 
 def _fuse(layer: Any, width: int) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    out, down = attention.o_proj, mlp.down_proj
-    inner = (attention.q_proj, attention.k_proj, attention.v_proj)
-    for module in (*inner, out, mlp.gate_proj, mlp.up_proj, down):
+    attention = layer.self_attn
+    mlp = layer.mlp
+    out = attention.o_proj
+    down = mlp.down_proj
+    inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
+    for module in (*inputs, out, mlp.gate_proj, mlp.up_proj, down):
         if type(module) is not nn.Linear:
             kind = type(module).__name__
             raise TargetError(
                 f"decoding needs plain weights, not {kind}: load the model unquantized"
             )
-    qkv, qkv_bias = _merge(inner)
+    qkv, qkv_bias = _merge(inputs)
     gate_up, gate_up_bias = _merge((mlp.gate_proj, mlp.up_proj))
-    norm_qk_Hd = None
-    if hasattr(attention, "q_norm"):
-        queries, keys = (module.weight.shape[0] // width for module in inner[:2])
-        norm_qk_Hd = torch.stack(
-            [attention.q_norm.weight] * queries + [attention.k_norm.weight] * keys
-        )
     return _Layer(
         qkv=qkv,
         qkv_bias=qkv_bias,
-        norm_qk_Hd=norm_qk_Hd,
+        norm_qk_Hd=_norm_of_queries_and_keys(attention, width),
         out_t=out.weight.t(),
         out_bias=out.bias,
         gate_up=gate_up,
@@ -256,17 +261,30 @@ def _fuse(layer: Any, width: int) -> _Layer:
     )
 
 
+def _norm_of_queries_and_keys(attention: Any, width: int) -> Tensor | None:
+    """The weights of the norms [H, d] of all query heads and key heads; None without norms."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    query_heads = attention.q_proj.weight.shape[0] // width
+    key_heads = attention.k_proj.weight.shape[0] // width
+    weights = [attention.q_norm.weight] * query_heads
+    weights += [attention.k_norm.weight] * key_heads
+    return torch.stack(weights)
+
+
 def _merge(modules: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One matrix and one bias for several projections of the same input, which become views of it."""
+    """One matrix and one bias for several projections of the same input.
+
+    The weights of the modules become views of them.
+    """
     weight = torch.cat([module.weight for module in modules])
-    bias = (
-        torch.cat([module.bias for module in modules])
-        if modules[0].bias is not None
-        else None
-    )
-    row = 0
+    bias = None
+    if modules[0].bias is not None:
+        bias = torch.cat([module.bias for module in modules])
+    end = 0
     for module in modules:
-        rows = slice(row, row := row + module.out_features)
+        start, end = end, end + module.out_features
+        rows = slice(start, end)
         module.weight = nn.Parameter(weight[rows], requires_grad=False)
         if bias is not None:
             module.bias = nn.Parameter(bias[rows], requires_grad=False)

@@ -1,4 +1,6 @@
-"""Batched generation: one token per step for every unfinished response, and the next prompts as slots free.
+"""Batched generation: a token per step for every unfinished response.
+
+The next prompts are read as slots of the cache become free.
 
 Shapes: B unfinished responses, D hidden width, V vocabulary.
 """
@@ -20,7 +22,7 @@ PREFILL_TOKENS = 8192  # of the prompts in one pass, padding included
 
 @dataclass(frozen=True)
 class Sampler:
-    """How tokens are chosen: greedily at temperature 0, else sampled from the target's own distribution."""
+    """How tokens are chosen: greedily at temperature 0, else drawn from the target's distribution."""
 
     temperature: float
     top_p: float
@@ -42,8 +44,8 @@ class Sampler:
 class Prefilled:
     """The states of prompts that were read into a cache."""
 
-    hidden_BD: Tensor  # of their last tokens
-    next_ropes: list[int]  # the rotary positions after them
+    hidden_BD: Tensor  # of the prompts' last tokens
+    next_ropes: list[int]  # the rotary positions after the prompts
 
 
 class _ActiveSequences:
@@ -64,15 +66,16 @@ class _ActiveSequences:
         self.hidden_BD = torch.cat([self.hidden_BD, prefilled.hidden_BD])
 
     def keep(self, order: Sequence[int], index_B: Tensor) -> None:
-        """Keep the sequences at these places, which `index_B` has as well; their tokens are drawn."""
+        """Keep the sequences at these rows, whose next tokens are drawn; `index_B` is `order`."""
         self.prompts = [self.prompts[row] for row in order]
         self.ropes = [self.ropes[row] for row in order]
         self.rope_B = self.rope_B[index_B]
         self.hidden_BD = self.hidden_BD[:0]
 
     def advance(self, hidden_BD: Tensor) -> None:
-        """A token more of each."""
-        self.hidden_BD, self.rope_B = hidden_BD, self.rope_B + 1
+        """Add a token to each sequence; `hidden_BD` are the tokens' states."""
+        self.hidden_BD = hidden_BD
+        self.rope_B = self.rope_B + 1
         self.ropes = [rope + 1 for rope in self.ropes]
 
 
@@ -87,9 +90,17 @@ def generate_batch(
 ) -> list[list[int]]:
     """The tokens after each prompt, up to one of `eos_ids` (included) or `max_new_tokens` of them.
 
-    As many prompts are active as `cache` has slots; when a quarter of them is free, the next prompts are
-    read. `lengths` are those of the prompts, `prefill` reads prompts by number into free slots, and `draw`
-    chooses a token for each state [B, D].
+    As many prompts are active as `cache` has slots; when a quarter of the slots is free,
+    the next prompts are read.
+
+    Args:
+        layers: The target's layers.
+        cache: The slots of the active prompts.
+        lengths: The length of each prompt.
+        prefill: Reads prompts, by number, into free slots.
+        draw: Chooses a token for each state [B, D].
+        eos_ids: The ids that end a response.
+        max_new_tokens: Maximum length of a response.
     """
     responses: list[list[int]] = [[] for _ in lengths]
     waiting = deque(range(len(lengths)))
@@ -101,9 +112,10 @@ def generate_batch(
         token_B = draw(active.hidden_BD)
         tokens = token_B.tolist()
         unfinished = []
-        for row, (prompt, token) in enumerate(zip(active.prompts, tokens, strict=True)):
-            responses[prompt].append(token)
-            if token not in eos_ids and len(responses[prompt]) < max_new_tokens:
+        for row, prompt in enumerate(active.prompts):
+            response = responses[prompt]
+            response.append(tokens[row])
+            if tokens[row] not in eos_ids and len(response) < max_new_tokens:
                 unfinished.append(row)
         if len(unfinished) < len(tokens):
             order = cache.keep(unfinished)
@@ -140,10 +152,9 @@ def nucleus(logits_BV: Tensor, temperature: float, top_p: float) -> Tensor:
 
     The token that reaches `top_p` is included, as in the stock implementation (Holtzman et al., 2020).
     """
-    sorted_BV, token_BV = logits_BV.sort(-1)
-    below_BV = (
-        (sorted_BV.double() / temperature).softmax(-1).cumsum(-1)
-    )  # least likely first
-    drop_BV = below_BV <= 1 - top_p
+    sorted_BV, token_BV = logits_BV.sort(-1)  # least likely first
+    weight_BV = (sorted_BV.double() / temperature).softmax(-1)
+    drop_BV = weight_BV.cumsum(-1) <= 1 - top_p
     drop_BV[:, -1] = False
-    return logits_BV.masked_fill(drop_BV.scatter(1, token_BV, drop_BV), -torch.inf)
+    dropped_BV = drop_BV.scatter(1, token_BV, drop_BV)  # by token
+    return logits_BV.masked_fill(dropped_BV, -torch.inf)

@@ -1,4 +1,7 @@
-"""Loads a target by name and checks that its parts fit: one code path for the demo, folders and hub ids."""
+"""Loads a target by name, and checks that its parts fit.
+
+There is one code path for the demo targets, folders and hub ids.
+"""
 
 import logging
 import warnings
@@ -11,6 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors import safe_open
+from torch import Tensor
 
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.devices import choose_kernels
@@ -46,7 +50,7 @@ _PROBE = "probe"  # a message to try a chat template with
 
 
 class LoadOptions(Options, total=False):
-    """How to load a target: the options of the command line, and where."""
+    """How and where to load a target; the command line sets the inherited options."""
 
     device: str
     layers: DeviceMap | None
@@ -56,60 +60,75 @@ class LoadOptions(Options, total=False):
 def load(name: str, **options: Unpack[LoadOptions]) -> VisionLanguageTarget:
     """Load `demo`, a registered name, a local checkpoint folder or a hub id as a target that decodes.
 
-    Options: `device`, by default a GPU if there is one; `dtype`, by default bfloat16 on a GPU and float32 on
-    a CPU; `attention`, the kernel of capture and prefill; `compiled`: decoding steps by `torch.compile`, on a
-    GPU as CUDA graphs; `layers`: the device of each part (`device_map` of transformers) instead of `device`;
-    `proven`: no self-test, although nobody has shown this family to work.
-    Raises TargetError, one line, on anything wrong with the name, the checkpoint or an option, and if the
-    target needs several devices.
+    Args:
+        name: The target.
+        options: `device`, by default a GPU if there is one; `dtype`, by default bfloat16
+            on a GPU and float32 on a CPU; `attention`, the kernel of capture and prefill;
+            `compiled`: decoding steps by `torch.compile`, on a GPU as CUDA graphs;
+            `layers`: the device of each part (`device_map` of transformers) instead of
+            `device`; `thinking`, see `Thinking`; `proven`: no self-test, although the
+            family has not been tested before.
+
+    Raises:
+        TargetError: The name, the checkpoint or an option is wrong, or the target needs
+            several devices.
     """
     source = _Source(name, **options)
     if source.several_devices:
         raise TargetError(
-            f"{name} needs several devices, but decoding runs on one: use a larger GPU or a smaller target "
-            "(responses and features can use several)"
+            f"{name} needs several devices, but decoding runs on one: use a larger GPU "
+            "or a smaller target (responses and features can use several)"
         )
     return source.target()
 
 
 def load_for_capture(name: str, **options: Unpack[LoadOptions]) -> TargetModel:
-    """As `load`, but a target that is too large for one GPU is spread over all that this process sees."""
+    """Load a target that need not decode.
+
+    If it is too large for one GPU, it is spread over all GPUs that this process sees.
+    """
     source = _Source(name, **options)
     if source.several_devices and source.fused:
-        spread = MultiDeviceTarget(**source.load())
-        spread.check_runs()
-        return spread
+        target = MultiDeviceTarget(**source.load())
+        target.check_runs()
+        return target
     return source.target()
 
 
 def load_encoder(name: str) -> TargetModel:
     """A target without weights, which encodes prompts and has its facts and hashes."""
-    return VisionLanguageTarget(
-        **_Source(name, device="cpu", dtype="float32").load(weights=False)
-    )
+    source = _Source(name, device="cpu", dtype="float32")
+    return VisionLanguageTarget(**source.load(weights=False))
 
 
 def load_embedding(name: str) -> tuple[TargetModel, Head]:
-    """A target without weights, which has its facts and hashes, and its embedding table in float32.
+    """A target without weights, with its facts and hashes, and its embedding table in float32.
 
-    The table is also in the position of the LM head.
+    The table also takes the place of the LM head.
     """
     source = _Source(name, device="cpu", dtype="float32")
-    for file in weight_files(source.folder):
+    table_VD = _embedding_table(source.folder)
+    target = VisionLanguageTarget(**source.load(weights=False))
+    embed_VD = table_VD.float() * embed_scale(text_model(target.model))
+    return target, Head(embed_VD, embed_VD)
+
+
+def _embedding_table(folder: Path) -> Tensor:
+    """The first embedding table of text tokens in a checkpoint's files [V, D]."""
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             names = list(tensors.keys())
-            if found := [key for key in names if key.endswith("embed_tokens.weight")]:
-                target = VisionLanguageTarget(**source.load(weights=False))
-                scale = embed_scale(text_model(target.model))
-                embed_VD = tensors.get_tensor(found[0]).float() * scale
-                return target, Head(embed_VD, embed_VD)
+            for name in names:
+                if name.endswith("embed_tokens.weight"):
+                    table_VD: Tensor = tensors.get_tensor(name)
+                    return table_VD
     raise TargetError(
-        f"{source.folder}: no weights are named embed_tokens.weight: wrong files?"
+        f"{folder}: no weights are named embed_tokens.weight: wrong files?"
     )
 
 
 class _Source:
-    """A checkpoint with all that is checked before its weights load."""
+    """A checkpoint whose files and options are checked before its weights load."""
 
     def __init__(
         self,
@@ -130,13 +149,12 @@ class _Source:
             raise TargetError(
                 f"unknown dtype '{dtype}': choose auto or one of {', '.join(DTYPES)}"
             )
-        self.name, self.attention = name, attention
-        self.compiled, self.layers, self.thinking, self.proven = (
-            compiled,
-            layers,
-            thinking,
-            proven,
-        )
+        self.name = name
+        self.attention = attention
+        self.compiled = compiled
+        self.layers = layers
+        self.thinking = thinking
+        self.proven = proven
         self.device = _device(device)
         choose_kernels(self.device)
         on_gpu = self.device.type == "cuda"
@@ -148,14 +166,8 @@ class _Source:
         _check_transformers(self.family)
         text = configuration(self.folder / "config.json").get_text_config()
         self.fused = _can_fuse(self.family, text)
-        if not self.fused and attention == "flash_attention_2":
-            raise TargetError(
-                f"attention 'flash_attention_2' verifies no drafts of a {self.family.name}: choose sdpa"
-            )
-        if not self.fused and compiled:
-            raise TargetError(
-                f"the decoding steps of a {self.family.name} do not compile: omit --compile"
-            )
+        if not self.fused:
+            _check_stock(self.family, attention, compiled)
         self.generation = generation_of(self.folder)
         self.processor = processor_of(self.folder, self.family)
         if device == "auto" and on_gpu and layers is None:
@@ -166,7 +178,11 @@ class _Source:
         return len(set((self.layers or {}).values())) > 1
 
     def target(self) -> VisionLanguageTarget:
-        """The loaded target; TargetError if it fails its check, where nobody has shown such a one."""
+        """The loaded target.
+
+        TargetError if it fails its self-test, which families that are tested elsewhere
+        are spared.
+        """
         parts = self.load()
         if self.fused:
             fused = VisionLanguageTarget(compiled=self.compiled, **parts)
@@ -179,14 +195,14 @@ class _Source:
         return target
 
     def load(self, *, weights: bool = True) -> dict[str, Any]:
-        """Load the weights: the arguments of a `TargetModel`."""
+        """The arguments of a `TargetModel`, with its weights or on the meta device."""
         if weights:
             model = _model(
                 self.folder, self.dtype, self.attention, self.device, self.layers
             )
         else:
             model = skeleton(self.folder / "config.json")
-        # Not the one that transformers makes of class defaults.
+        # The checkpoint's, not the one that transformers makes of class defaults.
         model.generation_config = self.generation or transformers.GenerationConfig()
         _check_together(self.folder, self.family, model, self.processor)
         return {
@@ -200,29 +216,42 @@ class _Source:
         }
 
 
-def _device(device: str) -> torch.device:
-    if device == "auto":
+def _device(name: str) -> torch.device:
+    """The device of a name; TargetError if it does not exist."""
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        device = torch.device(name)
     except RuntimeError as error:
         raise TargetError(
-            f"unknown device '{device}': use auto, cpu, cuda or cuda:1 ({error})"
+            f"unknown device '{name}': use auto, cpu, cuda or cuda:1 ({error})"
         ) from None
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise TargetError(f"device '{name}' does not exist: {gpus} GPUs are visible")
+    return device
+
+
+def _check_stock(family: Family, attention: str, compiled: bool) -> None:
+    """TargetError for options that stock layers do not support."""
+    if attention == "flash_attention_2":
         raise TargetError(
-            f"device '{device}' does not exist: {torch.cuda.device_count()} GPUs are visible"
+            f"attention 'flash_attention_2' verifies no drafts of a {family.name}: "
+            "choose sdpa"
         )
-    return found
+    if compiled:
+        raise TargetError(
+            f"the decoding steps of a {family.name} do not compile: omit --compile"
+        )
 
 
 def _check_transformers(family: Family) -> None:
-    """TargetError where the installed transformers is older than what the family has run with."""
+    """TargetError if transformers is older than the versions that have run the family."""
     installed, needed = transformers.__version__, family.oldest_transformers
     if Version(installed) < Version(needed):
         raise TargetError(
-            f"transformers {installed} is installed, and a {family.name} needs {needed} or newer: "
-            f'pip install "transformers>={needed}"'
+            f"transformers {installed} is installed, and a {family.name} needs {needed} "
+            f'or newer: pip install "transformers>={needed}"'
         )
 
 
@@ -234,7 +263,8 @@ def _check_flash(device: torch.device, dtype: torch.dtype) -> None:
         )
     if not transformers.utils.is_flash_attn_2_available():
         raise TargetError(
-            "attention 'flash_attention_2' needs the package flash-attn: install it, or choose sdpa"
+            "attention 'flash_attention_2' needs the package flash-attn: install it, or "
+            "choose sdpa"
         )
 
 
@@ -243,62 +273,66 @@ def _spread(folder: Path, dtype: torch.dtype) -> DeviceMap | None:
 
     TargetError if all visible GPUs together cannot hold them.
     """
-    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+    gpus = range(torch.cuda.device_count())
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in gpus]
     needed = parameters_in(folder) * dtype.itemsize
-    if needed + ROOM <= free[0] or (len(free) == 1 and needed <= free[0]):
+    if len(free) > 1:
+        needed += ROOM
+    if needed <= free[0]:
         return None
     return device_map(skeleton(folder / "config.json"), dtype.itemsize, free)
 
 
 def skeleton(config: Path) -> Any:
     """The model of a `config.json` on the meta device, without weights; TargetError on an invalid file."""
-    read = configuration(config)
+    settings = configuration(config)
     with _in_one_line(f"{config} is not a valid configuration"), torch.device("meta"):
-        return transformers.AutoModelForImageTextToText.from_config(read)
+        return transformers.AutoModelForImageTextToText.from_config(settings)
 
 
 def configuration(config: Path) -> Any:
     """Read a `config.json`; TargetError if it is invalid or its text model is not supported."""
     family = family_of(config).load()
-    written = read_json(config.parent, config.name)
-    for part in (
-        "text_config",
-        "vision_config",
-    ):  # null would mean the class's: billions of parameters
-        if not isinstance(written.get(part, {}), dict):
+    stored = read_json(config.parent, config.name)
+    for part in ("text_config", "vision_config"):
+        # For null, the class would take its defaults: billions of parameters.
+        if not isinstance(stored.get(part, {}), dict):
             raise TargetError(
                 f"{config}: its {part} is not an object: download the checkpoint again"
             )
     with _in_one_line(f"{config} is not a valid configuration"):
-        read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
-    text = read.get_text_config()
-    rope = (
-        text.rope_parameters.get("rope_type", "default")
-        if text.rope_parameters
-        else "no"
-    )
-    if rope in ("dynamic", "longrope", "no"):
-        raise TargetError(
-            f"{config}: rotary positions of type '{rope}' are not supported"
+        settings = transformers.AutoConfig.from_pretrained(
+            config, local_files_only=True
         )
-    if getattr(text, "cross_attention_layers", None) or read.is_encoder_decoder:
+    text = settings.get_text_config()
+    rope_type = "no"
+    if text.rope_parameters:
+        rope_type = text.rope_parameters.get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope", "no"):
         raise TargetError(
-            f"{config}: a {family.name} reads images by cross-attention, not as tokens: it is not supported"
+            f"{config}: rotary positions of type '{rope_type}' are not supported"
         )
-    return read
+    if getattr(text, "cross_attention_layers", None) or settings.is_encoder_decoder:
+        raise TargetError(
+            f"{config}: a {family.name} reads images by cross-attention, not as tokens: "
+            "it is not supported"
+        )
+    return settings
 
 
 def _can_fuse(family: Family, text: Any) -> bool:
-    """Whether this project has a faster form of the text model's layers; the stock ones run otherwise."""
+    """Whether `FusedLayers` can run the text model; else its stock layers run."""
     return type(text).model_type in family.text_types and not _slides(text)
 
 
 def _slides(text: Any) -> bool:
     """Whether a layer attends to fewer tokens than the longest sequence."""
-    kind = type(text)  # a file may have settings that its class ignores
-    if hasattr(kind, "layer_types"):
+    config_class = type(text)  # a file may have settings that its class ignores
+    if hasattr(config_class, "layer_types"):
         return "sliding_attention" in text.layer_types
-    window = text.sliding_window if hasattr(kind, "sliding_window") else None
+    if not hasattr(config_class, "sliding_window"):
+        return False
+    window = text.sliding_window
     return window is not None and window < text.max_position_embeddings
 
 
@@ -323,12 +357,14 @@ def processor_of(folder: Path, family: Family) -> Any:
         image = transformers.AutoImageProcessor.from_pretrained(
             folder, local_files_only=True
         )
-    found = type(image).__name__
-    known = family.image_processors
-    if known and found.removesuffix("Pil").removesuffix("Fast") not in known:
+    image_class = type(image).__name__
+    expected = family.image_processors
+    base_class = image_class.removesuffix("Pil").removesuffix("Fast")
+    if expected and base_class not in expected:
         raise TargetError(
-            f"{folder}: the processor does not match the model: it is a {found}, and {family.name} takes "
-            f"{' or '.join(known)}: copy the processor files of the published model"
+            f"{folder}: the processor does not match the model: it is a {image_class}, "
+            f"and {family.name} takes {' or '.join(expected)}: copy the processor files "
+            "of the published model"
         )
     with _in_one_line(f"{folder}: the processor does not load"):
         processor = family.load_processor(folder)
@@ -356,7 +392,8 @@ def _check_template(folder: Path, processor: Any) -> None:
         return str(processor.apply_chat_template([message], add_generation_prompt=True))
 
     text_only = False
-    with suppress(Exception), quiet_transformers():  # it may join strings alone
+    # A template for text only renders a string; others may raise anything on one.
+    with suppress(Exception), quiet_transformers():
         text_only = _PROBE in rendered(_PROBE)
     try:
         with _in_one_line(f"{folder}: the chat template does not render"):
@@ -367,8 +404,9 @@ def _check_template(folder: Path, processor: Any) -> None:
             raise
     if text_only:
         raise TargetError(
-            f"{folder}: the chat template is for text only: add chat_template.jinja of the published model, "
-            "or one that renders the parts (text, image) of a message"
+            f"{folder}: the chat template is for text only: add chat_template.jinja of "
+            "the published model, or one that renders the parts (text, image) of a "
+            "message"
         )
 
 
@@ -379,55 +417,59 @@ def _model(
     device: torch.device,
     layers: DeviceMap | None,
 ) -> Any:
+    """The model with its weights as floats, on `device` or spread by `layers`."""
     if layers and not transformers.utils.is_accelerate_available():
         raise TargetError(
-            "a target on several devices needs the package accelerate: pip install accelerate"
+            "a target on several devices needs the package accelerate: "
+            "pip install accelerate"
         )
-    read = configuration(folder / "config.json")
-    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "config": read}
+    settings = configuration(folder / "config.json")
+    quantised = getattr(settings, "quantization_config", {})
     loader: Any = transformers.AutoModelForImageTextToText
-    # Our layers multiply by floats.
-    if (quantised := getattr(read, "quantization_config", {})).get(
-        "quant_method"
-    ) == awq.METHOD:
-        del read.quantization_config
-        loader = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(read)]
-        source |= {
-            "pretrained_model_name_or_path": None,
-            "state_dict": awq.weights(folder, quantised, dtype),
-        }
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    # The layers of this project multiply by floats.
+    if quantised.get("quant_method") == awq.METHOD:
+        del settings.quantization_config
+        loader = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
+        source["pretrained_model_name_or_path"] = None
+        source["state_dict"] = awq.weights(folder, quantised, dtype)
     elif quantised:
-        read.quantization_config = {**quantised, "dequantize": True}
+        settings.quantization_config = {**quantised, "dequantize": True}
     with _in_one_line(f"{folder}: the weights do not load"):
         model, report = loader.from_pretrained(
             **source,
+            config=settings,
             dtype=dtype,
             attn_implementation=attention,
             local_files_only=True,
             output_loading_info=True,
             device_map=dict(layers) if layers else None,
         )
-        model = (model if layers else model.to(device)).eval().requires_grad_(False)
+        if not layers:
+            model = model.to(device)
+        model = model.eval().requires_grad_(False)
     missing = sorted(report["missing_keys"])
     if missing:
         raise TargetError(
-            f"{folder}: the weights lack {len(missing)} tensors, {missing[0]} first: wrong files?"
+            f"{folder}: the weights lack {len(missing)} tensors, {missing[0]} first: "
+            "wrong files?"
         )
-    if quantised and not all(
-        weight.is_floating_point() for weight in model.parameters()
-    ):
+    are_floats = all(weight.is_floating_point() for weight in model.parameters())
+    if quantised and not are_floats:
         raise TargetError(
-            f"{folder}: weights quantised by {quantised['quant_method']} cannot be read as numbers: use a "
-            "checkpoint in bfloat16, AWQ, compressed-tensors or fp8"
+            f"{folder}: weights quantised by {quantised['quant_method']} cannot be read "
+            "as numbers: use a checkpoint in bfloat16, AWQ, compressed-tensors or fp8"
         )
     return model
 
 
 def _check_together(folder: Path, family: Family, model: Any, processor: Any) -> None:
+    """TargetError if tokenizer or processor do not match the model."""
     rows = model.get_input_embeddings().weight.shape[0]
-    if len(processor.tokenizer) > rows:
+    tokens = len(processor.tokenizer)
+    if tokens > rows:
         raise TargetError(
-            f"{folder}: the tokenizer does not match the model: {len(processor.tokenizer)} tokens, "
+            f"{folder}: the tokenizer does not match the model: {tokens} tokens, "
             f"{rows} embeddings"
         )
     try:
@@ -439,20 +481,21 @@ def _check_together(folder: Path, family: Family, model: Any, processor: Any) ->
 
 
 @contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
+def _in_one_line(problem: str) -> Iterator[None]:
     """Turn any exception about a broken file into a TargetError of one line."""
     try:
         with quiet_transformers(), without_panics():
             yield
     except Exception as error:  # noqa: BLE001
-        raise TargetError(f"{what}: {first_line(error)}") from None
+        raise TargetError(f"{problem}: {first_line(error)}") from None
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence the library's progress bars and advice; problems are checked for and raised."""
     library = transformers.utils.logging
-    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    level = library.get_verbosity()
+    had_bars = library.is_progress_bar_enabled()
     library.set_verbosity(logging.CRITICAL)
     library.disable_progress_bar()
     try:
@@ -464,5 +507,5 @@ def quiet_transformers() -> Iterator[None]:
             yield
     finally:
         library.set_verbosity(level)
-        if bars:
+        if had_bars:
             library.enable_progress_bar()

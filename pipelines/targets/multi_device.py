@@ -1,7 +1,7 @@
 """A target on several devices: it generates and captures, but does not decode.
 
-Only layers of the text model are on other devices than the first. The vision tower, embeddings, norm and LM
-head are on the first device, so that states enter and leave there.
+Only layers of the text model are on other devices than the first. The vision tower,
+embeddings, norm and LM head are on the first, so that states enter and leave there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,52 +24,65 @@ def device_map(
 ) -> dict[str, int | str]:
     """The device of each part of `model`: layers in order, each device filled to the same share.
 
-    `number_bytes` is the size of a parameter, `free` the free bytes of each device. TargetError if they do
-    not suffice.
+    `number_bytes` is the size of a parameter, `free` the free bytes of each device.
+    TargetError if they do not suffice.
     """
-    layers = dict(model.get_submodule(LAYERS).named_children())
-    sizes = [
-        number_bytes * sum(w.numel() for w in layer.parameters())
-        for layer in layers.values()
-    ]
-    rest = number_bytes * sum(w.numel() for w in model.parameters()) - sum(sizes)
-    budgets = [max(0, one - ROOM) for one in free]
-    total = rest + sum(sizes)
+    layers = model.get_submodule(LAYERS).children()
+    sizes = [number_bytes * _parameters(layer) for layer in layers]
+    total = number_bytes * _parameters(model)
+    budgets = [max(0, free_bytes - ROOM) for free_bytes in free]
+    all_budgets = max(1, sum(budgets))
+    shares = [total * budget / all_budgets for budget in budgets]
+
     # Deepstack adds vision features to the states between the first layers.
-    first = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-    used, device = [rest] + [0] * (len(free) - 1), 0
+    vision = model.config.vision_config
+    first_to_move = len(getattr(vision, "deepstack_visual_indexes", ()))
+
     devices: dict[str, int | str] = dict.fromkeys(_outside(model), 0)
+    used = [0] * len(free)
+    used[0] = total - sum(sizes)
+    device = 0
     for number, size in enumerate(sizes):
-        share = total * budgets[device] / max(1, sum(budgets))
-        if (
-            number >= first
-            and used[device] + size / 2 > share
-            and device + 1 < len(free)
-        ):
+        is_full = used[device] + size / 2 > shares[device]
+        has_next = device + 1 < len(free)
+        if number >= first_to_move and is_full and has_next:
             device += 1
         used[device] += size
         devices[f"{LAYERS}.{number}"] = device
-    if any(needed > budget for needed, budget in zip(used, budgets, strict=True)):
-        have = ", ".join(f"{one / 2**30:.1f}" for one in free)
-        raise TargetError(
-            f"the weights take {total / 2**30:.1f} GiB and the GPUs have {have} GiB free, of which each "
-            f"keeps {ROOM >> 30}: use more GPUs (to each worker: fewer --workers), or larger ones"
-        )
+    for used_bytes, budget in zip(used, budgets, strict=True):
+        if used_bytes > budget:
+            raise _too_large(total, free)
     return devices
+
+
+def _parameters(module: Any) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def _too_large(total: int, free: Sequence[int]) -> TargetError:
+    """The error for weights of `total` bytes that do not fit into the `free` ones."""
+    free_gib = ", ".join(f"{free_bytes / 2**30:.1f}" for free_bytes in free)
+    total_gib = total / 2**30
+    return TargetError(
+        f"the weights take {total_gib:.1f} GiB and the GPUs have {free_gib} GiB free, of "
+        f"which each keeps {ROOM >> 30}: use more GPUs (to each worker: fewer "
+        "--workers), or larger ones"
+    )
 
 
 def _outside(model: Any) -> list[str]:
     """The parts of a model apart from the text layers, in as few names as possible."""
-    parts: list[str] = []
-    names = [name for name, _ in model.named_parameters()] + [
-        name for name, _ in model.named_buffers()
-    ]
-    for name in names:
-        if name.startswith(LAYERS + "."):
-            continue
-        words, common = name.split("."), LAYERS.split(".")
-        depth = next(
-            i for i, word in enumerate(words) if i >= len(common) or word != common[i]
-        )
-        parts.append(".".join(words[: depth + 1]))
-    return list(dict.fromkeys(parts))
+    names = [name for name, _ in model.named_parameters()]
+    names += [name for name, _ in model.named_buffers()]
+    outside = [name for name in names if not name.startswith(LAYERS + ".")]
+    return list(dict.fromkeys(map(_branch, outside)))
+
+
+def _branch(name: str) -> str:
+    """The shortest prefix of a name that is not a prefix of the layers' name."""
+    words = name.split(".")
+    layers_words = LAYERS.split(".")
+    depth = 0
+    while words[: depth + 1] == layers_words[: depth + 1]:
+        depth += 1
+    return ".".join(words[: depth + 1])

@@ -12,48 +12,48 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("vlmdistill", "torch", "transformers")
-SOURCES = (
-    "src",
-    "cli",
-    "drafters",
-    "pipelines",
-    "stores",
-)  # of the package, in its repository
+SOURCES = ("src", "cli", "drafters", "pipelines", "stores")  # of the package
 GIT_SECONDS = 30
-SECRET = re.compile(
-    r"(?:^|[-_.])(?:key|token|secret|password)$", re.IGNORECASE
-)  # the name of an option
+GIT_STATUS = (
+    "git",
+    "--no-optional-locks",
+    "status",
+    "--porcelain=v2",
+    "--branch",
+    "--",
+)
+# The name of an option with a secret value.
+SECRET = re.compile(r"(?:^|[-_.])(?:key|token|secret|password)$", re.IGNORECASE)
 HIDDEN = "***"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What a process ran."""
+    """The software of a process."""
 
     python: str
     vlmdistill: str
     torch: str
     transformers: str
-    commit: str | None = (
-        None  # of the package; None: it was installed without its repository
-    )
+    commit: str | None = None
+    """Of the package; None if it was installed without its repository."""
     command: str = ""  # as it was typed, without secrets
 
     @property
     def installed(self) -> "Software":
-        """The versions alone: another commit or command line makes no other numbers by itself."""
+        """The versions alone, without commit and command line, which decide no numbers."""
         return replace(self, commit=None, command="")
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a report says of it."""
+        """The lines of a report on the software."""
         versions = [f"{name} {getattr(self, name)}" for name in (*PACKAGES, "python")]
-        known = {
-            "software": ", ".join(versions),
-            "commit": self.commit or "",
-            "command": self.command,
-        }
-        return {name: value for name, value in known.items() if value}
+        facts = {"software": ", ".join(versions)}
+        if self.commit:
+            facts["commit"] = self.commit
+        if self.command:
+            facts["command"] = self.command
+        return facts
 
 
 def of_this_process() -> Software:
@@ -62,12 +62,13 @@ def of_this_process() -> Software:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The version of Python and of each package here; empty if it is not installed."""
-    found = {"python": platform.python_version(), **dict.fromkeys(packages, "")}
+    """The version of Python and of each package; empty for one that is not installed."""
+    installed = {"python": platform.python_version()}
     for name in packages:
+        installed[name] = ""
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def commit() -> str | None:
@@ -75,18 +76,9 @@ def commit() -> str | None:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():  # of another project, if it is in a folder above
         return None
-    status = (
-        "git",
-        "--no-optional-locks",
-        "status",
-        "--porcelain=v2",
-        "--branch",
-        "--",
-        *SOURCES,
-    )
     try:
-        done = subprocess.run(
-            status,
+        status = subprocess.run(
+            (*GIT_STATUS, *SOURCES),
             cwd=root,
             capture_output=True,
             text=True,
@@ -95,39 +87,42 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = done.stdout.splitlines()
-    known = [
-        line.split()[-1][:12] for line in lines if line.startswith("# branch.oid ")
-    ]
-    changed = any(not line.startswith("#") for line in lines)
-    return f"{known[0]}-dirty" if changed and known else known[0] if known else None
+    lines = status.stdout.splitlines()
+    is_clean = all(line.startswith("#") for line in lines)
+    for line in lines:
+        if line.startswith("# branch.oid "):
+            head = line.split()[-1][:12]
+            return head if is_clean else f"{head}-dirty"
+    return None
 
 
 def command_line() -> str:
     """The command of this process, without secrets."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    start = (
-        ["python", "-m", spec.name.removesuffix(".__main__")]
-        if spec
-        else [Path(sys.argv[0]).name]
-    )
-    return without_secrets([*start, *sys.argv[1:]])
+    program = [Path(sys.argv[0]).name]
+    if spec := getattr(sys.modules["__main__"], "__spec__", None):
+        program = ["python", "-m", spec.name.removesuffix(".__main__")]
+    return without_secrets([*program, *sys.argv[1:]])
 
 
 def without_secrets(arguments: Iterable[str]) -> str:
-    """A command line without the passwords and queries of URLs, and values of options such as --api-key."""
-    shown, secret = [], False
+    """A command line without secrets.
+
+    Secrets are the passwords and queries of URLs, and the values of options such as
+    --api-key.
+    """
+    shown: list[str] = []
+    is_secret = False
     for argument in arguments:
-        name, is_set, _ = argument.partition("=")
-        if secret:
+        name, equals, _ = argument.partition("=")
+        names_secret = bool(SECRET.search(name))
+        if is_secret:
             argument = HIDDEN
-        elif is_set and SECRET.search(name):
+        elif equals and names_secret:
             argument = f"{name}={HIDDEN}"
         elif "://" in argument:
             argument = re.sub(r"://[^/\s]*@", f"://{HIDDEN}@", argument)
             argument = re.sub(r"\?[^#\s]+", f"?{HIDDEN}", argument)
-        secret = argument.startswith("-") and not is_set and bool(SECRET.search(name))
+        is_secret = argument.startswith("-") and not equals and names_secret
         shown.append(argument)
-    return (
-        shlex.join(shown).encode(errors="replace").decode()
-    )  # a file's name may not be UTF-8
+    # The name of a file may not be UTF-8.
+    return shlex.join(shown).encode(errors="replace").decode()

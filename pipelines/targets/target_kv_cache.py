@@ -1,8 +1,10 @@
 """The KV caches of the target: of one sequence that is decoded, and of a batch of responses.
 
 Keys and values of a layer are in one tensor: its first heads are keys, the others values.
-Shapes: B sequences, N tokens, S positions, C capacity, K committed rows, Y layers, G key heads and then value
-heads, d head width. What the stock layers pass has G key heads only.
+
+Shapes: B sequences, N tokens, S positions, C capacity, K committed rows, Y layers, G key
+heads and then value heads, d head width. In the arguments of `update`, which the stock
+layers pass, G is the key heads alone, or the value heads alone.
 """
 
 from collections.abc import Sequence
@@ -36,8 +38,9 @@ class CacheShape:
 class TargetKVCache:
     """The keys and values of one sequence: written once, never concatenated, rolled back for free.
 
-    Rows after `length` are from the last forward pass and count only once committed. A `static` cache is for
-    compiled steps, which read all of it: its capacity is a power of two, and unwritten rows are zero.
+    Rows after `length` are from the last forward pass and count only once committed. A
+    `static` cache is for compiled steps, which read all of it: its capacity is a power of
+    two, and unwritten rows are zero.
     """
 
     def __init__(self, shape: CacheShape, like: Tensor, *, static: bool = False):
@@ -50,37 +53,40 @@ class TargetKVCache:
     def reserve(self, length: int) -> None:
         """Make room for `length` positions in total."""
         if length > self.capacity:
-            blocks = self._blocks
+            old_blocks = self._blocks
             self._allocate(max(length + ROOM, 2 * self.capacity))
-            for new, old in zip(self._blocks, blocks, strict=True):
-                new[..., : self.length, :] = old[..., : self.length, :]
+            for block, old_block in zip(self._blocks, old_blocks, strict=True):
+                block[..., : self.length, :] = old_block[..., : self.length, :]
 
     def _allocate(self, capacity: int) -> None:
-        count, heads, width = (
-            self._shape.layers,
-            2 * self._shape.kv_heads,
-            self._shape.width,
-        )
-        if self._static:  # compiled code would copy a view before it writes to it: one tensor per layer
+        """Take memory for `capacity` positions or more: `layers` are views of `_blocks`."""
+        shape = self._shape
+        heads = 2 * shape.kv_heads
+        if self._static:
             least = STATIC_ROOM if self._like.is_cuda else capacity
             self.capacity = 1 << (max(capacity, least) - 1).bit_length()
+            # One tensor per layer: compiled code copies a view before it writes to it.
             self.layers = tuple(
-                self._like.new_zeros(heads, self.capacity, width) for _ in range(count)
+                self._like.new_zeros(heads, self.capacity, shape.width)
+                for _ in range(shape.layers)
             )
             self._blocks = self.layers
             mark_static(*self.layers)
         else:
             self.capacity = capacity
-            rows_YGCd = self._like.new_empty(count, heads, capacity, width)
-            self.layers, self._blocks = tuple(rows_YGCd), (rows_YGCd,)
+            rows_YGCd = self._like.new_empty(shape.layers, heads, capacity, shape.width)
+            self.layers = tuple(rows_YGCd)
+            self._blocks = (rows_YGCd,)
 
     def update(
         self, key_1GNd: Tensor, value_1GNd: Tensor, layer: int, /, **unused: Any
     ) -> tuple[Tensor, Tensor]:
         """See `LayerCache.update`: write after `length`, return all keys and values."""
-        end, heads = self.length + key_1GNd.shape[2], self._shape.kv_heads
+        heads = self._shape.kv_heads
+        end = self.length + key_1GNd.shape[2]
         rows = self.layers[layer][None, :, :end]
-        key, value = rows[:, :heads], rows[:, heads:]
+        key = rows[:, :heads]
+        value = rows[:, heads:]
         key[:, :, self.length :] = key_1GNd
         value[:, :, self.length :] = value_1GNd
         return key, value
@@ -90,17 +96,18 @@ class TargetKVCache:
         count = len(rows)
         if list(rows) != list(range(count)):
             row_K = place(torch.tensor(rows), self._like.device)
+            end = self.length + written
             for block in self._blocks:
-                new = block[..., self.length : self.length + written, :]
-                new[..., :count, :] = new.index_select(-2, row_K)
+                written_rows = block[..., self.length : end, :]
+                written_rows[..., :count, :] = written_rows.index_select(-2, row_K)
         self.length += count
 
 
 class BatchKVCache:
     """The keys and values of up to `slots` sequences, each from position 0 up to `capacity`.
 
-    The active sequences are in the first slots. All memory is taken at once: what does not fit fails before
-    anything is generated.
+    The active sequences are in the first slots. All memory is taken at once, so that a
+    cache that does not fit fails before anything is generated.
     """
 
     def __init__(self, shape: CacheShape, slots: int, capacity: int, like: Tensor):
@@ -128,33 +135,38 @@ class BatchKVCache:
         slots = slice(self.active, self.active + len(lengths))
         length_B = place(torch.tensor(lengths), self._length_B.device)
         self._length_B[slots] = length_B
+        is_prompt_BS = self._position_S < length_B[:, None]
         self._mask_BS[slots] = self._closed
-        self._mask_BS[slots].masked_fill_(self._position_S < length_B[:, None], 0)
+        self._mask_BS[slots].masked_fill_(is_prompt_BS, 0)
         self._lengths += lengths
         return AdmittedSequences(self.rows_YBGSd[:, slots], self._heads)
 
     def append(self) -> tuple[Tensor, Tensor]:
         """Make room for a token per active sequence.
 
-        Returns its position [B], and the additive mask [B, S] with it, to the longest sequence.
+        Returns the position of each token [B], and the additive mask [B, S] that includes
+        it; S is the length of the longest sequence.
         """
-        position_B = self._length_B[: self.active].clone()
-        self._length_B[: self.active] += 1
+        active = self.active
+        position_B = self._length_B[:active].clone()
+        self._length_B[:active] += 1
         self._lengths = [length + 1 for length in self._lengths]
-        self._mask_BS[self._slot_B[: self.active], position_B] = 0
-        return position_B, self._mask_BS[: self.active, : _aligned(max(self._lengths))]
+        self._mask_BS[self._slot_B[:active], position_B] = 0
+        end = _aligned(max(self._lengths))
+        return position_B, self._mask_BS[:active, :end]
 
     def keep(self, rows: Sequence[int]) -> list[int]:
-        """Drop all other sequences; the last kept ones move to their slots.
+        """Drop all sequences but these; the last of them move into the slots that are free.
 
         Returns the earlier slot of each sequence that is kept.
         """
-        count, kept = len(rows), set(rows)
-        late = iter([row for row in rows if row >= count])
-        order = [row if row in kept else next(late) for row in range(count)]
-        for new, old in enumerate(order):
-            if new != old:
-                self.rows_YBGSd[:, new] = self.rows_YBGSd[:, old]
+        count = len(rows)
+        kept = set(rows)
+        moving = iter([row for row in rows if row >= count])
+        order = [row if row in kept else next(moving) for row in range(count)]
+        for slot, old_slot in enumerate(order):
+            if slot != old_slot:
+                self.rows_YBGSd[:, slot] = self.rows_YBGSd[:, old_slot]
         index_B = place(torch.tensor(order, dtype=torch.long), self._length_B.device)
         self._mask_BS[:count] = self._mask_BS[index_B]
         self._length_B[:count] = self._length_B[index_B]
@@ -164,7 +176,7 @@ class BatchKVCache:
 
 @dataclass(frozen=True)
 class AdmittedSequences:
-    """The slots of prompts, as a cache for the stock layers; their tokens attend to each other only."""
+    """The slots of prompts as a cache for the stock layers: a prompt's tokens attend to each other."""
 
     rows_YBGSd: Tensor
     heads: int
@@ -180,11 +192,11 @@ class AdmittedSequences:
 
 
 def _aligned(length: int) -> int:
-    """Attention kernels of GPUs copy a mask whose rows do not begin at 16 bytes."""
+    """A length whose mask rows begin at 16 bytes: GPU kernels copy other masks."""
     return -(-length // 16) * 16
 
 
 def mark_static(*tensors: Tensor) -> None:
-    """Promise the compiler that these tensors stay at their addresses, so that a CUDA graph copies none."""
+    """Promise the compiler that tensors stay at their addresses: a CUDA graph then copies none."""
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor, guard=False)

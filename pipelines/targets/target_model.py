@@ -40,6 +40,7 @@ from vlmdistill.pipelines.targets.checkpoints.template import (
 from vlmdistill.pipelines.targets.encode import (
     EncodedPrompt,
     EncodedResponse,
+    Finish,
     Messages,
     encode,
 )
@@ -66,8 +67,20 @@ LOGITS = 1024  # tokens whose logits over the vocabulary are held at once
 UNREADABLE = "the stock model cannot read this prompt: its videos differ in length"
 
 
+class _CaptureItem(NamedTuple):
+    """A sequence to capture."""
+
+    prompt: EncodedPrompt
+    response: Sequence[int]
+    key: str
+
+    def length(self) -> int:
+        """The tokens of the prompt and its response."""
+        return self.prompt.length + len(self.response)
+
+
 class StockChoices(NamedTuple):
-    """The stock model's logits at each of N tokens of a response, as far as a comparison needs them."""
+    """The facts of the stock model's logits at N tokens of a response, for a comparison."""
 
     best_N: Tensor  # the token of the largest logit
     highest_N: Tensor  # the largest logit, float32
@@ -80,11 +93,14 @@ class StockChoices(NamedTuple):
         highest_N, best_N = logits_NV.max(-1)
         given_N = logits_NV.gather(-1, token_N1)[:, 0]
         size_N = torch.maximum(highest_N, -logits_NV.amin(-1))
-        return cls(*(row_N.cpu() for row_N in (best_N, highest_N, given_N, size_N)))
+        return cls(best_N.cpu(), highest_N.cpu(), given_N.cpu(), size_N.cpu())
 
 
 class TargetModel:
-    """What a target can do on one device or several; `loading.load_for_capture` makes one."""
+    """A loaded target, on one device or several: it encodes, generates and captures.
+
+    `loading.load_for_capture` makes one.
+    """
 
     def __init__(
         self,
@@ -109,16 +125,18 @@ class TargetModel:
         self._switch = switch_of(processor) if thinking else None
         if thinking and self._switch is None:
             raise TargetError(
-                f"{folder}: the chat template has no switch for reasoning ({' or '.join(VARIABLES)}): leave "
-                "out --thinking"
+                f"{folder}: the chat template has no switch for reasoning "
+                f"({' or '.join(VARIABLES)}): leave out --thinking"
             )
         self._text = text_model(model)
         self._eager = attention == "eager"
         self._checked = False
-        self._halve_generate, self._halve_capture = HalveOnOom(), HalveOnOom()
-        eos_ids = self.info.eos_ids
+        self._halve_generate = HalveOnOom()
+        self._halve_capture = HalveOnOom()
         pad_id = self.tokenizer.pad_token_id
-        self._pad_id = int(pad_id if pad_id is not None else eos_ids[0])
+        if pad_id is None:
+            pad_id = self.info.eos_ids[0]
+        self._pad_id = int(pad_id)
         # A checkpoint's own settings (greedy, top_k, repetition penalty) would change every `generate`.
         model.generation_config = self._generation_config()
 
@@ -128,12 +146,16 @@ class TargetModel:
         )
 
     def __repr__(self) -> str:
+        info = self.info
         size = sum(weight.numel() for weight in self.model.parameters())
         facts = (
-            f"{self.info.family}, {size:,} parameters, {self.info.num_layers} layers"
+            info.family,
+            f"{size:,} parameters",
+            f"{info.num_layers} layers",
+            f"hidden size {info.hidden_size}",
+            f"{self.dtype_name} on {self.device}",
         )
-        where = f"{self.dtype_name} on {self.device}"
-        return f"<{type(self).__name__} {self.name}: {facts}, hidden size {self.info.hidden_size}, {where}>"
+        return f"<{type(self).__name__} {self.name}: {', '.join(facts)}>"
 
     # Identity
 
@@ -144,20 +166,22 @@ class TargetModel:
 
     @cached_property
     def _logit_rule(self) -> LogitRule:
-        """Of the rules that the configuration allows for, the one that gives the stock model's logits."""
+        """The rule that gives the stock model's logits, of those that the configuration allows for."""
         rules = logit_rules(self._text.config)
         if len(rules) == 1:
             return rules[0]
-        ids_12 = torch.tensor([self.info.eos_ids[:1] * 2], device=self.device)
+        eos_id = self.info.eos_ids[0]
+        ids_12 = torch.tensor([[eos_id, eos_id]], device=self.device)
         with torch.inference_mode():
             hidden_2D = self.model.model(input_ids=ids_12).last_hidden_state[0]
             stock_2V = self.model(input_ids=ids_12).logits[0].float()
-            plain_2V = F.linear(
-                hidden_2D, self.model.get_output_embeddings().weight
-            ).float()
-        return min(
-            rules, key=lambda rule: float((rule(plain_2V) - stock_2V).abs().max())
-        )
+            weight_VD = self.model.get_output_embeddings().weight
+            plain_2V = F.linear(hidden_2D, weight_VD).float()
+
+        def error(rule: LogitRule) -> float:
+            return float((rule(plain_2V) - stock_2V).abs().max())
+
+        return min(rules, key=error)
 
     @cached_property
     def _head_VD(self) -> Tensor:
@@ -186,13 +210,12 @@ class TargetModel:
     def step_bytes(self) -> int:
         """The bytes of the text layers and the LM head, which a decoding step reads once.
 
-        Of a mixture of experts it reads fewer: all of them are counted.
+        All experts of a mixture are counted, although a step reads only some.
         """
-        layers = [*self._text.layers, self._text.norm]
-        held = [tensor for layer in layers for tensor in _tensors(layer)]
-        return sum(
-            tensor.numel() * tensor.element_size() for tensor in [*held, self._head_VD]
-        )
+        tensors = [self._head_VD]
+        for layer in (*self._text.layers, self._text.norm):
+            tensors += _tensors(layer)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def dtype_name(self) -> str:
@@ -204,13 +227,14 @@ class TargetModel:
     ) -> Provenance:
         """The provenance that a store of these features records."""
         hashes = self.fingerprint
+        names = sorted(feature.name for feature in as_features(features))
         return Provenance(
             target=self.name,
             config_hash=hashes.config,
             weights_hash=hashes.weights,
             processor_hash=hashes.processor,
             template_hash=hashes.template,
-            features=tuple(sorted(feature.name for feature in as_features(features))),
+            features=tuple(names),
             dtype=dtype,
             revision=hashes.revision,
             sampling=sampling,
@@ -223,23 +247,33 @@ class TargetModel:
 
     @cached_property
     def max_characters(self) -> int:
-        """More characters than this have more tokens than the target has positions."""
-        return int(self.info.max_position * max(map(len, self.tokenizer.get_vocab())))
+        """The most characters of a prompt: longer texts exceed the target's positions.
+
+        No token has more characters than the longest of the vocabulary.
+        """
+        longest = max(map(len, self.tokenizer.get_vocab()))
+        return int(self.info.max_position * longest)
 
     def encode(self, messages: Messages) -> EncodedPrompt:
         """Encode a conversation: chat template, tokens, pixels and rotary positions.
 
         Args:
-            messages: Turns with `role` and `content`, as of OpenAI; the parts of a content are text, images
-                (`{"type": "image", "image": file or PIL image}`) and videos.
+            messages: Turns with `role` and `content`, as of OpenAI; the parts of a
+                content are text, images (`{"type": "image", "image": file or PIL
+                image}`) and videos.
 
         Returns:
-            The prompt on the CPU: `ids_L` and `kind_L` (0 text, 1 image, 2 video) are int64 [L], with one
-            position per visual token, and `spans` its runs of visual tokens.
+            The prompt on the CPU: `ids_L` and `kind_L` (0 text, 1 image, 2 video) are
+            int64 [L], with one position per visual token, and `spans` its runs of
+            visual tokens.
 
         Raises:
-            DataError: A part cannot be read or is not supported, or the prompt is too long.
+            DataError: A part cannot be read or is not supported, or the prompt is too
+                long.
         """
+        variables: dict[str, bool | None] = {}
+        if self._switch is not None:
+            variables[self._switch] = thinks(self.thinking, messages)
         return encode(
             messages,
             family=self.family,
@@ -247,9 +281,7 @@ class TargetModel:
             processor=self.processor,
             max_length=self.info.max_position,
             max_characters=self.max_characters,
-            variables={}
-            if self._switch is None
-            else {self._switch: thinks(self.thinking, messages)},
+            variables=variables,
         )
 
     def generate(
@@ -264,50 +296,45 @@ class TargetModel:
     ) -> list[EncodedResponse]:
         """Generate a response to each prompt: greedy at temperature 0, else sampled.
 
-        The same prompts, settings, seed and batch size give the same responses. What exceeds the GPU's
-        memory is halved.
+        The same prompts, settings, seed and batch size give the same responses. A batch
+        that exceeds the GPU's memory is halved.
 
         Args:
             prompts: See `encode`.
-            max_new_tokens: Maximum length of a response, in tokens, EOS included; the target's last position
-                ends it, too.
+            max_new_tokens: Maximum length of a response, in tokens, EOS included; the
+                target's last position ends it, too.
             temperature: 1 is the target's own distribution.
             top_p: Share of probability that nucleus sampling keeps; 1 keeps all.
             seed: Seed of the sampling.
-            batch_size: Responses that are generated at a time; None: on a GPU as many as its memory holds,
-                on a CPU 32.
+            batch_size: Responses that are generated at a time; None: on a GPU as many as
+                its memory holds, on a CPU 32.
 
         Returns:
-            A response for each prompt: `ids` with the EOS that ends it, `text`, and `finish`, which is `stop`
-            or `length`.
+            A response for each prompt: `ids` with the EOS that ends it, `text`, and
+            `finish`, which is `stop` or `length`.
 
         Raises:
-            DataError: A setting is out of range, or a prompt leaves no room for a response.
-            TargetError: A single prompt exceeds the memory, or has states that are not finite.
+            DataError: A setting is out of range, or a prompt leaves no room for a
+                response.
+            TargetError: A single prompt exceeds the memory, or has states that are not
+                finite.
         """
-        if (
-            max_new_tokens < 1
-            or not 0 <= temperature < float("inf")
-            or not 0 < top_p <= 1
-        ):
-            raise DataError(
-                f"cannot generate with max_new_tokens {max_new_tokens} (at least 1), "
-                f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
-            )
+        _check_generation(max_new_tokens, temperature, top_p)
         sampler = Sampler(temperature, top_p, seed)
 
-        def responses(part: Sequence[EncodedPrompt]) -> list[EncodedResponse]:
-            most = [
-                min(max_new_tokens, room(self.info, prompt.length)) for prompt in part
-            ]
-            responses_ids = self._generate(part, max(most), sampler, batch_size)
+        def limit(prompt: EncodedPrompt) -> int:
+            return min(max_new_tokens, room(self.info, prompt.length))
+
+        def respond(batch: Sequence[EncodedPrompt]) -> list[EncodedResponse]:
+            limits = [limit(prompt) for prompt in batch]
+            generated = self._generate(batch, max(limits), sampler, batch_size)
             return [
-                self.response(ids[:limit])
-                for ids, limit in zip(responses_ids, most, strict=True)
+                self.response(ids[:most])
+                for ids, most in zip(generated, limits, strict=True)
             ]
 
         return self._halve_generate(
-            list(prompts), lambda prompt: prompt.length + max_new_tokens, responses
+            list(prompts), lambda prompt: prompt.length + max_new_tokens, respond
         )
 
     def _generate(
@@ -317,28 +344,21 @@ class TargetModel:
         sampler: Sampler,
         batch_size: int | None,
     ) -> list[list[int]]:
-        """The tokens of the response to each prompt, with the EOS that ends it, by the stock `generate`."""
+        """The tokens of each response, with the EOS that ends it, by the stock `generate`."""
         inputs = None
         if len(prompts) <= (batch_size or CPU_BATCH):
             inputs = self._stock_inputs(prompts)
             if inputs is None:
                 self._check_readable(prompts)
         if inputs is None:  # too many, or not in one batch
-            half = len(prompts) // 2
-            return [
-                ids
-                for part in (prompts[:half], prompts[half:])
-                for ids in self._generate(part, max_new_tokens, sampler, batch_size)
-            ]
-        sampling: dict[str, Any] = {"do_sample": False}
-        if not is_greedy(sampler.temperature):
-            sampling = {
-                "do_sample": True,
-                "temperature": sampler.temperature,
-                "top_p": sampler.top_p,
-                "top_k": 0,
-            }
-        config = self._generation_config(max_new_tokens=max_new_tokens, **sampling)
+            middle = len(prompts) // 2
+            responses: list[list[int]] = []
+            for half in (prompts[:middle], prompts[middle:]):
+                responses += self._generate(half, max_new_tokens, sampler, batch_size)
+            return responses
+        config = self._generation_config(
+            max_new_tokens=max_new_tokens, **_sampling(sampler)
+        )
         length = inputs["input_ids"].shape[1]
 
         def checked(ids_BL: Tensor, logits_BV: Tensor) -> Tensor:
@@ -352,19 +372,22 @@ class TargetModel:
             out_BL = self.model.generate(
                 **inputs, generation_config=config, logits_processor=[checked]
             )
-        return [self._until_eos(ids) for ids in out_BL[:, length:].tolist()]
+        generated = out_BL[:, length:].tolist()
+        return [self._until_eos(ids) for ids in generated]
 
     def _check_readable(self, prompts: Sequence[EncodedPrompt]) -> None:
         """PromptError for one that the stock model cannot read, not even alone."""
-        for at, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts):
             if self.family.stock_inputs(prompt.inputs) is None:
-                raise PromptError(UNREADABLE, at)
+                raise PromptError(UNREADABLE, number)
 
     def _until_eos(self, ids: list[int]) -> list[int]:
-        stop = next(
-            (i for i, token in enumerate(ids) if token in self.info.eos_ids), len(ids)
-        )
-        return ids[: stop + 1]
+        """The tokens up to the first EOS, itself included."""
+        eos_ids = self.info.eos_ids
+        for number, token in enumerate(ids):
+            if token in eos_ids:
+                return ids[: number + 1]
+        return ids
 
     @torch.inference_mode()
     def reference(
@@ -386,31 +409,33 @@ class TargetModel:
     def stock_choices(
         self, prompt: EncodedPrompt, ids: Sequence[int]
     ) -> StockChoices | None:
-        """The stock model's greedy choice at each token of a response, given the prompt and those before it.
+        """The stock model's greedy choice at each token of a response, given the tokens before it.
 
-        Its own forward pass over the prompt and the response: if each token is its choice, the response is
-        what greedy decoding gives, up to rounding. None if the stock model cannot read the prompt.
+        It is the model's own forward pass over the prompt and the response: if each token
+        is its choice, the response is that of greedy decoding, up to rounding. None if
+        the stock model cannot read the prompt.
         """
         parts: list[StockChoices] = []
         for start in range(0, len(ids), LOGITS):
             end = min(len(ids), start + LOGITS)
-            whole = [Transcript.of(prompt, ids[: end - 1])]
-            inputs = self._stock_inputs([prompt], whole)
+            sequences = [Transcript.of(prompt, ids[: end - 1])]
+            inputs = self._stock_inputs([prompt], sequences)
             if inputs is None:
                 return None
-            with self._hidden_placeholders(inputs, whole):
-                out = self.model(**inputs, use_cache=False, logits_to_keep=end - start)
-            token_N1 = torch.tensor(ids[start:end], device=self.device)[:, None]
-            parts.append(StockChoices.of(out.logits[0].float(), token_N1))
+            with self._hidden_placeholders(inputs, sequences):
+                output = self.model(
+                    **inputs, use_cache=False, logits_to_keep=end - start
+                )
+            logits_NV = output.logits[0].float()
+            token_N = torch.tensor(ids[start:end], device=self.device)
+            parts.append(StockChoices.of(logits_NV, token_N[:, None]))
         return StockChoices(*map(torch.cat, zip(*parts, strict=True)))
 
     def response(self, ids: list[int]) -> EncodedResponse:
         """Generated token ids, with the EOS that ended them, as a response."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        stopped = ids[-1] in self.info.eos_ids
-        return EncodedResponse(
-            ids=tuple(ids), finish="stop" if stopped else "length", text=text
-        )
+        finish: Finish = "stop" if ids[-1] in self.info.eos_ids else "length"
+        return EncodedResponse(ids=tuple(ids), finish=finish, text=text)
 
     def _stock_inputs(
         self,
@@ -419,43 +444,44 @@ class TargetModel:
     ) -> dict[str, Tensor] | None:
         """A batch for the stock model; None if it cannot take these prompts in one batch.
 
-        Prompts are padded on the left, to be continued; whole `sequences` on the right, with their positions.
+        Prompts are padded on the left, to be continued; `sequences`, which are prompts
+        with their responses, on the right, and with their positions.
         """
         samples = [prompt.inputs for prompt in prompts]
-        visual = (
-            self.family.stock_inputs(self.family.collate(samples))
-            if self.family.one_batch(samples)
-            else None
-        )
+        if not self.family.one_batch(samples):
+            return None
+        visual = self.family.stock_inputs(self.family.collate(samples))
         if visual is None:
             return None
-        rows, left = sequences or prompts, sequences is None
+        rows = sequences or prompts
+        on_left = sequences is None
+        ids = [row.ids_L for row in rows]
+        ones = [torch.ones_like(ids_L) for ids_L in ids]
         inputs = {
-            "input_ids": pad([row.ids_L for row in rows], self._pad_id, left=left),
-            "attention_mask": pad(
-                [torch.ones_like(row.ids_L) for row in rows], 0, left=left
-            ),
+            "input_ids": pad(ids, self._pad_id, on_left=on_left),
+            "attention_mask": pad(ones, 0, on_left=on_left),
         }
         for name in self.family.kind_inputs(self.model):
-            inputs[name] = pad([row.kind_L for row in rows], 0, left=left)
+            kinds = [row.kind_L for row in rows]
+            inputs[name] = pad(kinds, 0, on_left=on_left)
         if sequences and self.family.mrope:
-            inputs["position_ids"] = pad([row.rope_AL for row in rows], 0).transpose(
-                0, 1
-            )
+            rope_BAL = pad([row.rope_AL for row in rows], 0)
+            inputs["position_ids"] = rope_BAL.transpose(0, 1)
         return self._on_device({**inputs, **visual})
 
     @contextmanager
     def _hidden_placeholders(
         self, inputs: dict[str, Tensor], sequences: Sequence[Transcript]
     ) -> Iterator[None]:
-        """Make placeholders in responses ordinary tokens, for which the stock model would look for images."""
+        """Make placeholders in responses ordinary tokens.
+
+        Without this, the stock model would look for their images.
+        """
         ids_BL = inputs["input_ids"]
-        visual_BL = pad([sequence.visual_L for sequence in sequences], 0).to(
-            ids_BL.device
-        )
-        stray_BL = (
-            torch.isin(ids_BL, ids_BL.new_tensor(self.info.visual_ids)) & ~visual_BL
-        )
+        visual_BL = pad([sequence.visual_L for sequence in sequences], 0)
+        visual_ids = ids_BL.new_tensor(self.info.visual_ids)
+        placeholder_BL = torch.isin(ids_BL, visual_ids)
+        stray_BL = placeholder_BL & ~visual_BL.to(ids_BL.device)
         if not stray_BL.any():
             yield
             return
@@ -464,9 +490,8 @@ class TargetModel:
         inputs["input_ids"] = ids_BL.masked_fill(stray_BL, self._pad_id)
 
         def put_back(module: Any, args: Any, embed_BLD: Tensor) -> Tensor:
-            return embed_BLD.masked_scatter(
-                stray_BL[..., None], embed_ND.to(embed_BLD.dtype)
-            )
+            values_ND = embed_ND.to(embed_BLD.dtype)
+            return embed_BLD.masked_scatter(stray_BL[..., None], values_ND)
 
         handle = table.register_forward_hook(put_back)
         try:
@@ -477,12 +502,14 @@ class TargetModel:
     def _on_device(
         self, inputs: Inputs, host: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Pixels in the model's dtype, all else in its own; `host` are names that stay on the CPU."""
+        """Visual inputs on the device, pixels in the model's dtype; `host` names stay on the CPU."""
         sent = {}
         for name, value in inputs.items():
-            sent[name] = value if name in host else place(value, self.device)
+            if name not in host:
+                value = place(value, self.device)
             if name.startswith("pixel_values"):
-                sent[name] = sent[name].to(self.dtype)
+                value = value.to(self.dtype)
+            sent[name] = value
         return sent
 
     # Hidden states
@@ -495,7 +522,7 @@ class TargetModel:
         dtype: str = "bfloat16",
         keys: Sequence[str] | None = None,
     ) -> list[Sample]:
-        """Run prompts with their responses teacher-forced, in one batch, and keep the given features.
+        """Run prompts with their responses teacher-forced, in one batch, and keep features.
 
         Args:
             prompts: See `encode`.
@@ -508,14 +535,15 @@ class TargetModel:
             A sample for each prompt, with features [T, U or M, hidden size], to add to a store.
 
         Raises:
-            DataError: A name is not a feature, or features cannot be stored in that dtype.
-            TargetError: The target has no such layer, or its LM head does not turn the captured states into
-                its own logits.
+            DataError: A name is not a feature, or features cannot be stored in that
+                dtype.
+            TargetError: The target has no such layer, or its LM head does not turn the
+                captured states into its own logits.
         """
-        leaving = self.begin_capture(
+        batches = self.begin_capture(
             prompts, responses, as_features(features), dtype, keys
         )
-        return [sample for one in leaving for sample in one.samples()]
+        return [sample for batch in batches for sample in batch.samples()]
 
     def begin_capture(
         self,
@@ -525,37 +553,44 @@ class TargetModel:
         dtype: str = "bfloat16",
         keys: Sequence[str] | None = None,
     ) -> list[Leaving]:
-        """`capture` without waiting for the device: the batch, or its halves, on their way to the CPU."""
+        """`capture` without waiting for the device.
+
+        Returns the batch, or its halves, on their way to the CPU.
+        """
         if dtype not in DTYPES:
             raise DataError(
                 f"features are stored as {', '.join(DTYPES)}, not as {dtype}"
             )
         readable = [
-            p for p in prompts if self.family.stock_inputs(p.inputs) is not None
+            prompt
+            for prompt in prompts
+            if self.family.stock_inputs(prompt.inputs) is not None
         ]
         if readable and not self._checked:
             self.check(min(readable, key=lambda prompt: prompt.length))
-        items = list(zip(prompts, responses, keys or [""] * len(prompts), strict=True))
-        return self._halve_capture(
-            items,
-            lambda item: item[0].length + len(item[1]),
-            lambda part: [self._capture(part, features, dtype)],
-        )
+        keys = keys or [""] * len(prompts)
+        items = [
+            _CaptureItem(*item) for item in zip(prompts, responses, keys, strict=True)
+        ]
+
+        def run(batch: Sequence[_CaptureItem]) -> list[Leaving]:
+            return [self._capture(batch, features, dtype)]
+
+        return self._halve_capture(items, _CaptureItem.length, run)
 
     @torch.inference_mode()
     def _capture(
         self,
-        items: Sequence[tuple[EncodedPrompt, Sequence[int], str]],
+        items: Sequence[_CaptureItem],
         features: Collection[Feature],
         dtype: str,
     ) -> Leaving:
-        prompts = [prompt for prompt, _, _ in items]
-        keys = [key for _, _, key in items]
-        sequences = [Transcript.of(prompt, response) for prompt, response, _ in items]
+        prompts = [item.prompt for item in items]
+        keys = [item.key for item in items]
+        sequences = [Transcript.of(item.prompt, item.response) for item in items]
         rows = FeatureRows.of(sequences, features, self.device)
-        states = self._states(
-            prompts, sequences, {feature.source for feature in features}
-        )
+        sources = {feature.source for feature in features}
+        states = self._states(prompts, sequences, sources)
         return Leaving.of(sequences, keys, rows.select(states), dtype)
 
     @torch.inference_mode()
@@ -567,25 +602,27 @@ class TargetModel:
         inputs = self._stock_inputs([prompt])
         if inputs is None:
             raise DataError(UNREADABLE)
-        hidden_LD = self._states([prompt], [Transcript.of(prompt)], ())["hidden"][0]
-        self.check_finite(hidden_LD[-1:])
-        mine_V = self.logits(hidden_LD[-1:])[0]
-        stock_V = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
-        allowed = (1e-3 if self.dtype == torch.float32 else 5e-2) * float(
-            stock_V.abs().max()
-        )
-        worst = float((mine_V - stock_V).abs().max())
+        states = self._states([prompt], [Transcript.of(prompt)], ())
+        last_1D = states["hidden"][:, -1]
+        self.check_finite(last_1D)
+        logits_V = self.logits(last_1D)[0]
+        output = self.model(**inputs, logits_to_keep=1)
+        stock_V = output.logits[0, -1].float()
+        tolerance = 1e-3 if self.dtype == torch.float32 else 5e-2
+        allowed = tolerance * float(stock_V.abs().max())
+        worst = float((logits_V - stock_V).abs().max())
         if not worst <= allowed:
             raise TargetError(
                 f"{self.folder}: the captured states do not give the target's own logits "
-                f"(difference {worst:.3g}, allowed {allowed:.3g}): this checkpoint is not supported"
+                f"(difference {worst:.3g}, allowed {allowed:.3g}): this checkpoint is "
+                "not supported"
             )
         self._checked = True
 
     def check_finite(self, hidden_BD: Tensor) -> None:
         """PromptError for the first prompt whose last `hidden` state, or logits, are not finite.
 
-        Its response would be token 0 for ever, with and without a drafter alike.
+        Such a prompt's response would be token 0 for ever, with and without a drafter.
         """
         finite_B = hidden_BD.isfinite().all(-1)
         if finite_B.all():
@@ -602,12 +639,10 @@ class TargetModel:
     @torch.inference_mode()
     def check_runs(self) -> None:
         """`check_finite` of a prompt of one word."""
-        prompt = self.encode(
-            [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
-        )
-        self.check_finite(
-            self._states([prompt], [Transcript.of(prompt)], ())["hidden"][:, -1]
-        )
+        content = [{"type": "text", "text": "Hello"}]
+        prompt = self.encode([{"role": "user", "content": content}])
+        states = self._states([prompt], [Transcript.of(prompt)], ())
+        self.check_finite(states["hidden"][:, -1])
 
     @torch.inference_mode()
     def norm(self, state_ND: Tensor) -> Tensor:
@@ -637,21 +672,20 @@ class TargetModel:
         visual_BL = pad([sequence.visual_L for sequence in sequences], 0)
         rope_BAL = pad([sequence.rope_AL for sequence in sequences], 0)
         ids_BL = pad([sequence.ids_L for sequence in sequences], self._pad_id)
+        visual_U = visual_BL.flatten().nonzero().flatten()
         hidden_BLD = self._text.embed_tokens(place(ids_BL, self.device))
         embedded = LayerInputs(
             hidden_BLD=hidden_BLD,
             rope_ABL=place(rope_BAL, self.device).transpose(0, 1),
-            visual_U=place(visual_BL.flatten().nonzero().flatten(), self.device),
+            visual_U=place(visual_U, self.device),
         )
         inputs = self.family.collate([prompt.inputs for prompt in prompts])
         if not inputs:
             return embedded
-        kind_U = torch.cat(
-            [sequence.kind_L[sequence.visual_L] for sequence in sequences]
-        )
+        kinds = [sequence.kind_L[sequence.visual_L] for sequence in sequences]
         sent = self._on_device(inputs, host=self.family.host_inputs)
         try:
-            visual = encode_visual(self.family, self.model, sent, kind_U)
+            visual = encode_visual(self.family, self.model, sent, torch.cat(kinds))
         except TargetError as error:
             raise TargetError(f"{self.folder}: {error}") from None
         embed_UD = visual.embed_UD.to(hidden_BLD.dtype)
@@ -664,6 +698,28 @@ class TargetModel:
         return run_layers(
             self._text, embedded, eager=self._eager, sources=sources, cache=cache
         )
+
+
+def _check_generation(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """DataError if a setting of `generate` is out of range."""
+    is_temperature = 0 <= temperature < float("inf")
+    if max_new_tokens < 1 or not is_temperature or not 0 < top_p <= 1:
+        raise DataError(
+            f"cannot generate with max_new_tokens {max_new_tokens} (at least 1), "
+            f"temperature {temperature} (at least 0), top_p {top_p} (above 0, up to 1)"
+        )
+
+
+def _sampling(sampler: Sampler) -> dict[str, Any]:
+    """The settings of the stock `generate` for a sampler."""
+    if is_greedy(sampler.temperature):
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": sampler.temperature,
+        "top_p": sampler.top_p,
+        "top_k": 0,
+    }
 
 
 def _tensors(module: torch.nn.Module) -> list[Tensor]:

@@ -15,14 +15,14 @@ from vlmdistill.stores.errors import TargetError
 
 
 class LayerCache(Protocol):
-    """A KV cache, as far as the stock attention layers call it."""
+    """The interface of a KV cache that the stock attention layers call."""
 
     def update(
         self, key_BGLd: Tensor, value_BGLd: Tensor, layer: int, /, **unused: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of a layer; return those that it attends to.
+        """Write the keys and values of a layer; return the ones that it attends to.
 
-        From transformers 5.24 on, layers also pass what they were called with.
+        From transformers 5.24 on, layers also pass the arguments of their own call.
         """
         ...
 
@@ -41,21 +41,20 @@ def tapped(sources: Collection[str], layers: int) -> dict[int, list[str]]:
 
 
 def cache_argument(module: Any) -> str:
-    """How the forward pass of a stock module calls its KV cache: transformers 5.24 renamed it."""
-    taken = signature(type(module).forward).parameters
-    return "cache" if "cache" in taken else "past_key_values"
+    """The name of the KV cache in a stock module's forward pass: transformers 5.24 renamed it."""
+    arguments = signature(type(module).forward).parameters
+    return "cache" if "cache" in arguments else "past_key_values"
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What the text layers start from: a right-padded batch, whose visual positions are filled in."""
+    """The input of layer 0: a right-padded batch with visual embeddings at visual positions."""
 
     hidden_BLD: Tensor
     rope_ABL: Tensor
     visual_U: Tensor  # the rows of visual positions in the flattened batch [B * L]
-    deepstack: tuple[
-        Tensor, ...
-    ] = ()  # each [U, D]: added at visual positions after layer 0, 1, ...
+    deepstack: tuple[Tensor, ...] = ()
+    """Each [U, D]: added at visual positions after layer 0, 1, ..."""
 
 
 def run_layers(
@@ -66,7 +65,7 @@ def run_layers(
     sources: Collection[str],
     cache: LayerCache | None,
 ) -> dict[str, Tensor]:
-    """Run input embeddings through the stock layers of text model `text`: states by source, [B, L, D].
+    """Run the stock layers of text model `text`: states by source, [B, L, D].
 
     Eager attention needs an explicit causal mask, the other kernels do not.
     """
@@ -77,10 +76,9 @@ def run_layers(
     mask = None
     if eager:
         length = hidden_BLD.shape[1]
-        mask_LL = hidden_BLD.new_full(
-            (length, length), torch.finfo(hidden_BLD.dtype).min
-        )
-        mask = mask_LL.triu(1)[None, None]
+        closed = torch.finfo(hidden_BLD.dtype).min
+        closed_LL = hidden_BLD.new_full((length, length), closed)
+        mask = closed_LL.triu(1)[None, None]
     caching = {cache_argument(text.layers[0]): cache, "use_cache": True}
     states: dict[str, Tensor] = {}
     for number, layer in enumerate(text.layers):

@@ -1,4 +1,4 @@
-"""A target VLM on one device: it also decodes, one sequence at a time, as the `Target` of the decoders.
+"""A target VLM on one device, which also decodes, one sequence at a time.
 
 Shapes: B samples, L positions, N tokens of one decoding step, A rotary axes, D hidden
 width, S committed positions, U visual tokens.
@@ -30,11 +30,10 @@ from vlmdistill.stores.schema import Feature
 
 HIDDEN_TEXT = Feature("hidden", "text")
 GPU_BATCH = 512
-"""Sequences at most: beyond, a step is bound by arithmetic, and more of them gain nothing."""
+"""The most sequences of a batch: with more, a step is bound by arithmetic and gains nothing."""
 PASS_BYTES = 4 << 30  # for the states of a prefill
-SAMPLED_BYTES = (
-    40  # of each logit while a token is drawn: float32, and several float64 copies
-)
+SAMPLED_BYTES = 40
+"""Bytes of each logit while a token is drawn: float32, and several float64 copies."""
 
 
 class VisionLanguageTarget(TargetModel):
@@ -53,15 +52,13 @@ class VisionLanguageTarget(TargetModel):
 
     @property
     def passes(self) -> int:
-        """Forward passes after a prefill so far, whoever asked for them."""
+        """Calls of `extend` so far, in all sequences."""
         return self._decoder.passes
 
     @cached_property
     def _decoder(self) -> Decoder:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # the weights can still be used in training
+        # Not in inference mode: the fused weights can still be used in training.
+        with torch.inference_mode(False), torch.no_grad():
             return Decoder(self._text, compiled=self._compiled)
 
     @torch.inference_mode()
@@ -72,13 +69,12 @@ class VisionLanguageTarget(TargetModel):
         sampler: Sampler,
         batch_size: int | None,
     ) -> list[list[int]]:
-        layers, draw = self._decoder.layers, sampler.begin(self.device)
+        layers = self._decoder.layers
+        draw = sampler.begin(self.device)
         lengths = [prompt.length for prompt in prompts]
         capacity = max(lengths) + max_new_tokens
-        slots = batch_size or self._slots(capacity)
-        cache = BatchKVCache(
-            layers.shape, min(slots, len(prompts)), capacity, layers.embed_VD
-        )
+        slots = min(batch_size or self._slots(capacity), len(prompts))
+        cache = BatchKVCache(layers.shape, slots, capacity, layers.embed_VD)
         return generate_batch(
             layers,
             cache,
@@ -101,8 +97,10 @@ class VisionLanguageTarget(TargetModel):
         admitted = cache.admit([prompt.length for prompt in prompts])
         hidden_BLD = self._states(prompts, sequences, (), admitted)["hidden"]
         last_B = torch.tensor([prompt.length - 1 for prompt in prompts])
-        row_B = last_B + torch.arange(len(prompts)) * hidden_BLD.shape[1]
-        hidden_BD = hidden_BLD.flatten(0, 1).index_select(0, place(row_B, self.device))
+        start_B = torch.arange(len(prompts)) * hidden_BLD.shape[1]
+        row_B = start_B + last_B
+        rows_ND = hidden_BLD.flatten(0, 1)
+        hidden_BD = rows_ND.index_select(0, place(row_B, self.device))
         try:
             self.check_finite(hidden_BD)
         except PromptError as error:
@@ -111,15 +109,17 @@ class VisionLanguageTarget(TargetModel):
         return Prefilled(hidden_BD, [prompt.next_rope for prompt in prompts])
 
     def _slots(self, capacity: int) -> int:
-        """How many sequences of `capacity` positions are generated at a time: on a GPU as many as fit."""
+        """The sequences of `capacity` positions that are generated at a time.
+
+        On a GPU these are as many as its memory holds.
+        """
         if self.device.type != "cuda":
             return CPU_BATCH
         free = free_bytes(self.device) - PASS_BYTES
         position_bytes = self._decoder.layers.shape.position_bytes(self.dtype)
-        sequence_bytes = (
-            position_bytes * capacity + SAMPLED_BYTES * self.info.vocab_size
-        )
-        return max(1, min(GPU_BATCH, free // sequence_bytes))
+        logits_bytes = SAMPLED_BYTES * self.info.vocab_size
+        fitting = free // (position_bytes * capacity + logits_bytes)
+        return max(1, min(GPU_BATCH, fitting))
 
     def drafter(self, folder: Path) -> Proposer:
         """The drafter in a folder, for this target; see `checkpoint.load`."""
@@ -137,14 +137,15 @@ class VisionLanguageTarget(TargetModel):
 
         PromptError if its last state is not finite.
         """
-        self._prompt, self.sequence = prompt, self.sequence + 1
-        wanted = {HIDDEN_TEXT, *features}
+        self._prompt = prompt
+        self.sequence += 1
+        needed = {HIDDEN_TEXT, *features}
+        sources = {feature.source for feature in needed}
         with torch.inference_mode():
-            states = self._prefill(prompt, {f.source for f in wanted}, on_encoded)
+            states = self._prefill(prompt, sources, on_encoded)
             self.check_finite(states["hidden"][:, -1])
-            return Transcript.of(prompt).batch(
-                {name: state[0] for name, state in states.items()}, wanted
-            )
+            of_prompt = {name: state_1LD[0] for name, state_1LD in states.items()}
+            return Transcript.of(prompt).batch(of_prompt, needed)
 
     def _prefill(
         self,
@@ -180,37 +181,30 @@ class VisionLanguageTarget(TargetModel):
     def attention(self) -> Tensor:
         """The attention of the text after the last visual token to each visual token: float32 [U].
 
-        Mean over that text, all heads and layers. Call it after `prefill`, before anything is committed.
+        It is the mean over that text, all heads and layers. Call it after `prefill`,
+        before anything is committed.
         """
         prompt = self._last_prompt
         if not prompt.spans:
             return torch.zeros(0, device=self.device)
-        first = prompt.spans[-1].start + prompt.spans[-1].length
+        last = prompt.spans[-1]
+        first = last.start + last.length
         ids_N = prompt.ids_L[first:].to(self.device)
-        weight_S = self._decoder.attention(
-            ids_N, prompt.rope_AL[0, first:].to(self.device), first
-        )
+        rope_N = prompt.rope_AL[0, first:].to(self.device)
+        weight_S = self._decoder.attention(ids_N, rope_N, first)
         return weight_S[prompt.visual_L.to(self.device)]
 
     @torch.inference_mode()
     def without(self, keep_U: Tensor) -> Decoder:
-        """A second sequence over the same weights: the last prompt with only these visual tokens (bool)."""
-        prompt, keep_U = self._last_prompt, keep_U.to(self.device)
-        whole = self._embed([prompt], [Transcript.of(prompt)])
-        visual_L = torch.zeros(prompt.length, dtype=torch.bool, device=self.device)
-        visual_L[whole.visual_U] = True
-        keep_L = ~visual_L
-        keep_L[whole.visual_U] = keep_U
-        kept = LayerInputs(
-            hidden_BLD=whole.hidden_BLD[:, keep_L],
-            rope_ABL=whole.rope_ABL[:, :, keep_L],
-            visual_U=visual_L[keep_L].nonzero().flatten(),
-            deepstack=tuple(level_UD[keep_U] for level_UD in whole.deepstack),
-        )
-        reader, length = (
-            Decoder(self._text, self._decoder.layers),
-            kept.hidden_BLD.shape[1],
-        )
+        """The last prompt with only some visual tokens (bool), as a second sequence.
+
+        It is over the same weights.
+        """
+        prompt = self._last_prompt
+        embedded = self._embed([prompt], [Transcript.of(prompt)])
+        kept = _with_visual(embedded, keep_U.to(self.device))
+        length = kept.hidden_BLD.shape[1]
+        reader = Decoder(self._text, self._decoder.layers)
         cache = reader.start(length, prompt.next_rope)
         self._run(kept, (), cache)
         cache.length = length
@@ -220,3 +214,18 @@ class VisionLanguageTarget(TargetModel):
     def _last_prompt(self) -> EncodedPrompt:
         assert self._prompt is not None, "prefill comes first"
         return self._prompt
+
+
+def _with_visual(embedded: LayerInputs, keep_U: Tensor) -> LayerInputs:
+    """The inputs of one prompt without the other visual tokens."""
+    length = embedded.hidden_BLD.shape[1]
+    visual_L = torch.zeros(length, dtype=torch.bool, device=keep_U.device)
+    visual_L[embedded.visual_U] = True
+    keep_L = ~visual_L
+    keep_L[embedded.visual_U] = keep_U
+    return LayerInputs(
+        hidden_BLD=embedded.hidden_BLD[:, keep_L],
+        rope_ABL=embedded.rope_ABL[:, :, keep_L],
+        visual_U=visual_L[keep_L].nonzero().flatten(),
+        deepstack=tuple(level_UD[keep_U] for level_UD in embedded.deepstack),
+    )

@@ -9,7 +9,7 @@ import logging
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -73,14 +73,14 @@ class Adaptation:
     eval_share: float = EVAL_SHARE
     minutes: float | None = None  # of training; either these or the steps
     steps: int | None = None
-    old: float = 0.5  # share of the training samples that the drafter knows already, or that are no traffic
+    old: float = 0.5
+    """Share of the training samples that the drafter knows already, or that are no traffic."""
     fewest: int = 32  # new samples that a round needs
     settings: tuple[str, ...] = ()
     limit: int = 60  # held-out prompts of the new traffic, and as many old ones
     max_new_tokens: int = 256
-    tolerance: float = (
-        0.02  # share of the tokens per call on old prompts that may be lost
-    )
+    tolerance: float = 0.02
+    """Share of the tokens per call on old prompts that may be lost."""
     seed: int = 0
     workers: int | None = None
 
@@ -88,15 +88,15 @@ class Adaptation:
         """DataError if a value is out of range."""
         if (self.minutes is None) == (self.steps is None):
             raise DataError("give the budget of training: either --minutes or --steps")
-        for name, value in (("--minutes", self.minutes), ("--steps", self.steps)):
+        for option, value in (("--minutes", self.minutes), ("--steps", self.steps)):
             if value is not None and value <= 0:
-                raise DataError(f"{name} {value}: give a number above 0")
-        for name, share in (("--old", self.old), ("--tolerance", self.tolerance)):
+                raise DataError(f"{option} {value}: give a number above 0")
+        for option, share in (("--old", self.old), ("--tolerance", self.tolerance)):
             if not 0 <= share < 1:
-                raise DataError(f"{name} {share}: give a share from 0 to below 1")
+                raise DataError(f"{option} {share}: give a share from 0 to below 1")
         if self.limit < FEWEST:
             raise DataError(
-                f"--limit {self.limit}: an interval needs at least {FEWEST} prompts"
+                f"--limit {self.limit}: need at least {FEWEST} prompts for a confidence interval"
             )
 
 
@@ -114,6 +114,14 @@ class RoundPlan(msgspec.Struct, kw_only=True):
     seconds: dict[str, float] = {}  # by stage of the round
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """Whether the candidate is published, or good enough on some prompts, and why."""
+
+    publishes: bool
+    reason: str
+
+
 def adapt(
     workspace: Workspace,
     name: str,
@@ -129,10 +137,9 @@ def adapt(
     how.check()
     describe(workspace.drafter(name))
     with only_writer(workspace.drafter(f"{name}.adapt")) as part:
-        round_ = _Round(workspace, name, how, bar, say)
-        made = round_.run()
+        finished_round = _Round(workspace, name, how, bar, say).run()
         part.save()
-    return made
+    return finished_round
 
 
 @dataclass
@@ -147,9 +154,9 @@ class _Round:
 
     def __post_init__(self) -> None:
         self._file = self.workspace.drafter(f"{self.name}.adapt") / PLAN
-        there = versions.rounds(self.workspace, self.name, again=True)
-        number = 1 + max((one.number for one in there), default=0)
-        self.plan = self._begun(number) or RoundPlan(
+        earlier = versions.rounds(self.workspace, self.name, again=True)
+        number = 1 + max((drafter_round.number for drafter_round in earlier), default=0)
+        self.plan = self._stopped_plan(number) or RoundPlan(
             number=number,
             round=datetime.now(UTC).strftime("%Y-%m-%d"),
             base=versions.current(self.workspace, self.name),
@@ -157,14 +164,15 @@ class _Round:
         )
         self.base = self.workspace.drafter(self.plan.base)
         self.method = str(describe(self.base)["drafter"])
+        self.facts: dict[str, Any] = {}  # of the evaluation
 
-    def _begun(self, number: int) -> RoundPlan | None:
+    def _stopped_plan(self, number: int) -> RoundPlan | None:
         """The plan of the round of that number, if it was stopped."""
         try:
-            found = msgspec.json.decode(read_bytes(self._file), type=RoundPlan)
+            plan = msgspec.json.decode(read_bytes(self._file), type=RoundPlan)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-        return found if found.number == number else None
+        return plan if plan.number == number else None
 
     @contextmanager
     def _stage(self, stage: str) -> Iterator[None]:
@@ -173,10 +181,9 @@ class _Round:
         yield
         spent = self.plan.seconds.get(stage, 0.0) + time.monotonic() - start
         self.plan.seconds[stage] = round(spent, 1)
-        self._note()
+        self._write_plan()
 
-    def _note(self) -> None:
-        """Write the plan."""
+    def _write_plan(self) -> None:
         with atomic_write(self._file, alone=True) as file:
             file.write_bytes(msgspec.json.encode(self.plan))
 
@@ -193,20 +200,20 @@ class _Round:
                 store = self._choose(view)
         if store is None or self.plan.fresh < self.how.fewest:
             few = f"{self.plan.fresh} samples of traffic are new to {self.plan.base}"
-            return self._end(False, f"{few}: a round needs {self.how.fewest}")
-        self.say(
-            f"training   on {self.plan.fresh} new samples and {self.plan.known} known ones"
-        )
+            reason = f"{few}: a round needs {self.how.fewest}"
+            return self._end(Judgement(False, reason))
+        samples = f"{self.plan.fresh} new samples and {self.plan.known} known ones"
+        self.say(f"training   on {samples}")
         if not (self.workspace.drafter(self.plan.drafter) / "config.json").exists():
             with self._stage("train"):
                 self._train(view)
         with self._stage("eval"):
-            published, why, facts = self._judge()
-        return self._end(published, why, facts)
+            verdict = self._judge()
+        return self._end(verdict)
 
     def _harvest(self) -> None:
         with self.bar("harvesting", "exchanges") as report:
-            made = harvest(
+            harvested = harvest(
                 self.workspace,
                 self.how.sources,
                 self.how.policy,
@@ -214,31 +221,29 @@ class _Round:
                 eval_share=self.how.eval_share,
                 progress=report,
             )
-        before = self.plan.harvested or {"kept": 0}
-        self.plan.harvested = {**asdict(made), "kept": made.kept + before["kept"]}
-        self.say(
-            f"harvested  {made.kept} of {made.exchanges} exchanges, {made.known} known before"
-        )
-        if made.unread:
-            log.warning("the rest is harvested, but %s", unread_line(made.unread))
+        kept_before = (self.plan.harvested or {}).get("kept", 0)
+        kept = harvested.kept + kept_before
+        self.plan.harvested = {**asdict(harvested), "kept": kept}
+        counts = f"{harvested.kept} of {harvested.exchanges} exchanges"
+        self.say(f"harvested  {counts}, {harvested.known} known before")
+        if harvested.unread:
+            log.warning("the rest is harvested, but %s", unread_line(harvested.unread))
 
     def _capture(self) -> None:
+        """Capture the features of the harvested prompts."""
         file = self.workspace.prompts
-        if not file.is_file() or not (keys := _traffic(file, "train")):
+        traffic_keys = _traffic_keys(file, "train") if file.is_file() else set[str]()
+        if not traffic_keys:
             return
         store = CaptureStore(self.workspace.features)
+        engine = "transformers"
+        if store.base:
+            engine = store.base.provenance.engine.partition(" ")[0]
         prompts = prompt_table.load(file, self.workspace.model, "train")
-        others = pl.Series(
-            [key for key in prompts.facts["key"] if key not in keys], dtype=pl.String
-        )
-        engine = (
-            store.base.provenance.engine.partition(" ")[0]
-            if store.base
-            else "transformers"
-        )
+        other_keys = [key for key in prompts.facts["key"] if key not in traffic_keys]
         job = CaptureJob(
             workspace=self.workspace,
-            prompts=prompts.without(others),
+            prompts=prompts.without(pl.Series(other_keys, dtype=pl.String)),
             responses=self.workspace.responses,
             store=store,
             settings=CaptureSettings(drafters=[self.method]),
@@ -254,40 +259,40 @@ class _Round:
         store = Store.find(self.workspace.features)
         if store is None or TIME not in store.index.columns:
             return None
-        seen = trained_on(self.base) or frozenset()
         rows = store.index.select("key", TIME)
+        seen = trained_on(self.base) or frozenset()
         fresh = {
             key
-            for key, asked in rows.iter_rows()
-            if asked is not None and key not in seen
+            for key, time_of_request in rows.iter_rows()
+            if time_of_request is not None and key not in seen
         }
-        able = {
-            key
-            for one in splits(self._run(1), store)
-            for key in (*one.visual, *one.text)
-        }
-        self.plan.fresh = len(fresh & able)
-        wanted = round(self.plan.fresh * self.how.old / (1 - self.how.old))
-        others = sorted(
-            set(rows["key"]) - fresh, key=lambda key: content_hash([view, key])
-        )[:wanted]
-        chosen = [*fresh, *others]
-        self.plan.known = len(others)
-        self._note()  # before the view, with which the round goes on past this stage
+        trainable: set[str] = set()
+        for stage_split in splits(self._run(1), store):
+            trainable.update(stage_split.visual, stage_split.text)
+        self.plan.fresh = len(fresh & trainable)
+        known_keys = self._known_keys(set(rows["key"]) - fresh, view)
+        self.plan.known = len(known_keys)
+        self._write_plan()  # before the view, with which the round goes on past this stage
         if self.plan.fresh >= self.how.fewest:
+            chosen = [*fresh, *known_keys]
             of_round = Filter(
                 "not of this round", lambda frame: frame["key"].is_in(chosen)
             )
             filter_store(store, view, filters=[of_round])
         return store
 
+    def _known_keys(self, keys: Iterable[str], view: str) -> list[str]:
+        """The samples of these that the round trains on besides the fresh ones."""
+        old_share = self.how.old
+        count = round(self.plan.fresh * old_share / (1 - old_share))
+        shuffled = sorted(keys, key=lambda key: content_hash([view, key]))
+        return shuffled[:count]
+
     def _run(self, steps: int, view: str | None = None) -> Run:
         """The training of the round."""
         config = from_dict(catalogue.config(self.method), describe(self.base)["config"])
-        of_round = [
-            "steps=" + str(steps),
-            "stages.*.view=",
-        ]  # not the views that the base was trained on
+        # The views that the base was trained on are not kept.
+        of_round = [f"steps={steps}", "stages.*.view="]
         changed = override(config, [*of_round, *self.how.settings])
         run = train.planned(
             self.workspace, self.method, name=self.plan.drafter, seed=self.how.seed
@@ -297,7 +302,7 @@ class _Round:
     def _train(self, view: str) -> None:
         if not self.plan.steps:
             self.plan.steps = self.how.steps or self._affordable_steps(view)
-            self._note()
+            self._write_plan()
         with self.bar(f"training {self.plan.drafter}", "steps") as report:
             train.run(self._run(self.plan.steps, view), report=report)
 
@@ -308,65 +313,60 @@ class _Round:
             seconds = seconds_per_step(self._run(TIMED, view), folder)
         return max(1, round(60 * minutes / seconds))
 
-    def _judge(self) -> tuple[bool, str, dict[str, Any]]:
+    def _judge(self) -> Judgement:
         """Measure base and candidate on held-out prompts; whether the candidate is published, and why."""
-        new, old = self._held_out()
-        facts: dict[str, Any] = {"steps": self.plan.steps}
+        self.facts = {"steps": self.plan.steps}
+        new_prompts, old_prompts = self._held_out()
         verdicts = []
-        for side, held_out in (("new", new), ("old", old)):
+        for side, held_out in (("new", new_prompts), ("old", old_prompts)):
             if side == "old" and not held_out:
                 continue
-            if len(prompts := _comparable(held_out)) < FEWEST:
+            prompts = _comparable(held_out)
+            if len(prompts) < FEWEST:
                 few = f"{len(prompts)} of {len(held_out)} held-out prompts of the {side} traffic"
-                return (
-                    False,
-                    f"{few} can be compared, and an interval needs {FEWEST}",
-                    facts,
+                return Judgement(
+                    False, f"{few} can be compared, and an interval needs {FEWEST}"
                 )
-            one, other = self._evaluate(side, prompts)
-            if wrong := [
-                text for made in (one, other) for text in audit.failures(made)
-            ]:
-                return False, f"the evaluation contradicts itself: {wrong[0]}", facts
-            if not (one.lossless and other.lossless):
-                return False, "a response differs from the target's", facts
-            mine, theirs = one.temperatures[0], other.temperatures[0]
-            ratio = advantage(mine, theirs, "tau")
-            facts[side] = {
-                "prompts": len(prompts),
-                "tau": figures(mine).tau,
-                "base_tau": figures(theirs).tau,
-                "ratio": [ratio.low, ratio.high] if ratio else None,
-            }
-            verdicts.append(_verdict(side, ratio, self.how.tolerance))
-            self.say(
-                f"measured   {side}: tau {figures(mine).tau:.2f}, {figures(theirs).tau:.2f} before"
-            )
-        return (
-            all(good for good, _ in verdicts),
-            "; ".join(text for _, text in verdicts),
-            facts,
-        )
+            candidate, base = self._evaluate(side, prompts)
+            problem = _contradiction(candidate, base)
+            if problem:
+                return Judgement(False, problem)
+            verdicts.append(self._compare(side, candidate, base, len(prompts)))
+        reasons = "; ".join(verdict.reason for verdict in verdicts)
+        return Judgement(all(verdict.publishes for verdict in verdicts), reasons)
+
+    def _compare(
+        self, side: str, candidate: Evaluation, base: Evaluation, prompts: int
+    ) -> Judgement:
+        """Whether the candidate is good enough on a side; the numbers become facts of the round."""
+        candidate_results = candidate.temperatures[0]
+        base_results = base.temperatures[0]
+        candidate_tau = figures(candidate_results).tau
+        base_tau = figures(base_results).tau
+        ratio = advantage(candidate_results, base_results, "tau")
+        self.facts[side] = {
+            "prompts": prompts,
+            "tau": candidate_tau,
+            "base_tau": base_tau,
+            "ratio": [ratio.low, ratio.high] if ratio else None,
+        }
+        self.say(f"measured   {side}: tau {candidate_tau:.2f}, {base_tau:.2f} before")
+        return _verdict(side, ratio, self.how.tolerance)
 
     def _held_out(self) -> tuple[list[Prompt], list[Prompt]]:
         """The latest held-out prompts of traffic, and the others."""
-        prompts = [
-            one
-            for one in prompt_table.read(self.workspace.prompts)
-            if one.split == "eval"
-        ]
-        prompts.sort(key=lambda one: (-(one.time or 0), one.key))
-        new, old = (
-            [one for one in prompts if (one.time is None) == known]
-            for known in (False, True)
-        )
-        return new[: self.how.limit], old[: self.how.limit]
+        prompts = prompt_table.read(self.workspace.prompts)
+        held_out = [prompt for prompt in prompts if prompt.split == "eval"]
+        held_out.sort(key=lambda prompt: (-(prompt.time or 0), prompt.key))
+        new_prompts = [prompt for prompt in held_out if prompt.time is not None]
+        old_prompts = [prompt for prompt in held_out if prompt.time is None]
+        limit = self.how.limit
+        return new_prompts[:limit], old_prompts[:limit]
 
     def _evaluate(
         self, side: str, prompts: Sequence[Prompt]
     ) -> tuple[Evaluation, Evaluation]:
         """Candidate and base on the same prompts, in one process."""
-        names = [self.plan.drafter, self.plan.base]
         settings = evaluate.Settings(
             limit=len(prompts), max_new_tokens=self.how.max_new_tokens
         )
@@ -376,53 +376,65 @@ class _Round:
         ):
             file = folder / "prompts.parquet"
             prompt_table.write(file, prompts)
-            title = f"{self.plan.drafter}-{side}"
-            one, other = evaluate.evaluate(
+            candidate, base = evaluate.evaluate(
                 self.workspace,
-                open_drafters(self.workspace, names),
+                open_drafters(self.workspace, [self.plan.drafter, self.plan.base]),
                 settings,
                 prompts_file=file,
-                title=title,
+                title=f"{self.plan.drafter}-{side}",
                 on_prompt=report,
             )
-        return one, other
+        return candidate, base
 
-    def _end(
-        self, published: bool, why: str, facts: dict[str, Any] | None = None
-    ) -> DrafterRound:
+    def _end(self, verdict: Judgement) -> DrafterRound:
         """Record the round; from then on the candidate is in use, if it is published."""
         plan = self.plan
-        known = {
+        facts = {
             "harvest": plan.harvested,
             "fresh": plan.fresh,
             "known": plan.known,
             "seconds": plan.seconds,
+            **self.facts,
         }
-        made = versions.record(
+        drafter_round = versions.record(
             self.workspace,
             self.name,
             plan.drafter,
             base=plan.base,
-            published=published,
-            why=why,
-            facts={**known, **(facts or {})},
+            published=verdict.publishes,
+            why=verdict.reason,
+            facts=facts,
         )
         self._file.unlink(missing_ok=True)
         metrics = self._file.parent / METRICS
         with naming(metrics), metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(msgspec.to_builtins(made)) + "\n")
-        return made
+            file.write(json.dumps(msgspec.to_builtins(drafter_round)) + "\n")
+        return drafter_round
 
 
-def _verdict(side: str, ratio: Interval | None, tolerance: float) -> tuple[bool, str]:
+def _contradiction(candidate: Evaluation, base: Evaluation) -> str:
+    """Why two evaluations cannot be compared; empty if they can."""
+    failures = [*audit.failures(candidate), *audit.failures(base)]
+    if failures:
+        return f"the evaluation contradicts itself: {failures[0]}"
+    if not candidate.lossless or not base.lossless:
+        return "a response differs from the target's"
+    return ""
+
+
+def _verdict(side: str, ratio: Interval | None, tolerance: float) -> Judgement:
     """Whether the candidate is good enough on a side, and why."""
     if ratio is None:
-        return False, f"too few prompts of each kind to compare on the {side} ones"
-    shown = f"{ratio.low:.3f} to {ratio.high:.3f} times the tokens per call"
-    good, words = ratio.low >= 1 - tolerance, ("not worse", "maybe worse")
+        few = f"too few prompts of each kind to compare on the {side} ones"
+        return Judgement(False, few)
     if side == "new":
-        good, words = ratio.low > 1, ("better", "not surely better")
-    return good, f"{words[0] if good else words[1]} on the {side} prompts, {shown}"
+        is_good = ratio.low > 1
+        outcome = "better" if is_good else "not surely better"
+    else:
+        is_good = ratio.low >= 1 - tolerance
+        outcome = "not worse" if is_good else "maybe worse"
+    interval = f"{ratio.low:.3f} to {ratio.high:.3f} times the tokens per call"
+    return Judgement(is_good, f"{outcome} on the {side} prompts, {interval}")
 
 
 def _comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -431,15 +443,14 @@ def _comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompt for prompt in prompts if counts[kind_of(prompt)] >= FEWEST_OF_KIND]
 
 
-def _traffic(file: Path, split: str) -> set[str]:
+def _traffic_keys(file: Path, split: str) -> set[str]:
     """The keys of the harvested prompts of a split."""
     columns = pl.read_parquet_schema(file)
     if TIME not in columns:
         return set()
     rows = pl.read_parquet(file, columns=["key", "split", TIME])
-    return set(
-        rows.filter(pl.col(TIME).is_not_null() & (pl.col("split") == split))["key"]
-    )
+    is_traffic = pl.col(TIME).is_not_null() & (pl.col("split") == split)
+    return set(rows.filter(is_traffic)["key"])
 
 
 class _TimedError(Exception):
@@ -455,9 +466,8 @@ def seconds_per_step(run: Run, folder: Path) -> float:
 
     def note(progress: TrainingProgress) -> None:
         lengths.append(progress.seconds)
-        if (
-            progress.step == progress.total
-        ):  # before the store gets statistics of the samples
+        is_last = progress.step == progress.total
+        if is_last:  # before the store gets statistics of the samples
             raise _TimedError
 
     try:

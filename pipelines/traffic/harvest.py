@@ -155,7 +155,7 @@ def harvest(
             raise DataError(unread_line(logs.unread))
         train, held_out = job.split_counts(summary.out)
         dropped = job.dropped + summary.skipped
-        known = dropped.pop(KNOWN, 0)
+        known_count = dropped.pop(KNOWN, 0)
         harvested = Harvest(
             when=utc(now.timestamp()),
             round=round_name,
@@ -169,7 +169,7 @@ def harvest(
             unread=logs.unread,
             train=train,
             eval=held_out,
-            known=known,
+            known=known_count,
             dropped=dict(dropped.most_common()),
             tokens=dict(job.origins),
             redacted=job.redacted,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmdistill.pipelines.media.urls import copy_of, is_url
+from vlmdistill.pipelines.targets.checkpoints import packaged
 from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.parts import Parts, Publishing, parts, parts_of
@@ -86,7 +87,7 @@ class Workspace:
             if lone_surrogate(path):  # neither records nor messages can hold it
                 raise DataError(f"the name of {path!a} is not UTF-8: rename it")
         name = folder.name if folder else model.strip("/").replace("/", "--")
-        if folder is None and model not in EMBEDDED:
+        if folder is None and model not in (*EMBEDDED, packaged.NAME):
             existing = backend.list_names("")
             if name not in existing:
                 hub_id(model, existing)

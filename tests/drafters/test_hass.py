@@ -1,5 +1,8 @@
 """HASS: its multi-step attention is that of the paper's mask, written out with streams and -inf."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
@@ -8,9 +11,11 @@ from torch.nn import functional as F
 
 from tests.drafters import synthetic
 from vlmdistill.drafters import catalogue
+from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Batch, TokenIndex
 from vlmdistill.drafters.core.kv_cache import PackedKVCache
 from vlmdistill.drafters.core.layers import apply_rotary
+from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.eagle2 import Eagle2
 from vlmdistill.drafters.training.unroll import supervised, unroll
 
@@ -180,3 +185,30 @@ def test_the_gradient_is_cut_between_hops_and_nowhere_else() -> None:
     whole = unroll(drafter, one, STAGE).total
     torch.testing.assert_close(whole, naive)
     assert not torch.allclose(torch.autograd.grad(whole, weights)[0], cut[0], rtol=1e-3)
+
+
+def test_a_checkpoint_that_names_hass_is_read(tmp_path: Path) -> None:
+    """As of when HASS had a class of its own."""
+    folder = synthetic.save("hass", tmp_path / "mine")
+    file = folder / "config.json"
+    description = json.loads(file.read_text())
+    assert description["drafter"] == "eagle2"
+    file.write_text(json.dumps({**description, "drafter": "hass"}))
+    drafter = checkpoint.load(folder, synthetic.head(), synthetic.INFO)
+    assert isinstance(drafter, Eagle2)
+    assert drafter.tree == Tree.parse("60-5-10")
+
+
+def test_its_settings_are_those_of_the_paper_on_eagle2() -> None:
+    losses = {"regression": 1.0, "cross_entropy": 0.1}
+    text, multimodal = TRAINING.schedule
+    assert (text.hops, text.epochs, text.learning_rate) == (3, 40, 3e-5)
+    assert text.losses == losses
+    assert (multimodal.hops, multimodal.epochs, multimodal.learning_rate) == (
+        3,
+        10,
+        1e-5,
+    )
+    assert multimodal.losses == {**losses, "top_k": 1.0}
+    assert (TRAINING.batch_tokens, TRAINING.warmup) == (32768, 0.01)
+    assert TRAINING.detach

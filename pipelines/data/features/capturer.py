@@ -453,7 +453,7 @@ def capture(
         keys_in(store, settings, options.engine)
         sampling = dataset.read_settings(responses)[0]
         load = options.load | Options(thinking=sampling.thinking)
-        run = _Run(
+        run = _CaptureRun(
             prompts=prompts,
             generated=generated,
             sampling=str(sampling),
@@ -536,7 +536,7 @@ def _summary(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _CaptureRun:
     """The arguments that the passes of one run share."""
 
     prompts: Sequence[Prompt]

@@ -142,7 +142,7 @@ class _Sample:
     problem: BadRowError | None = None  # the first one
     _media: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Kind -> name of a member -> content."""
-    _room: int = MOST_BYTES
+    _room: int = field(default_factory=lambda: MOST_BYTES)
 
     def read(
         self, archive: tarfile.TarFile, members: Iterator[tarfile.TarInfo]

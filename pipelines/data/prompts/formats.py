@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from vlmdistill.pipelines.data.prompts import columns, sources
 from vlmdistill.pipelines.data.prompts.augment import Message
+from vlmdistill.pipelines.data.prompts.hidden_media import HiddenMediaError
 from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.data.prompts.row_media import (
@@ -74,7 +75,7 @@ class RowFormat(Protocol):
         """The turns of a row of this format; BadRowError if they cannot be read."""
 
 
-class Batch:
+class OpenAIBatch:
     """A request of an OpenAI batch file: for chat completions, or for responses."""
 
     format: Format = "chat"
@@ -104,11 +105,11 @@ class Chat:
 
     def reads(self, row: Columns) -> bool:
         """Whether a row has messages."""
-        return _turns_in(row, MESSAGES) is not None
+        return _list_of_turns(row, MESSAGES) is not None
 
     def turns(self, row: Columns) -> Turns:
         """Its messages."""
-        return Turns(row, _turns_in(row, MESSAGES) or [], {MESSAGES})
+        return Turns(row, _turns_in(row, MESSAGES), {MESSAGES})
 
 
 class ShareGPT:
@@ -123,12 +124,14 @@ class ShareGPT:
     def turns(self, row: Columns) -> Turns:
         """Its turns."""
         name = self._column(row) or CONVERSATIONS[0]
-        return Turns(row, _turns_in(row, name) or [], {name})
+        return Turns(row, _turns_in(row, name), {name})
 
     def _column(self, row: Columns) -> str | None:
         """The column with the turns of a row, if any."""
-        names = (*CONVERSATIONS, *OTHER_TURNS)
-        return next((name for name in names if _turns_in(row, name) is not None), None)
+        for name in (*CONVERSATIONS, *OTHER_TURNS):
+            if name in row and _list_of_turns(row, name) is not None:
+                return name
+        return None
 
 
 class LLaVA(ShareGPT):
@@ -156,7 +159,13 @@ class Questions:
         return Turns(row, turns, read)
 
 
-FORMATS: tuple[RowFormat, ...] = (Batch(), Chat(), LLaVA(), ShareGPT(), Questions())
+FORMATS: tuple[RowFormat, ...] = (
+    OpenAIBatch(),
+    Chat(),
+    LLaVA(),
+    ShareGPT(),
+    Questions(),
+)
 
 
 def format_of(row: Columns) -> RowFormat | None:
@@ -174,16 +183,16 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
         return wanted
     if path.is_dir():
         return "hf"
-    seen = _Seen(source)
+    search = _FormatSearch(source)
     for row in sources.read(source):
-        seen.look(row, ask)
-        if seen.decided:
-            return seen.decided
-    return seen.undecided()
+        search.look(row, ask)
+        if search.decided:
+            return search.decided
+    return search.undecided()
 
 
 @dataclass
-class _Seen:
+class _FormatSearch:
     """What the first rows of a source tell about its format."""
 
     source: str
@@ -303,12 +312,9 @@ def _unread(located_turns: Turns, media: RowMedia) -> Unread:
 
 
 def _require_nothing_hidden(unread: Unread, reader: MessageReader) -> None:
-    """BadRowError if a row without images and videos has one elsewhere, or a placeholder for one."""
+    """HiddenMediaError if a row without images and videos has one elsewhere; BadRowError on a placeholder."""
     for name, kind in unread.hidden.items():
-        raise BadRowError(
-            f"{kind} in another column",
-            f"'{name}': name the column {kind}, or remove it",
-        )
+        raise HiddenMediaError(kind, name)
     if reader.unplaced:
         raise BadRowError(
             "image count", f"the text has {reader.unplaced[0]}, and the row no media"
@@ -336,17 +342,22 @@ def _ordered(messages: list[Message], unread: Unread) -> Conversation:
     )
 
 
-def _turns_in(row: Columns, name: str) -> list[Any] | None:
-    """The turns in a column; None if it holds something else.
+def _turns_in(row: Columns, name: str) -> list[Any]:
+    """The turns in a column; a pair of user and assistant is two turns."""
+    items = _list_of_turns(row, name) or []
+    return [turn for item in items for turn in _turns_of_item(item)]
+
+
+def _list_of_turns(row: Columns, name: str) -> list[Any] | None:
+    """The list in a column that holds turns; None if the column holds something else.
 
     BadRowError if text in the place of turns looks like them, and is no JSON.
     """
     items = _decoded(name, row.get(name))
     if not isinstance(items, list):
         return None
-    if items and not any(isinstance(item, Mapping) for item in items):
-        return None
-    return [turn for item in items for turn in _turns_of_item(item)]
+    has_objects = any(isinstance(item, Mapping) for item in items)
+    return items if has_objects or not items else None
 
 
 def _decoded(name: str, value: Any) -> Any:

@@ -6,8 +6,10 @@ from itertools import islice
 from typing import Any
 
 from vlmdistill.pipelines.media.images import kind_of
+from vlmdistill.pipelines.media.resolver import BadRowError
 
 LONGEST_NAME = 1000  # characters of a file's name: longer ones are texts
+LONGEST_ENDING = 5  # characters of a file's name behind its last dot
 MOST_VALUES = 1000  # of a column, that are looked at
 SHORTEST_BASE64 = 64  # characters
 TYPE_KEYS = ("type", "mime_type", "content_type", "media_type")
@@ -24,6 +26,16 @@ FIRST_BYTES = {
     b"MM\0*": "image",
     b"\x1aE\xdf\xa3": "video",  # Matroska, WebM
 }
+
+
+class HiddenMediaError(BadRowError):
+    """A row without images and videos that has one in another column, or in a key of a turn or a part."""
+
+    def __init__(self, kind: str, column: str) -> None:
+        """The kind is image or video."""
+        advice = f"'{column}': name the column {kind}, or remove it"
+        super().__init__(f"{kind} in another column", advice)
+        self.column = column
 
 
 def media_kind(value: Any) -> str:
@@ -60,9 +72,11 @@ def _kind_of_text(text: str) -> str:
             return kind
     if len(text) >= LONGEST_NAME or "\n" in text:
         return ""
-    if not re.search(r"\s", text):
+    has_query = "?" in text or "#" in text
+    if has_query and not re.search(r"\s", text):
         text = re.split(r"[?#]", text, maxsplit=1)[0]
-    return kind_of(text)
+    _, dot, ending = text.rpartition(".")
+    return kind_of(text) if dot and len(ending) <= LONGEST_ENDING else ""
 
 
 def _kind_of_bytes(content: bytes) -> str:

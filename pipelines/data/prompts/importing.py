@@ -17,6 +17,7 @@ from vlmdistill.pipelines.data.prompts import augment, formats
 from vlmdistill.pipelines.data.prompts.augment import Augmentation, Message
 from vlmdistill.pipelines.data.prompts.folders import walk
 from vlmdistill.pipelines.data.prompts.formats import Conversation, Format
+from vlmdistill.pipelines.data.prompts.hidden_media import HiddenMediaError
 from vlmdistill.pipelines.data.prompts.prompt_table import (
     Prompt,
     Split,
@@ -46,6 +47,8 @@ from vlmdistill.stores.schema import content_hash
 CHUNK_ROWS = 256  # whose images are checked together
 CHUNK_BYTES = 2**28  # of images in the rows themselves
 STORED_KEYS = ("type", "text", "path", "digest", *SAMPLING)  # of a part
+
+RENAME = "name the column image or video, or images or videos for several"
 
 Turns = Literal["first", "all", "last"]
 Source = tuple[str, Iterator[Row], Format]
@@ -121,7 +124,8 @@ class ImportSummary:
     skipped: Counter[str]  # by reason
     unread_columns: Counter[str]
     """Columns with text, and keys of turns and parts, that were not used."""
-    hidden_media: Counter[str]  # those of them that hold or name images or videos
+    hidden_media: Counter[str]
+    """Those of them that hold or name images or videos, also of rows that are skipped for it."""
     total: int
     train: int
     eval: int
@@ -248,6 +252,8 @@ def _nothing(
     clauses = [", ".join(counts) or "no rows"]
     if job.skipped:
         clauses.append(f"row by row in {skipped_file}")
+    if job.hidden:
+        clauses.append(f"images and videos in {', '.join(job.hidden)}: {RENAME}")
     cures = _cures(job.choices)
     clauses += [text for reason, text in cures.items() if reason in job.reasons]
     names = ", ".join(name for name, *_ in sources)
@@ -358,6 +364,8 @@ class _Import:
             self._require_readable(talk)
         except BadRowError as error:
             self._skip(row, error)
+            if isinstance(error, HiddenMediaError):
+                self.hidden[error.column] += 1
             return None
         return talk
 

@@ -20,12 +20,18 @@ MOST_SKIPPED = 2**30  # bytes of a longer line that are read to find the next on
 AT_ONCE = 2**20  # bytes that are read of an array
 BLANK = re.compile(r"\s*")
 
-Numbered = tuple[
-    int, tuple[Any, int, BadRowError | None]
-]  # row number: value, line, problem
+
+@dataclass(frozen=True)
+class TextRow:
+    """A row of a text file, or its problem. Rows and lines count from 1."""
+
+    number: int
+    value: Any
+    line: int
+    problem: BadRowError | None = None
 
 
-def rows_of(file: IO[bytes], path: Path) -> Iterator[Numbered]:
+def rows_of(file: IO[bytes], path: Path) -> Iterator[TextRow]:
     """The rows of an open file, which can be read twice; DataError if it is no JSON text.
 
     A row that is longer than MOST_ROW has a problem.
@@ -37,7 +43,7 @@ def rows_of(file: IO[bytes], path: Path) -> Iterator[Numbered]:
     whole = _object(file) if first == b"{" else None
     if whole is not None:
         value, problem = whole
-        yield 1, (value, 1, problem)
+        yield TextRow(1, value, 1, problem)
         return
     file.seek(0)
     yield from _lines(file, path, is_json=first == b"{")
@@ -48,21 +54,22 @@ class KeyCheckingDecoder(json.JSONDecoder):
 
     def __init__(self) -> None:
         super().__init__(object_pairs_hook=self._object)
-        self._twice: list[str] = []
+        self._repeated: list[str] = []
 
     def problem(self) -> BadRowError | None:
         """What is wrong with what was read since the last call."""
-        twice, self._twice = self._twice, []
-        return (
-            BadRowError("a key twice", f"'{twice[0]}' has two values")
-            if twice
-            else None
-        )
+        repeated, self._repeated = self._repeated, []
+        if not repeated:
+            return None
+        return BadRowError("a key twice", f"'{repeated[0]}' has two values")
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
-            self._twice += [key for key, item in pairs if value[key] != item]
+            for key, item in pairs:
+                last = value[key]
+                if last != item or type(last) is not type(item):  # 1 == True
+                    self._repeated.append(key)
         return value
 
 
@@ -85,10 +92,8 @@ def parse(text: str) -> tuple[Any, BadRowError | None]:
         return decoder.decode(text), decoder.problem()
     except json.JSONDecodeError as error:
         where = f"{error.msg} at column {error.colno}: {text[:40].strip()!r}"
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of too many digits; nested too deeply
+    except (ValueError, RecursionError) as error:
+        # A number of too many digits, or nested too deeply.
         where = one_line(error)
     return None, BadRowError("invalid JSON", where)
 
@@ -117,32 +122,26 @@ def _object(file: IO[bytes]) -> tuple[Mapping[str, Any], BadRowError | None] | N
     return (whole, problem) if isinstance(whole, Mapping) else None
 
 
-def _lines(file: IO[bytes], path: Path, is_json: bool) -> Iterator[Numbered]:
+def _lines(file: IO[bytes], path: Path, is_json: bool) -> Iterator[TextRow]:
     """JSON lines, of which some may be damaged. Rows are numbered by their line."""
     number, start = 0, 0
     while line := file.readline(MOST_ROW + 1):
         number += 1
         if len(line) > MOST_ROW and not line.endswith(b"\n"):
             start += len(line) + _skip_line(file, path, number)
-            yield (
-                number,
-                (
-                    None,
-                    number,
-                    BadRowError("line too long", f"more than {MOST_ROW} bytes"),
-                ),
-            )
+            too_long = BadRowError("line too long", f"more than {MOST_ROW} bytes")
+            yield TextRow(number, None, number, too_long)
             continue
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             if not is_json:
                 raise _no_text(path, error.reason, start + error.start) from None
-            yield number, (None, number, BadRowError("text is not Unicode"))
+            yield TextRow(number, None, number, BadRowError("text is not Unicode"))
         else:
             if text.strip():
                 value, problem = parse(text)
-                yield number, (value, number, problem)
+                yield TextRow(number, value, number, problem)
         start += len(line)
 
 
@@ -187,7 +186,7 @@ class _Array:
     )
     _json: KeyCheckingDecoder = field(default_factory=KeyCheckingDecoder)
 
-    def items(self) -> Iterator[Numbered]:
+    def items(self) -> Iterator[TextRow]:
         """The items, with the line on which each begins."""
         number = 0
         try:
@@ -196,7 +195,8 @@ class _Array:
             while self._next_character() != "]":
                 number += 1
                 line = self._line_at(self._at)
-                yield number, (self._item(), line, self._json.problem())
+                value = self._item()
+                yield TextRow(number, value, line, self._json.problem())
                 if self._next_character() == ",":
                     self._at += 1
             self._at += 1

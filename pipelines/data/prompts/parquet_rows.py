@@ -13,6 +13,7 @@ from vlmdistill.stores.errors import DataError, one_line
 
 ROWS_AT_ONCE = 16  # they may hold images
 LIST_ITEM_BYTES = 8  # of an item of a list in memory, at least
+LARGE_CHUNK = 2**28  # bytes of a column chunk, unpacked
 MOST_RATIO = 200  # of unpacked to packed bytes in a large column chunk
 
 
@@ -67,7 +68,7 @@ def _rows_at_once(metadata: Any, path: Path) -> int:
             if is_list:
                 unpacked = max(unpacked, chunk.num_values * LIST_ITEM_BYTES)
             packed = max(chunk.total_compressed_size, 1)
-            if unpacked > MOST_BYTES and unpacked > MOST_RATIO * packed:
+            if unpacked > LARGE_CHUNK and unpacked > MOST_RATIO * packed:
                 raise DataError(
                     f"{path}: {packed} bytes of its column {chunk.path_in_schema} unpack to {unpacked}: "
                     "write it again in smaller row groups"

@@ -119,9 +119,10 @@ def media_columns(row: Mapping[str, Any], kind: Kind) -> list[str]:
         return named
     numbers = {}
     for name in row:
-        match = NUMBERED_COLUMN[kind].fullmatch(str(name))
-        if match:
-            numbers[str(name)] = int(match[1])
+        if str(name).startswith(kind):
+            match = NUMBERED_COLUMN[kind].fullmatch(str(name))
+            if match:
+                numbers[str(name)] = int(match[1])
     return [*named, *sorted(numbers, key=lambda name: numbers[name])]
 
 
@@ -165,8 +166,9 @@ class RowMedia:
 
     def of_turn(self, turn: Mapping[str, Any]) -> "RowMedia":
         """The media of a turn, if it has any of its own; else these."""
-        own = RowMedia(turn, self._sampling, has_tags=False)
-        return own if own else self
+        if not has_media(turn):
+            return self
+        return RowMedia(turn, self._sampling, has_tags=False)
 
     def part_of_placeholder(self, kind: Kind, number: str | None) -> Part:
         """The part of a placeholder. LLaVA uses <image> for videos too."""

@@ -97,5 +97,6 @@ def _text_rows(file: IO[bytes], path: Path) -> Iterator[Row]:
     separators = separators_of(path.name)
     rows = table_rows(file, separators, path) if separators else rows_of(file, path)
     source = str(path.resolve())
-    for number, (value, line, problem) in rows:
-        yield Row(source, dataset_name(path), number, value, line, problem)
+    dataset = dataset_name(path)
+    for row in rows:
+        yield Row(source, dataset, row.number, row.value, row.line, row.problem)

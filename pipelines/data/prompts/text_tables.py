@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from vlmdistill.pipelines.data.prompts.json_rows import MOST_ROW, Numbered
+from vlmdistill.pipelines.data.prompts.json_rows import MOST_ROW, TextRow
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError
 
@@ -23,7 +23,7 @@ def separators_of(name: str) -> tuple[str, ...]:
 
 def table_rows(
     file: IO[bytes], separators: tuple[str, ...], path: Path
-) -> Iterator[Numbered]:
+) -> Iterator[TextRow]:
     """The rows of an open table. Values stay as they are: `None`, `NA` and `007` may be answers.
 
     The first of the separators that its first line has separates all values: a CSV file may have semicolons.
@@ -31,7 +31,7 @@ def table_rows(
     """
     csv.field_size_limit(MOST_ROW)  # images in base64
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    lines = _Lines(text, path)
+    lines = _TableLines(text, path)
     separator = _first_in(lines.peek(), separators)
     reader = csv.reader(lines, delimiter=separator, strict=True)
     number = 0
@@ -50,7 +50,7 @@ def table_rows(
             if separator == TAB and problem is None:
                 problem = _quote_problem(record, names)
             row = dict(zip(names, values, strict=False))
-            yield number, (row, reader.line_num, problem)
+            yield TextRow(number, row, reader.line_num, problem)
     except csv.Error as error:
         raise DataError(
             f"{path} is no table: {error} at line {reader.line_num}"
@@ -63,7 +63,7 @@ def table_rows(
         text.detach()  # the file is closed by who opened it
 
 
-class _Lines:
+class _TableLines:
     """The lines of a table, of which a row may have several. DataError if a row is too long for memory."""
 
     def __init__(self, text: io.TextIOWrapper, path: Path) -> None:

@@ -110,7 +110,7 @@ class MessageReader:
             raise BadRowError(
                 "text is not Unicode", f"unpaired surrogate at character {position}"
             )
-        if is_response:
+        if is_response or "<" not in text:
             return [{"type": "text", "text": text}] if text else []
         return self._parts_at_placeholders(text, media)
 

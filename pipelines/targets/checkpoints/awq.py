@@ -16,63 +16,55 @@ from vlmdistill.pipelines.targets.checkpoints.folder import weight_files
 from vlmdistill.stores.errors import TargetError
 
 METHOD = "awq"
-PLACE = (
-    0,
-    4,
-    1,
-    5,
-    2,
-    6,
-    3,
-    7,
-)  # of each of eight columns in an int32, four bits a place
+SETTINGS = {"bits": 4, "version": "gemm", "zero_point": True}  # of AutoAWQ
+# The place of each of eight columns of four bits in an int32.
+PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def weights(
     folder: Path, quantised: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """All tensors of an AWQ checkpoint, those of 4 bits unpacked in `dtype` on the CPU.
+    """All tensors of an AWQ checkpoint on the CPU, its 4-bit weights unpacked to `dtype`.
 
     `quantised` is its `quantization_config`; TargetError for another packing than AutoAWQ's.
     """
-    for setting, ours in (("bits", 4), ("version", "gemm"), ("zero_point", True)):
-        if (found := quantised.get(setting, ours)) != ours:
+    for setting, readable in SETTINGS.items():
+        value = quantised.get(setting, readable)
+        if value != readable:
             raise TargetError(
-                f"{folder}: AWQ with {setting} {found} cannot be read, only with {ours}"
+                f"{folder}: AWQ with {setting} {value} cannot be read, "
+                f"only with {readable}"
             )
-    stored = {
-        name: one
-        for file in weight_files(folder)
-        for name, one in load_file(file).items()
-    }
-    numbers = {}
-    for name, one in stored.items():
+    stored: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        stored.update(load_file(file))
+    tensors = {}
+    for name, tensor in stored.items():
         layer, _, kind = name.rpartition(".")
         if kind == "qweight":
             try:
-                parts = one, stored[f"{layer}.qzeros"], stored[f"{layer}.scales"]
-                numbers[f"{layer}.weight"] = _numbers(*parts).to(dtype)
+                zeros_GO = stored[f"{layer}.qzeros"]
+                scales_GO = stored[f"{layer}.scales"]
+                weight_OI = _weight(tensor, zeros_GO, scales_GO)
             except (KeyError, RuntimeError):
                 raise TargetError(
-                    f"{folder}: {layer} has no qzeros and scales that fit its qweight: download it again"
+                    f"{folder}: {layer} has no qzeros and scales that fit its qweight: "
+                    "download it again"
                 ) from None
+            tensors[f"{layer}.weight"] = weight_OI.to(dtype)
         elif kind not in ("qzeros", "scales"):
-            numbers[name] = one
-    return numbers
+            tensors[name] = tensor
+    return tensors
 
 
-def _numbers(packed_IO: Tensor, zeros_GO: Tensor, scales_GO: Tensor) -> Tensor:
+def _weight(packed_IO: Tensor, zeros_GO: Tensor, scales_GO: Tensor) -> Tensor:
     """The weight float32 [out, in] of rows I in groups G."""
     groups, out = scales_GO.shape
-    four_GIO, zeros_G1O = (
-        _unpacked(packed_IO).view(groups, -1, out),
-        _unpacked(zeros_GO).view(groups, 1, out),
-    )
-    return (
-        ((four_GIO - zeros_G1O) * scales_GO[:, None].float())
-        .flatten(0, 1)
-        .T.contiguous()
-    )
+    numbers_GIO = _unpacked(packed_IO).view(groups, -1, out)
+    zeros_G1O = _unpacked(zeros_GO).view(groups, 1, out)
+    scales_G1O = scales_GO[:, None].float()
+    weight_GIO = (numbers_GIO - zeros_G1O) * scales_G1O
+    return weight_GIO.flatten(0, 1).T.contiguous()
 
 
 def _unpacked(packed_NO: Tensor) -> Tensor:

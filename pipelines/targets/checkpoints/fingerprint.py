@@ -14,10 +14,9 @@ from vlmdistill.pipelines.targets.checkpoints.folder import (
 from vlmdistill.stores.schema import content_hash
 
 SMALL = 64 << 20  # bytes: files up to this size are hashed in full
-SAMPLES, SAMPLE = (
-    32,
-    64 << 10,
-)  # of larger files: this many samples of this many bytes, evenly spread
+# Of larger files, so many samples of so many bytes are hashed, evenly spread.
+SAMPLES = 32
+SAMPLE_BYTES = 64 << 10
 IGNORED_IN_CONFIG = (
     "_name_or_path",
     "transformers_version",
@@ -37,6 +36,9 @@ PROCESSING = (
 )
 
 
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """The hashes of a target that a store records; `str()` combines them."""
@@ -53,21 +55,13 @@ class Fingerprint:
 
 def fingerprint(folder: Path, template: Any) -> Fingerprint:
     """Hash a complete checkpoint folder; `template` is the chat template in use."""
-    config = {
-        k: v
-        for k, v in read_json(folder, "config.json").items()
-        if k not in IGNORED_IN_CONFIG
-    }
-    digest = hashlib.sha256()
-    for name in PROCESSING:
-        if (folder / name).is_file():
-            digest.update(name.encode() + b"\0" + (folder / name).read_bytes())
+    is_snapshot = folder.parent.name == "snapshots"  # of the hub's cache
     return Fingerprint(
-        config=content_hash(config),
+        config=_config_hash(folder),
         weights=_weights_hash(weight_files(folder)),
-        processor=digest.hexdigest()[:16],
+        processor=_processor_hash(folder),
         template=content_hash(template),
-        revision=folder.name if folder.parent.name == "snapshots" else "",
+        revision=folder.name if is_snapshot else "",
     )
 
 
@@ -78,23 +72,37 @@ def checkpoint(model: str) -> Fingerprint:
     fingerprint from this function.
     """
     folder = resolve(model)
-    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    return fingerprint(
-        folder,
-        [(folder / name).read_text() for name in names if (folder / name).is_file()],
-    )
+    files = [folder / name for name in TEMPLATES]
+    return fingerprint(folder, [file.read_text() for file in files if file.is_file()])
+
+
+def _config_hash(folder: Path) -> str:
+    config = read_json(folder, "config.json")
+    for name in IGNORED_IN_CONFIG:
+        config.pop(name, None)
+    return content_hash(config)
+
+
+def _processor_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in PROCESSING:
+        file = folder / name
+        if file.is_file():
+            digest.update(name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _weights_hash(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode() + safetensors_header(path))
+        digest.update(f"{path.name} {size}\n".encode())
+        digest.update(safetensors_header(path))
         with path.open("rb") as file:
             if size <= SMALL:
                 digest.update(file.read())
                 continue
             for number in range(SAMPLES):
-                file.seek((size - SAMPLE) * number // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE))
+                file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]

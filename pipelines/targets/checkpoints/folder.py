@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants
 
+from vlmdistill.pipelines.targets.checkpoints import packaged
 from vlmdistill.pipelines.targets.checkpoints.registry import (
     HUB,
     REGISTRY,
@@ -25,8 +27,8 @@ WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 CONVERT = "convert it: load it with transformers and call save_pretrained"
 GGUF = (
-    "GGUF files are not read: use the checkpoint that they were made from, with config.json and safetensors "
-    "files (base_model on the page of the hub names it)"
+    "GGUF files are not read: use the checkpoint that they were made from, with "
+    "config.json and safetensors files (base_model on the page of the hub names it)"
 )
 PROCESSOR = "processor_config.json"
 
@@ -36,6 +38,8 @@ def resolve(name: str) -> Path:
 
     Raises TargetError if the folder does not exist or is incomplete, or if the hub is unreachable.
     """
+    if name == packaged.NAME:
+        return complete(packaged.make())
     if (folder := _local(name)) is not None:
         return complete(folder)
     return complete(_from_hub(name, hub_id(name)))
@@ -53,7 +57,7 @@ def _local(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """Where a target is, as far as this machine knows without the hub."""
+    """Where a target is on this machine, found without asking the hub."""
 
     origin: str  # its hub id, or a description
     config: Path  # its config.json, or the one that this package ships for its name
@@ -66,6 +70,8 @@ def locate(name: str) -> CheckpointLocation:
 
     Raises TargetError if the name is invalid or nothing is known of it here.
     """
+    if name == packaged.NAME:
+        return _packaged()
     if (folder := _local(name)) is not None:
         origin = "embedded in this package" if name in EMBEDDED else "a local folder"
     else:
@@ -77,12 +83,12 @@ def locate(name: str) -> CheckpointLocation:
     cache = constants.HF_HUB_CACHE
     if config is None:
         raise TargetError(
-            f"nothing is known of {origin} here: it is not in {cache} and not a registered name"
+            f"nothing is known of {origin} here: it is not in {cache} and not a "
+            "registered name"
         )
     if folder is None:
-        return CheckpointLocation(
-            origin, config, None, f"not in {cache}: downloaded on first use"
-        )
+        lacking = f"not in {cache}: downloaded on first use"
+        return CheckpointLocation(origin, config, None, lacking)
     try:
         complete(folder)
     except TargetError as error:
@@ -90,9 +96,21 @@ def locate(name: str) -> CheckpointLocation:
     return CheckpointLocation(origin, config, folder, "")
 
 
+def _packaged() -> CheckpointLocation:
+    """The target that is made of a package at first use."""
+    origin = f"made of the package {packaged.PACKAGE}"
+    folder = packaged.folder()
+    if folder.is_dir():
+        return CheckpointLocation(origin, folder / "config.json", folder, "")
+    config = shipped(packaged.NAME)
+    assert config is not None, "the package ships the configuration"
+    lacking = f"not in {folder.parent}: made on first use"
+    return CheckpointLocation(origin, config, None, lacking)
+
+
 @dataclass(frozen=True)
 class NamedTarget:
-    """A target that has a name here: what it is, and whether its weights are here."""
+    """A target with a short name, and whether its weights are on this machine."""
 
     origin: str
     family: str
@@ -103,8 +121,8 @@ class NamedTarget:
 
 
 def named_targets() -> dict[str, NamedTarget]:
-    """The embedded and the published targets, by name."""
-    return {name: _named_target(name) for name in (*EMBEDDED, *REGISTRY)}
+    """The embedded, packaged and published targets, by name."""
+    return {name: _named_target(name) for name in (*EMBEDDED, packaged.NAME, *REGISTRY)}
 
 
 def _named_target(name: str) -> NamedTarget:
@@ -114,7 +132,9 @@ def _named_target(name: str) -> NamedTarget:
         parameters = published.parameters
     else:
         family = family_of(location.config).name
-        parameters = parameters_in(location.config.parent)
+        parameters = packaged.PARAMETERS
+        if name in EMBEDDED:
+            parameters = parameters_in(location.config.parent)
     return NamedTarget(
         origin=location.origin,
         family=family,
@@ -139,22 +159,28 @@ def family_of(config: Path) -> FamilyEntry:
     """The family of a `config.json`; TargetError if it is that of a language model."""
     settings = read_json(config.parent, config.name)
     family = entry(str(settings.get("model_type")))
-    seeing = any(
-        word in name for name in settings for word in ("vision", "visual", "image")
-    )
-    parts = {name for name in settings if name.endswith("_config")} - {
-        "quantization_config"
-    }
-    if family.kind == "Found" and "model_type" in settings and not (seeing or parts):
+    is_found = family.kind == "Found" and "model_type" in settings
+    if is_found and not _may_see(settings):
         raise TargetError(
-            f"{config.parent} is a language model without images (model_type '{family.model_type}'): use a "
-            "vision-language model, such as qwen2.5-vl-3b (`vlmdistill target list`)"
+            f"{config.parent} is a language model without images (model_type "
+            f"'{family.model_type}'): use a vision-language model, such as "
+            "qwen2.5-vl-3b (`vlmdistill target list`)"
         )
     return family
 
 
+def _may_see(settings: Mapping[str, Any]) -> bool:
+    """Whether a configuration may be that of a vision-language model: it has parts, or names vision."""
+    for name in settings:
+        if any(word in name for word in ("vision", "visual", "image")):
+            return True
+        if name.endswith("_config") and name != "quantization_config":
+            return True
+    return False
+
+
 def known_family(name: str) -> FamilyEntry | None:
-    """The family of a target, if it can be told here without the hub."""
+    """The family of a target; None if its configuration is not on this machine."""
     try:
         return family_of(locate(name).config)
     except TargetError:
@@ -175,48 +201,59 @@ def complete(folder: Path) -> Path:
     for shard in weight_files(folder):
         _check_safetensors(shard)
     _one_of(folder, "tokenizer", "tokenizer.json", "tokenizer.model", "vocab.json")
-    inside = (folder / PROCESSOR).is_file() and "image_processor" in read_json(
-        folder, PROCESSOR
-    )
-    if not inside:
+    in_processor_file = False
+    if (folder / PROCESSOR).is_file():
+        in_processor_file = "image_processor" in read_json(folder, PROCESSOR)
+    if not in_processor_file:
         _one_of(folder, "image processor", "preprocessor_config.json")
     return folder
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that transformers loads; TargetError if one is missing."""
-    shards = [WHOLE]
-    if (folder / INDEX).is_file() and not (folder / WHOLE).is_file():
-        names = read_json(folder, INDEX).get("weight_map")
-        if not isinstance(names, dict) or not all(
-            isinstance(shard, str) for shard in names.values()
-        ):
-            raise TargetError(
-                f"{folder / INDEX} is corrupt (weight_map is invalid): download it again"
-            )
-        shards = sorted(set(names.values()))
-        if outside := [name for name in shards if Path(name).name != name]:
-            raise TargetError(
-                f"{folder / INDEX} names '{outside[0]}', a file outside the folder"
-            )
+    has_whole = (folder / WHOLE).is_file()
+    has_index = (folder / INDEX).is_file()
+    shards = _indexed_files(folder) if has_index and not has_whole else [WHOLE]
     missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing or not shards:
-        pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-        if _only_gguf(folder):
-            raise TargetError(f"{folder}: {GGUF}")
-        if pickled and not any(folder.glob("*.safetensors")):
-            raise TargetError(
-                f"{folder} has {pickled[0]} and no safetensors files: {CONVERT}"
-            )
-        which = (
-            f"{missing[0]} ({len(missing)} of {len(shards)} files)"
-            if missing
-            else INDEX
-        )
-        raise TargetError(
-            f"{folder} lacks the weights {which}: the download is incomplete, repeat it"
-        )
+    if missing:
+        lacking = f"{missing[0]} ({len(missing)} of {len(shards)} files)"
+        raise _lacking_weights(folder, lacking)
+    if not shards:
+        raise _lacking_weights(folder, INDEX)
     return [folder / shard for shard in shards]
+
+
+def _indexed_files(folder: Path) -> list[str]:
+    """The names of the files of a checkpoint in several; TargetError if its index is corrupt."""
+    weight_map = read_json(folder, INDEX).get("weight_map")
+    files: Iterable[Any] = (None,)
+    if isinstance(weight_map, dict):
+        files = weight_map.values()
+    if not all(isinstance(file, str) for file in files):
+        raise TargetError(
+            f"{folder / INDEX} is corrupt (weight_map is invalid): download it again"
+        )
+    shards = sorted(set(files))
+    for name in shards:
+        if Path(name).name != name:
+            raise TargetError(
+                f"{folder / INDEX} names '{name}', a file outside the folder"
+            )
+    return shards
+
+
+def _lacking_weights(folder: Path, lacking: str) -> TargetError:
+    """The error for a folder that lacks a file of weights; other formats have their own."""
+    if _only_gguf(folder):
+        return TargetError(f"{folder}: {GGUF}")
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        return TargetError(
+            f"{folder} has {pickled[0]} and no safetensors files: {CONVERT}"
+        )
+    return TargetError(
+        f"{folder} lacks the weights {lacking}: the download is incomplete, repeat it"
+    )
 
 
 def _only_gguf(folder: Path) -> bool:
@@ -250,9 +287,8 @@ def safetensors_header(path: Path) -> bytes:
 
 
 def _tensors(header: bytes) -> list[dict[str, Any]]:
-    return [
-        tensor for name, tensor in json.loads(header).items() if name != "__metadata__"
-    ]
+    entries = json.loads(header).items()
+    return [tensor for name, tensor in entries if name != "__metadata__"]
 
 
 def parameters_in(folder: Path) -> int:
@@ -260,39 +296,42 @@ def parameters_in(folder: Path) -> int:
 
     An int32 holds eight weights of 4 bits.
     """
-    headers = map(safetensors_header, weight_files(folder))
-    tensors = (one for header in headers for one in _tensors(header))
-    return sum(
-        math.prod(one["shape"]) * (8 if one["dtype"] == "I32" else 1) for one in tensors
-    )
+    parameters = 0
+    for file in weight_files(folder):
+        for tensor in _tensors(safetensors_header(file)):
+            packed = 8 if tensor["dtype"] == "I32" else 1
+            parameters += packed * math.prod(tensor["shape"])
+    return parameters
 
 
 def _check_safetensors(path: Path) -> None:
-    size, header = path.stat().st_size, safetensors_header(path)
+    size = path.stat().st_size
+    header = safetensors_header(path)
     try:
-        expected = (
-            8
-            + len(header)
-            + max((one["data_offsets"][1] for one in _tensors(header)), default=0)
-        )
+        ends = [tensor["data_offsets"][1] for tensor in _tensors(header)]
+        expected = 8 + len(header) + max(ends, default=0)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         raise TargetError(
             f"{path} is corrupt (its header is unreadable): download it again"
         ) from None
     if size != expected:
         raise TargetError(
-            f"{path} is corrupt: it has {size} bytes and should have {expected}; download it again"
+            f"{path} is corrupt: it has {size} bytes and should have {expected}; "
+            "download it again"
         )
 
 
-def _one_of(folder: Path, what: str, *names: str) -> None:
+def _one_of(folder: Path, part: str, *names: str) -> None:
+    """TargetError unless the folder has one of these files of a part."""
     if not any((folder / name).is_file() for name in names):
         raise TargetError(
-            f"{folder} has no {what} ({' or '.join(names)}): download the checkpoint again"
+            f"{folder} has no {part} ({' or '.join(names)}): "
+            "download the checkpoint again"
         )
 
 
 def _from_hub(name: str, repository: str) -> Path:
+    """The folder of a hub id, from the local cache if it is complete there, else downloaded."""
     folder = cached(repository)
     try:
         if folder is not None:
@@ -300,24 +339,37 @@ def _from_hub(name: str, repository: str) -> Path:
     except TargetError:
         pass  # incomplete: ask the hub
     try:
-        info = huggingface_hub.HfApi().model_info(repository, timeout=HUB_TIMEOUT)
-        files = [file.rfilename for file in info.siblings or ()]
-        if files and not any(file.endswith(".safetensors") for file in files):
-            gguf = any(file.endswith(".gguf") for file in files)
-            raise LookupError(
-                GGUF if gguf else f"it has no safetensors files: {CONVERT}"
-            )
-        return Path(
-            huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED))
-        )
+        return _download(repository)
     except Exception as error:  # noqa: BLE001 - the hub's client raises anything; the user needs one line
         raise TargetError(
-            f"could not download {repository} from the Hugging Face hub ({first_line(error)}): "
-            f"download it on another machine and pass its folder instead of '{name}'"
+            f"could not download {repository} from the Hugging Face hub "
+            f"({first_line(error)}): download it on another machine and pass its "
+            f"folder instead of '{name}'"
         ) from None
+
+
+def _download(repository: str) -> Path:
+    """Download a checkpoint; LookupError if it has no safetensors files."""
+    info = huggingface_hub.HfApi().model_info(repository, timeout=HUB_TIMEOUT)
+    files = [file.rfilename for file in info.siblings or ()]
+    _check_listed(files)
+    folder = huggingface_hub.snapshot_download(repository, allow_patterns=list(WANTED))
+    return Path(folder)
+
+
+def _check_listed(files: Iterable[str]) -> None:
+    """LookupError if the hub lists files, and no safetensors files among them."""
+    suffixes = {Path(file).suffix for file in files}
+    if not suffixes or ".safetensors" in suffixes:
+        return
+    if ".gguf" in suffixes:
+        raise LookupError(GGUF)
+    raise LookupError(f"it has no safetensors files: {CONVERT}")
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error, at most 240 characters, or its type if it has no text."""
     text = str(error).strip()
-    return text.splitlines()[0][:240] if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    return text.splitlines()[0][:240]

@@ -14,45 +14,55 @@ def target_info(name: str, family: Family, model: Any, tokenizer: Any) -> Target
     Without a tokenizer, which may name one, `eos_ids` may stay empty.
     """
     text = text_model(model)
-    config, rows = text.config, model.get_output_embeddings().weight.shape[0]
-    first = (getattr(config, "per_layer_config", None) or [config])[
-        0
-    ]  # layers of Gemma 4 differ in heads
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    layer_configs = getattr(text.config, "per_layer_config", None)
+    # The layers of Gemma 4 differ in heads: a drafter is built like the first.
+    config = layer_configs[0] if layer_configs else text.config
 
     def fact(*names: str, default: Any = None) -> Any:
-        """The first of these settings that the text model has: families name some of them differently."""
-        found = (getattr(first, setting, None) for setting in names)
-        value = next((one for one in found if one is not None), default)
-        if value is None:
+        """The first of these settings that the text model has: families name some differently."""
+        for setting in names:
+            value = getattr(config, setting, None)
+            if value is not None:
+                return value
+        if default is None:
             raise TargetError(
                 f"{name}: the configuration of the text model has no {names[0]}"
             )
-        return value
+        return default
 
     heads = fact("num_attention_heads")
-    queries = (
-        getattr(getattr(layer, "self_attn", None), "q_proj", None)
-        for layer in text.layers
+    hidden_size = fact("hidden_size")
+    eos_ids = _eos_ids(
+        name, vocab_size, text.config, model.generation_config, tokenizer
     )
-    query = next(filter(None, queries), None)
     return TargetInfo(
         name=name,
         family=family.name,
-        hidden_size=fact("hidden_size"),
+        hidden_size=hidden_size,
         intermediate_size=fact("intermediate_size", "moe_intermediate_size"),
         num_layers=len(text.layers),
         num_heads=heads,
         num_kv_heads=fact("num_key_value_heads", default=heads),
-        head_dim=fact("head_dim", default=fact("hidden_size") // heads),
-        vocab_size=rows,
+        head_dim=fact("head_dim", default=hidden_size // heads),
+        vocab_size=vocab_size,
         rms_norm_eps=fact("rms_norm_eps", "norm_eps", "layer_norm_eps"),
         rope_theta=_rope_theta(fact("rope_parameters")),
         hidden_act=fact("hidden_act", "hidden_activation", default="silu"),
-        attention_bias=query is not None and query.bias is not None,
+        attention_bias=_attention_bias(text),
         max_position=fact("max_position_embeddings"),
-        eos_ids=_eos_ids(name, rows, config, model.generation_config, tokenizer),
+        eos_ids=eos_ids,
         visual_ids=family.visual_ids(model.config),
     )
+
+
+def _attention_bias(text: Any) -> bool:
+    """Whether the query projection of the first attention layer has a bias."""
+    for layer in text.layers:
+        attention = getattr(layer, "self_attn", None)
+        if query := getattr(attention, "q_proj", None):
+            return query.bias is not None
+    return False
 
 
 def _rope_theta(parameters: Any) -> float:
@@ -61,25 +71,25 @@ def _rope_theta(parameters: Any) -> float:
 
 
 def _eos_ids(
-    name: str, rows: int, config: Any, generation: Any, tokenizer: Any
+    name: str, vocab_size: int, config: Any, generation: Any, tokenizer: Any
 ) -> tuple[int, ...]:
-    """The EOS ids of the generation config, or else those of the configuration and the tokenizer.
+    """The EOS ids of the generation config, else of the configuration and the tokenizer.
 
     The configuration comes second: its default for its class may be wrong or None.
     """
 
-    def named(source: Any) -> list[int]:
-        given = getattr(source, "eos_token_id", None)
-        ids = given if isinstance(given, list | tuple) else (given,)
+    def ids_of(source: Any) -> list[int]:
+        setting = getattr(source, "eos_token_id", None)
+        ids = setting if isinstance(setting, list | tuple) else (setting,)
         if not all(isinstance(i, int | None) for i in ids):
             raise TargetError(
-                f"{name}: eos_token_id is {given!r}, not a token id or a list of them"
+                f"{name}: eos_token_id is {setting!r}, not a token id or a list of them"
             )
-        return [int(i) for i in ids if i is not None and i < rows]
+        return [int(i) for i in ids if i is not None and i < vocab_size]
 
-    known = named(generation) or [*named(config), *named(tokenizer)]
-    if not known and tokenizer is not None:
+    eos_ids = ids_of(generation) or [*ids_of(config), *ids_of(tokenizer)]
+    if not eos_ids and tokenizer is not None:
         raise TargetError(
             f"{name} names no end-of-sequence token: add eos_token_id to generation_config.json"
         )
-    return tuple(dict.fromkeys(known))
+    return tuple(dict.fromkeys(eos_ids))

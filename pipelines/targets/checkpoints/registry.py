@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypedDict
 
+from vlmdistill.pipelines.targets.checkpoints import packaged
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.stores.errors import TargetError
@@ -80,25 +81,30 @@ class Options(TypedDict, total=False):
 def shipped(name: str) -> Path | None:
     """The `config.json` of a registry name, or of its hub id, as published; None for any other.
 
-    It has all that determines shapes, positions and tokens: `target show` needs no weights.
+    It determines shapes, positions and tokens, so that `target show` needs no weights.
     """
+    configs = Path(__file__).parents[1] / "configs"
+    if name == packaged.NAME:
+        return configs / f"{name}.json"
     for short, hub in HUB.items():
         if name in (short, hub):
-            return Path(__file__).parents[1] / "configs" / f"{short}.json"
+            return configs / f"{short}.json"
     return None
 
 
-def hub_id(name: str, others: Iterable[str] = ()) -> str:
+def hub_id(name: str, suggested: Iterable[str] = ()) -> str:
     """The hub id of a registry name, or the hub id itself; TargetError if it is neither.
 
-    The error suggests similar names, also of `others`.
+    The error suggests similar names, also of `suggested`.
     """
     if name in HUB:
         return HUB[name]
     if Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
-        near = did_you_mean(name, (*EMBEDDED, *HUB, *HUB.values(), *others))
+        short = (*EMBEDDED, packaged.NAME, *HUB)
+        near = did_you_mean(name, (*short, *HUB.values(), *suggested))
+        names = ", ".join(short)
         raise TargetError(
-            f"there is no target '{name}'{near}: give a checkpoint folder, a hub id, or one of "
-            f"{', '.join((*EMBEDDED, *HUB))}"
+            f"there is no target '{name}'{near}: give a checkpoint folder, a hub id, "
+            f"or one of {names}"
         )
     return name

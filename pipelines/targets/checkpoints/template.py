@@ -11,13 +11,17 @@ from vlmdistill.stores.schema import Provenance, content_hash
 Thinking = Literal["", "on", "off", "mixed"]
 """Whether the target reasons before it answers; mixed: at half of the prompts; empty: as by default."""
 
-LOSS = "expect a third to a half of the accepted tokens, as others have seen of drafters served so"
+LOSS = (
+    "expect a third to a half of the accepted tokens, as others have seen of drafters "
+    "served so"
+)
 VARIABLES = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5V; Kimi, Granite
+FILES = ("chat_template.json", "processor_config.json", "tokenizer_config.json")
 _PROBE = {"role": "user", "content": [{"type": "text", "text": "Think of a number."}]}
 
 
 def switch_of(processor: Any) -> str | None:
-    """The variable of a processor's chat template that changes the prompt; None if it has none."""
+    """The variable of a chat template that turns reasoning on and off; None without one."""
 
     def prompt(name: str, value: bool) -> str:
         text: str = processor.apply_chat_template(
@@ -25,52 +29,47 @@ def switch_of(processor: Any) -> str | None:
         )
         return text
 
-    there = [name for name in VARIABLES if name in str(processor.chat_template)]
-    return next(
-        (name for name in there if prompt(name, True) != prompt(name, False)), None
-    )
+    for name in VARIABLES:
+        is_named = name in str(processor.chat_template)
+        if is_named and prompt(name, True) != prompt(name, False):
+            return name
+    return None
 
 
 def thinks(mode: Thinking, messages: Sequence[Mapping[str, Any]]) -> bool | None:
-    """Whether the target is to reason on a prompt, the same in every stage; None: as its template has it."""
+    """Whether the target is to reason on a prompt, the same in every stage.
+
+    None leaves it to the template's default.
+    """
     if mode == "mixed":
-        return (
-            int(
-                content_hash([_words(message.get("content")) for message in messages]),
-                16,
-            )
-            % 2
-            == 0
-        )
+        words = [_words(message.get("content")) for message in messages]
+        return int(content_hash(words), 16) % 2 == 0
     return {"on": True, "off": False}.get(mode)
 
 
 def template_of(folder: Path) -> str | None:
-    """The chat template of a checkpoint, from its files; None if they do not tell which of several."""
+    """The chat template of a checkpoint, from its files; None if it has none or several."""
     if (folder / "additional_chat_templates").is_dir():
         return None
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
-    for name in (
-        "chat_template.json",
-        "processor_config.json",
-        "tokenizer_config.json",
-    ):
-        if (folder / name).is_file():
-            found = json.loads((folder / name).read_text(encoding="utf-8")).get(
-                "chat_template"
-            )
-            if found:
-                return found if isinstance(found, str) else None
+    for name in FILES:
+        file = folder / name
+        if not file.is_file():
+            continue
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if template := settings.get("chat_template"):
+            return template if isinstance(template, str) else None
     return None
 
 
 def served_otherwise(
     trained: Provenance, folder: Path, arguments: Sequence[str] = ()
 ) -> str:
-    """What a server of `folder` does to prompts otherwise than in training, in a line; empty if nothing.
+    """How a server of `folder` changes prompts against training, in a line; empty if it does not.
 
-    `arguments` are those of `vllm serve`, which may name another template, or turn reasoning on and off.
+    `arguments` are those of `vllm serve`, which may name another template, or turn
+    reasoning on and off.
     """
     template = _option(arguments, "--chat-template")
     if template is None:
@@ -80,35 +79,41 @@ def served_otherwise(
     if template is not None and content_hash(template) != trained.template_hash:
         return f"the chat template is not the one of training: {LOSS}"
     try:
-        given = json.loads(_option(arguments, "--default-chat-template-kwargs") or "{}")
-    except ValueError:  # vLLM says so itself
+        text = _option(arguments, "--default-chat-template-kwargs")
+        variables = json.loads(text or "{}")
+    except ValueError:  # vLLM refuses it
         return ""
-    served = next((given[name] for name in VARIABLES if name in given), None)
-    if trained.thinking in ("on", "off") and served != (trained.thinking == "on"):
-        asked = json.dumps({VARIABLES[0]: trained.thinking == "on"})
+    served = next((variables[name] for name in VARIABLES if name in variables), None)
+    trained_on = trained.thinking == "on"
+    if trained.thinking in ("on", "off") and served != trained_on:
+        needed = json.dumps({VARIABLES[0]: trained_on})
         return (
-            f"the drafter was trained with thinking {trained.thinking}: {LOSS}. Start the server with "
-            f"--default-chat-template-kwargs '{asked}', or let each request say so"
+            f"the drafter was trained with thinking {trained.thinking}: {LOSS}. Start "
+            f"the server with --default-chat-template-kwargs '{needed}', or set it in "
+            "each request"
         )
     return ""
 
 
 def _option(arguments: Sequence[str], name: str) -> str | None:
     """The value of an option of a command line."""
-    for number, one in enumerate(arguments):
-        if one.startswith(f"{name}="):
-            return one.partition("=")[2]
-        if one == name and number + 1 < len(arguments):
+    for number, argument in enumerate(arguments):
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+        if argument == name and number + 1 < len(arguments):
             return arguments[number + 1]
     return None
 
 
 def check_thinking(mode: str) -> None:
-    """DataError unless it is a mode."""
+    """DataError unless `mode` is a mode of --thinking."""
     if mode not in get_args(Thinking):
         raise DataError(f"--thinking {mode}: choose on, off or mixed")
 
 
 def _words(content: Any) -> list[str]:
-    parts = [content] if isinstance(content, str) else content or ()
+    """The texts of a message's content: a string, or a list of parts."""
+    if isinstance(content, str):
+        return [content]
+    parts = content or ()
     return [part if isinstance(part, str) else part.get("text", "") for part in parts]

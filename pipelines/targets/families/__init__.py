@@ -1,4 +1,4 @@
-"""The families of vision-language models: six that are described here, all others are found.
+"""The families of vision-language models: six are described here, others are found.
 
 Light to import, so that an unsupported model fails before torch loads.
 """
@@ -14,37 +14,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FamilyEntry:
-    """A family: the `model_type` of config.json, its name, where its class is, whether it reads videos."""
+    """Where the class of a family is, and whether the family reads videos."""
 
-    model_type: str
+    model_type: str  # in config.json
     name: str
     module: str
-    kind: str
+    kind: str  # the name of the class in `module`
     videos: bool = True
 
     def load(self) -> "Family":
         """The family; TargetError if transformers has no model of that type."""
-        made = getattr(importlib.import_module(f"{__name__}.{self.module}"), self.kind)
-        family: Family = made(self.model_type, self.name)
+        module = importlib.import_module(f"{__name__}.{self.module}")
+        family_class = getattr(module, self.kind)
+        family: Family = family_class(self.model_type, self.name)
         return family
 
 
-FAMILIES = MappingProxyType(
-    {
-        one.model_type: one
-        for one in (
-            FamilyEntry("llava", "llava-1.5", "llava", "Llava", videos=False),
-            FamilyEntry("llava_next", "llava-next", "llava", "LlavaNext", videos=False),
-            FamilyEntry(
-                "llava_onevision", "llava-onevision", "llava", "LlavaOnevision"
-            ),
-            FamilyEntry("qwen2_vl", "qwen2-vl", "qwen_vl", "Qwen2VL"),
-            FamilyEntry("qwen2_5_vl", "qwen2.5-vl", "qwen_vl", "Qwen25VL"),
-            FamilyEntry("qwen3_vl", "qwen3-vl", "qwen_vl", "Qwen3VL"),
-        )
-    }
+_DESCRIBED = (
+    FamilyEntry("llava", "llava-1.5", "llava", "Llava", videos=False),
+    FamilyEntry("llava_next", "llava-next", "llava", "LlavaNext", videos=False),
+    FamilyEntry("llava_onevision", "llava-onevision", "llava", "LlavaOnevision"),
+    FamilyEntry("qwen2_vl", "qwen2-vl", "qwen_vl", "Qwen2VL"),
+    FamilyEntry("qwen2_5_vl", "qwen2.5-vl", "qwen_vl", "Qwen25VL"),
+    FamilyEntry("qwen3_vl", "qwen3-vl", "qwen_vl", "Qwen3VL"),
 )
-"""Those with a description, by their `model_type`."""
+FAMILIES = MappingProxyType({family.model_type: family for family in _DESCRIBED})
+"""Families with a description, by their `model_type`."""
 
 SHOWN = (
     "aya_vision",
@@ -65,11 +60,14 @@ SHOWN = (
     "qwen3_vl_moe",
     "smolvlm",
 )
-"""Those without one that `make test-families` takes through the whole flow. Others are checked on loading."""
+"""Families without a description that `make test-families` takes through the whole flow.
+
+Others are checked on loading.
+"""
 
 
 def entry(model_type: str) -> FamilyEntry:
     """The family of a `model_type`: described here, or else to be found from the model."""
-    return FAMILIES.get(model_type) or FamilyEntry(
-        model_type, model_type, "found", "Found", videos=False
-    )
+    if described := FAMILIES.get(model_type):
+        return described
+    return FamilyEntry(model_type, model_type, "found", "Found", videos=False)

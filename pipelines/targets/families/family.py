@@ -1,4 +1,4 @@
-"""The interface of a family of vision-language models: all that the common code cannot do for every family.
+"""The interface of a family of vision-language models: what differs between families.
 
 Shapes: L positions of one expanded prompt, A rotary axes (1, or 3 for M-RoPE), U visual tokens,
 D hidden width.
@@ -34,34 +34,29 @@ class Visual:
     """The vision tower's output for the language model, in reading order."""
 
     embed_UD: Tensor  # replaces the embeddings of the placeholders
-    deepstack: tuple[
-        Tensor, ...
-    ] = ()  # each [U, D]: added to the output of layers 0, 1, ...
+    deepstack: tuple[Tensor, ...] = ()
+    """Each [U, D]: added to the output of layers 0, 1, ..."""
 
 
 class Family(abc.ABC):
     """One family: its processor, its visual tokens and their positions, its vision tower."""
 
-    text_types: ClassVar[
-        tuple[str, ...]
-    ] = ()  # the model_type of text models that the decoder can fuse
+    text_types: ClassVar[tuple[str, ...]] = ()
+    """The `model_type` of text models that the decoder can fuse."""
     processor_class: str  # in transformers
-    image_processors: ClassVar[
-        tuple[str, ...]
-    ] = ()  # classes without the suffix of a backend; none: any
-    frame_processor: ClassVar[type[FrameProcessor] | None] = (
-        None  # of videos; None: images only
-    )
-    oldest_transformers: ClassVar[str] = (
-        "5.23"  # with which this project has run the family
-    )
+    image_processors: ClassVar[tuple[str, ...]] = ()
+    """Names of classes without the suffix of a backend; empty: any."""
+    frame_processor: ClassVar[type[FrameProcessor] | None] = None
+    """The rules for videos; None: images only."""
+    oldest_transformers: ClassVar[str] = "5.23"
+    """The oldest version with which this project has run the family."""
     mrope: bool = False  # visual tokens have (time, height, width) positions
-    host_inputs: ClassVar[
-        tuple[str, ...]
-    ] = ()  # visual inputs that are read on the CPU
+    host_inputs: ClassVar[tuple[str, ...]] = ()
+    """Visual inputs that are read on the CPU."""
 
     def __init__(self, model_type: str, name: str) -> None:
-        self.model_type, self.name = model_type, name
+        self.model_type = model_type
+        self.name = name
 
     @abc.abstractmethod
     def facts(self, config: Any, processor: Any) -> list[Fact]:
@@ -79,17 +74,19 @@ class Family(abc.ABC):
         raise TargetError(f"{self.name} does not support video")
 
     def load_processor(self, folder: Path) -> Any:
-        """Load the processor of a local checkpoint; raises what transformers raises."""
+        """Load the processor of a local checkpoint; raises the errors of transformers."""
+        has_torchvision = is_torchvision_available()
         base = getattr(transformers, self.processor_class)
-        if not is_torchvision_available():
+        if not has_torchvision:
             base = _without_video_processor(base)
         try:
             processor = base.from_pretrained(folder, local_files_only=True)
         except (AttributeError, TypeError) as error:
-            if is_torchvision_available() or "video_processor" not in str(error):
+            if has_torchvision or "video_processor" not in str(error):
                 raise
             raise TargetError(
-                f"a {self.processor_class} needs a video processor, which needs torchvision: install it"
+                f"a {self.processor_class} needs a video processor, which needs "
+                "torchvision: install it"
             ) from None
         if self.frame_processor is not None:
             # Always this project's own: features must not depend on whether torchvision is installed.
@@ -103,18 +100,20 @@ class Family(abc.ABC):
     def image_lengths(
         self, config: Any, processor: Any, inputs: Mapping[str, Any], images: int
     ) -> list[int] | None:
-        """The number of visual tokens of each image of a prompt, of which `inputs` is the processor's output.
+        """The number of visual tokens of each image of a prompt.
 
-        None if it is not known: then images without a token between them are one.
+        `inputs` is the processor's output for the prompt. None if the numbers are not
+        known: then images without a token between them count as one.
         """
-        placed = (
-            processor.replace_image_token(inputs, image_idx=i) for i in range(images)
-        )
         placeholder = processor.tokenizer.convert_ids_to_tokens(config.image_token_id)
-        return [text.count(placeholder) for text in placed]
+        lengths = []
+        for index in range(images):
+            text = processor.replace_image_token(inputs, image_idx=index)
+            lengths.append(text.count(placeholder))
+        return lengths
 
     def accepts(self, model: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of the processor's outputs for one prompt that the model takes."""
+        """The processor's outputs for one prompt that the model takes."""
         return inputs
 
     def kind_inputs(self, model: Any) -> tuple[str, ...]:
@@ -151,23 +150,22 @@ class Family(abc.ABC):
         M-RoPE positions are by the model's own rule.
         """
         if not self.mrope or not inputs:
-            return torch.arange(len(kind_L)).expand(3 if self.mrope else 1, -1)
+            axes = 3 if self.mrope else 1
+            return torch.arange(len(kind_L)).expand(axes, -1)
         rule = model.model.get_rope_index
-        known = signature(rule).parameters
-        given = {name: value for name, value in inputs.items() if name in known}
+        arguments = signature(rule).parameters
+        accepted = {name: inputs[name] for name in inputs if name in arguments}
         rope_3BL, _ = rule(
-            input_ids=ids_L[None], mm_token_type_ids=kind_L[None], **given
+            input_ids=ids_L[None], mm_token_type_ids=kind_L[None], **accepted
         )
         rope_3L: Tensor = rope_3BL[:, 0]
         return rope_3L
 
     def visual_ids(self, config: Any) -> tuple[int, ...]:
         """The ids of the image placeholder and, if the family has one, of the video placeholder."""
-        ids = (
-            getattr(config, "image_token_id", None),
-            getattr(config, "video_token_id", None),
-        )
-        return tuple(int(i) for i in ids if i is not None)
+        image_id = getattr(config, "image_token_id", None)
+        video_id = getattr(config, "video_token_id", None)
+        return tuple(int(i) for i in (image_id, video_id) if i is not None)
 
 
 def _without_video_processor(base: Any) -> Any:
@@ -176,9 +174,8 @@ def _without_video_processor(base: Any) -> Any:
     class ImageProcessorOnly(base):  # type: ignore[misc]
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return [
-                name for name in super().get_attributes() if name != "video_processor"
-            ]
+            names = super().get_attributes()
+            return [name for name in names if name != "video_processor"]
 
     return ImageProcessorOnly
 
@@ -193,53 +190,56 @@ def disagreement(facts: Sequence[Fact]) -> str | None:
 
 def placeholders(config: Any, processor: Any, kinds: Sequence[str]) -> list[Fact]:
     """The ids of the placeholders of images and videos."""
-    to_id = processor.tokenizer.convert_tokens_to_ids
-    return [
-        (
-            f"the {kind} placeholder",
-            to_id(getattr(processor, f"{kind}_token")),
-            getattr(config, f"{kind}_token_id"),
-        )
-        for kind in kinds
-    ]
+    facts: list[Fact] = []
+    for kind in kinds:
+        token = getattr(processor, f"{kind}_token")
+        in_processor = processor.tokenizer.convert_tokens_to_ids(token)
+        in_model = getattr(config, f"{kind}_token_id")
+        facts.append((f"the {kind} placeholder", in_processor, in_model))
+    return facts
 
 
 def encode_visual(family: Family, model: Any, inputs: Inputs, kind_U: Tensor) -> Visual:
     """All images and videos of a batch, in reading order.
 
     `kind_U` are the kinds of its visual tokens, on the CPU.
-
     TargetError if the vision tower's number of tokens of a kind differs from the placeholders'.
     """
-    parts: list[tuple[Tensor, Visual]] = []
+    rows: list[Tensor] = []  # of each kind among the visual tokens
+    visuals: list[Visual] = []
     for kind, encode, name in (
         (IMAGE, family.encode_images, "pixel_values"),
         (VIDEO, family.encode_videos, "pixel_values_videos"),
     ):
-        chosen_U = kind_U == kind
-        expected = int(chosen_U.sum())
-        if not expected:
+        row_N = (kind_U == kind).nonzero().flatten()
+        if not len(row_N):
             continue
         visual = encode(model, inputs) if name in inputs else Visual(torch.empty(0, 0))
-        if len(visual.embed_UD) != expected:
+        if len(visual.embed_UD) != len(row_N):
             raise TargetError(
                 "the processor does not match the model: "
-                f"{expected} placeholders for {len(visual.embed_UD)} visual tokens"
+                f"{len(row_N)} placeholders for {len(visual.embed_UD)} visual tokens"
             )
-        parts.append((chosen_U, visual))
-    if len(parts) == 1:
-        return parts[0][1]
-    device = parts[0][1].embed_UD.device
-    rows = [place(chosen_U.nonzero().flatten(), device) for chosen_U, _ in parts]
+        rows.append(row_N)
+        visuals.append(visual)
+    if len(visuals) == 1:
+        return visuals[0]
+    return _in_reading_order(rows, visuals, len(kind_U))
+
+
+def _in_reading_order(
+    rows: Sequence[Tensor], visuals: Sequence[Visual], tokens: int
+) -> Visual:
+    """Images and videos in one: `rows` are the positions of each among `tokens`."""
+    device = visuals[0].embed_UD.device
+    placed = [place(row_N, device) for row_N in rows]
 
     def merged(values: Sequence[Tensor]) -> Tensor:
-        all_UD = values[0].new_empty(len(kind_U), values[0].shape[1])
-        for row_N, value_ND in zip(rows, values, strict=True):
-            all_UD.index_copy_(0, row_N, value_ND)
-        return all_UD
+        merged_UD = values[0].new_empty(tokens, values[0].shape[1])
+        for row_N, value_ND in zip(placed, values, strict=True):
+            merged_UD.index_copy_(0, row_N, value_ND)
+        return merged_UD
 
-    levels = zip(*(visual.deepstack for _, visual in parts), strict=True)
-    return Visual(
-        merged([visual.embed_UD for _, visual in parts]),
-        tuple(merged(level) for level in levels),
-    )
+    embed_UD = merged([visual.embed_UD for visual in visuals])
+    levels = zip(*(visual.deepstack for visual in visuals), strict=True)
+    return Visual(embed_UD, tuple(merged(level) for level in levels))

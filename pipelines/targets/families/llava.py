@@ -20,28 +20,20 @@ from vlmdistill.pipelines.targets.families.family import (
 from vlmdistill.pipelines.targets.families.video import SquareFrames, concatenated
 from vlmdistill.stores.errors import TargetError
 
-FRAMES = (
-    8  # that the vision tower encodes at once: it keeps the states of all its layers
-)
+FRAMES = 8  # encoded at once: the vision tower keeps the states of all its layers
 
 
 class LlavaFamily(Family):
-    """What the LLaVA families share."""
+    """The common part of the LLaVA families."""
 
-    text_types = (
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-    )  # whose blocks the decoder can fuse
+    text_types = ("llama", "mistral", "qwen2", "qwen3")
     image_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
 
     def encode_images(self, model: Any, inputs: Inputs) -> Visual:
         """All crops or tiles in one batch; the model drops tiles that are padding."""
-        out = model.model.get_image_features(
-            **{name: inputs[name] for name in self.image_inputs}
-        )
-        return Visual(torch.cat(tuple(out.pooler_output)))
+        arguments = {name: inputs[name] for name in self.image_inputs}
+        output = model.model.get_image_features(**arguments)
+        return Visual(torch.cat(tuple(output.pooler_output)))
 
 
 class Llava(LlavaFamily):
@@ -58,10 +50,9 @@ class Llava(LlavaFamily):
     def facts(self, config: Any, processor: Any) -> list[Fact]:
         """As many placeholders as patches, crops of the vision tower's size."""
         image = processor.image_processor
-        shape = (
-            image.crop_size if image.do_center_crop else image.size
-        )  # SigLIP resizes to a square
-        return _crop_facts(config, processor, shape)
+        if image.do_center_crop:
+            return _crop_facts(config, processor, image.crop_size)
+        return _crop_facts(config, processor, image.size)  # SigLIP resizes to a square
 
 
 class TiledFamily(LlavaFamily):
@@ -70,17 +61,12 @@ class TiledFamily(LlavaFamily):
     def collate(self, samples: Sequence[Inputs]) -> Inputs:
         """Tiles [images, tiles, 3, h, w], padded to the largest number of tiles."""
         name = "pixel_values"
-        tiles = max(
-            (sample[name].shape[1] for sample in samples if name in sample), default=0
-        )
+        counts = [sample[name].shape[1] for sample in samples if name in sample]
+        tiles = max(counts, default=0)
         padded: list[Inputs] = []
         for sample in samples:
             if name in sample:
-                pixels = sample[name]
-                empty = pixels.new_zeros(
-                    len(pixels), tiles - pixels.shape[1], *pixels.shape[2:]
-                )
-                sample = {**sample, name: torch.cat([pixels, empty], 1)}
+                sample = {**sample, name: _padded(sample[name], tiles)}
             padded.append(sample)
         return super().collate(padded)
 
@@ -95,17 +81,14 @@ class LlavaNext(TiledFamily):
 
     def facts(self, config: Any, processor: Any) -> list[Fact]:
         """The same tiles, patches and selection of vision features."""
-        if (
-            config.vision_feature_select_strategy == "full"
-            and _extra_tokens(config, processor)[2]
-        ):
+        selects_all = config.vision_feature_select_strategy == "full"
+        if selects_all and _class_tokens(config, processor):
             raise TargetError(
-                "the stock model cannot merge tiles with vision_feature_select_strategy 'full'"
+                "the stock model cannot merge tiles with "
+                "vision_feature_select_strategy 'full'"
             )
-        return [
-            *_crop_facts(config, processor, processor.image_processor.crop_size),
-            _tile_grids(config, processor),
-        ]
+        facts = _crop_facts(config, processor, processor.image_processor.crop_size)
+        return [*facts, _tile_grids(config, processor)]
 
 
 class LlavaOnevision(TiledFamily):
@@ -118,28 +101,25 @@ class LlavaOnevision(TiledFamily):
 
     def facts(self, config: Any, processor: Any) -> list[Fact]:
         """The same tiles, frames, tokens per tile and selection of vision features."""
-        vision, video = config.vision_config, processor.video_processor
-        tokens = (vision.image_size // vision.patch_size) ** 2
+        video = processor.video_processor
+        size = config.vision_config.image_size
+        tokens = (size // config.vision_config.patch_size) ** 2
+        facts = placeholders(config, processor, ["image", "video"])
+        facts += _size_facts(config, processor.image_processor.size)
         return [
-            *placeholders(config, processor, ["image", "video"]),
+            *facts,
             ("num_image_tokens", processor.num_image_tokens, tokens),
-            *_size_facts(config, processor.image_processor.size),
-            (
-                "vision_aspect_ratio",
-                processor.vision_aspect_ratio,
-                config.vision_aspect_ratio,
-            ),
+            _same_setting("vision_aspect_ratio", config, processor),
             _tile_grids(config, processor),
-            _strategy(config, processor),
-            ("the height of frames", video.height, vision.image_size),
-            ("the width of frames", video.width, vision.image_size),
+            _same_setting("vision_feature_select_strategy", config, processor),
+            ("the height of frames", video.height, size),
+            ("the width of frames", video.width, size),
         ]
 
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
         """A quarter of the patches of each frame, and a newline after the last."""
         side = math.ceil(math.isqrt(processor.num_image_tokens) / 2)
-        lengths = inputs["video_frames"].tolist() if "video_frames" in inputs else []
-        return [count * side**2 + 1 for count in lengths]
+        return [frames * side**2 + 1 for frames in _video_lengths(inputs)]
 
     def join_videos(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Videos of any lengths as one tensor [F, C, H, W]; `video_frames` holds their lengths."""
@@ -155,41 +135,59 @@ class LlavaOnevision(TiledFamily):
 
     def stock_inputs(self, inputs: Inputs) -> Inputs | None:
         """The stock model takes only videos of one length in a batch."""
-        lengths = (
-            set(inputs["video_frames"].tolist()) if "video_frames" in inputs else set()
-        )
+        lengths = set(_video_lengths(inputs))
         if len(lengths) > 1:
             return None
-        rest = {name: value for name, value in inputs.items() if name != "video_frames"}
+        accepted = dict(inputs)
+        accepted.pop("video_frames", None)
         if lengths:
-            rest["pixel_values_videos"] = torch.unflatten(
-                inputs["pixel_values_videos"], 0, (-1, *lengths)
-            )
-        return rest
+            frames_FCHW = inputs["pixel_values_videos"]
+            videos_GFCHW = torch.unflatten(frames_FCHW, 0, (-1, *lengths))
+            accepted["pixel_values_videos"] = videos_GFCHW
+        return accepted
 
     def encode_videos(self, model: Any, inputs: Inputs) -> Visual:
-        """The model ends each call with a newline token; of a video's calls, only the last one's is kept."""
+        """All videos, a few frames at a time.
+
+        The model ends each call with a newline token; a video keeps only its last one.
+        """
+        encode = model.model.get_video_features
+        frames_FCHW = inputs["pixel_values_videos"]
         parts: list[Tensor] = []
-        for video_FCHW in torch.split(
-            inputs["pixel_values_videos"], inputs["video_frames"].tolist()
-        ):
+        for video_FCHW in torch.split(frames_FCHW, _video_lengths(inputs)):
             for part_FCHW in torch.split(video_FCHW, FRAMES):
-                part_UD = model.model.get_video_features(part_FCHW[None]).pooler_output[
-                    0
-                ]
+                part_UD = encode(part_FCHW[None]).pooler_output[0]
                 parts.append(part_UD[:-1])
             parts.append(part_UD[-1:])
         return Visual(torch.cat(parts))
 
 
+def _padded(pixels: Tensor, tiles: int) -> Tensor:
+    """Tiles [images, tiles, 3, h, w], filled up with empty ones."""
+    images, present, *shape = pixels.shape
+    empty = pixels.new_zeros(images, tiles - present, *shape)
+    return torch.cat([pixels, empty], 1)
+
+
+def _video_lengths(inputs: Inputs) -> list[int]:
+    """The number of frames of each video of a prompt."""
+    if "video_frames" not in inputs:
+        return []
+    lengths: list[int] = inputs["video_frames"].tolist()
+    return lengths
+
+
 def _crop_facts(config: Any, processor: Any, shape: Mapping[str, Any]) -> list[Fact]:
     """LLaVA-1.5 and LLaVA-NeXT: the number of placeholders follows from patches and crop size."""
+    class_tokens = _class_tokens(config, processor)
+    extra_tokens = processor.num_additional_image_tokens
+    facts = placeholders(config, processor, ["image"])
+    facts += _size_facts(config, shape)
     return [
-        *placeholders(config, processor, ["image"]),
+        *facts,
         ("patch_size", processor.patch_size, config.vision_config.patch_size),
-        *_size_facts(config, shape),
-        _strategy(config, processor),
-        _extra_tokens(config, processor),
+        _same_setting("vision_feature_select_strategy", config, processor),
+        ("num_additional_image_tokens", extra_tokens, class_tokens),
     ]
 
 
@@ -197,28 +195,31 @@ def _size_facts(config: Any, shape: Mapping[str, Any]) -> list[Fact]:
     """The image size, of vision towers that take one size only."""
     size = config.vision_config.image_size
     return [
-        (f"the image {side}", shape.get(side), size) for side in ("height", "width")
+        ("the image height", shape.get("height"), size),
+        ("the image width", shape.get("width"), size),
     ]
 
 
-def _strategy(config: Any, processor: Any) -> Fact:
-    name = "vision_feature_select_strategy"
+def _same_setting(name: str, config: Any, processor: Any) -> Fact:
+    """A setting that the processor and the model both have."""
     return (name, getattr(processor, name), getattr(config, name))
 
 
-def _extra_tokens(config: Any, processor: Any) -> Fact:
-    """The number of the vision tower's tokens that are not patches: CLIP has a class token."""
-    mine = processor.num_additional_image_tokens
-    theirs = {"clip_vision_model": 1, "siglip_vision_model": 0}.get(
-        config.vision_config.model_type, mine
-    )
-    return ("num_additional_image_tokens", mine, theirs)
+def _class_tokens(config: Any, processor: Any) -> int:
+    """The number of the vision tower's tokens that are not patches: CLIP has a class token.
+
+    Of an unknown vision tower, the number that the processor assumes.
+    """
+    counts = {"clip_vision_model": 1, "siglip_vision_model": 0}
+    assumed: int = processor.num_additional_image_tokens
+    return counts.get(config.vision_config.model_type, assumed)
 
 
 def _tile_grids(config: Any, processor: Any) -> Fact:
     """The grids of tiles that an image may be cut into."""
-    mine, theirs = (
-        [list(size) for size in part.image_grid_pinpoints]
-        for part in (processor.image_processor, config)
-    )
-    return ("image_grid_pinpoints", mine or "empty", theirs)
+    name = "image_grid_pinpoints"
+    in_processor = [
+        list(size) for size in processor.image_processor.image_grid_pinpoints
+    ]
+    in_model = [list(size) for size in config.image_grid_pinpoints]
+    return (name, in_processor or "empty", in_model)

@@ -3,7 +3,7 @@
 Shapes: L positions of one prompt, U visual tokens, P patches, E values of a patch, G images and videos.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,11 @@ from vlmdistill.pipelines.targets.families.packed_attention import packed_attent
 from vlmdistill.pipelines.targets.families.video import GridFrames, TimedGridFrames
 from vlmdistill.stores.errors import TargetError
 
-PATCHES = (
-    16384  # that the vision tower encodes at once, unless one pair of frames has more
-)
+PATCHES = 16384  # encoded at once, unless a single pair of frames has more
 
 
 class QwenVLFamily(Family):
-    """What the Qwen-VL families share."""
+    """The common part of the Qwen-VL families."""
 
     image_processors = ("Qwen2VLImageProcessor",)
     frame_processor = GridFrames
@@ -38,30 +36,24 @@ class QwenVLFamily(Family):
 
     def facts(self, config: Any, processor: Any) -> list[Fact]:
         """The same patches, merged alike, for images and videos."""
-        vision, size = config.vision_config, dict(processor.image_processor.size or {})
-        if not {"shortest_edge", "longest_edge"} <= {*size}:
+        size = dict(processor.image_processor.size or {})
+        if not {"shortest_edge", "longest_edge"} <= size.keys():
             raise TargetError(
                 f"the size of images is {size} and needs shortest_edge and longest_edge"
             )
-        facts = placeholders(config, processor, ["image", "video"])
-        for part, kind in (
-            (processor.image_processor, ""),
-            (processor.video_processor, " of videos"),
-        ):
-            facts += [
-                (f"patch_size{kind}", part.patch_size, vision.patch_size),
-                (
-                    f"temporal_patch_size{kind}",
-                    part.temporal_patch_size,
-                    vision.temporal_patch_size,
-                ),
-                (f"merge_size{kind}", part.merge_size, vision.spatial_merge_size),
-            ]
-        return facts
+        vision = config.vision_config
+        return [
+            *placeholders(config, processor, ["image", "video"]),
+            *_patch_facts(vision, processor.image_processor),
+            *_patch_facts(vision, processor.video_processor, " of videos"),
+        ]
 
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
         """A video is one run."""
-        return [time * frame for time, frame in _video_sizes(processor, inputs)]
+        return [
+            time * frame_tokens
+            for time, frame_tokens in _video_sizes(processor, inputs)
+        ]
 
     def encode_images(self, model: Any, inputs: Inputs) -> Visual:
         """All images, packed."""
@@ -75,33 +67,25 @@ class QwenVLFamily(Family):
 
     def _encode(self, model: Any, pixels_PE: Tensor, grid_G3: Tensor) -> Visual:
         tower = model.model.visual
+        embeds: list[Tensor] = []
+        deepstacks: list[Sequence[Tensor]] = []
         with packed_attention(tower.config):
-            outputs = [
-                tower(
-                    chunk_PE,
-                    grid_thw=chunk_G3,
-                    return_dict=True,
-                    **self.tower_inputs(tower, chunk_G3),
-                )
-                for chunk_PE, chunk_G3 in _chunks(pixels_PE, grid_G3.cpu())
-            ]
-        levels = zip(
-            *(getattr(output, "deepstack_features", None) or () for output in outputs),
-            strict=True,
-        )
-        return Visual(
-            torch.cat([output.pooler_output for output in outputs]),
-            tuple(torch.cat(level) for level in levels),
-        )
+            for chunk_PE, chunk_G3 in _chunks(pixels_PE, grid_G3.cpu()):
+                inputs = self.tower_inputs(tower, chunk_G3)
+                output = tower(chunk_PE, grid_thw=chunk_G3, return_dict=True, **inputs)
+                embeds.append(output.pooler_output)
+                deepstacks.append(getattr(output, "deepstack_features", None) or ())
+        levels = zip(*deepstacks, strict=True)
+        deepstack = tuple(torch.cat(level) for level in levels)
+        return Visual(torch.cat(embeds), deepstack)
 
     def tower_inputs(self, tower: Any, grid_G3: Tensor) -> dict[str, Tensor]:
-        """What the vision tower would compute from the grids, without waiting for a GPU.
+        """Inputs that the vision tower would else compute from the grids, waiting for the GPU.
 
         Bounds of sequences stay on the CPU, where `packed_attention` reads them.
         """
-        position_P2 = vision_utils.get_vision_position_ids(
-            grid_G3, tower.spatial_merge_size
-        )
+        merge = tower.spatial_merge_size
+        position_P2 = vision_utils.get_vision_position_ids(grid_G3, merge)
         bounds = vision_utils.get_vision_cu_seqlens(grid_G3)
         return {
             "position_ids": place(position_P2, tower.device),
@@ -127,11 +111,10 @@ class Qwen25VL(QwenVLFamily):
         window_index, bounds = vision_utils.get_vision_window_index(
             grid_G3, tower.spatial_merge_size, tower.window_size, tower.patch_size
         )
-        return {
-            **super().tower_inputs(tower, grid_G3),
-            "window_index": place(window_index, tower.device),
-            "cu_window_seqlens": _where_read(bounds, tower),
-        }
+        inputs = super().tower_inputs(tower, grid_G3)
+        inputs["window_index"] = place(window_index, tower.device)
+        inputs["cu_window_seqlens"] = _where_read(bounds, tower)
+        return inputs
 
 
 class Qwen3VL(QwenVLFamily):
@@ -154,26 +137,38 @@ class Qwen3VL(QwenVLFamily):
             align_corners=tower.interpolation_align_corners,
             spatial_merge_size=tower.spatial_merge_size,
         )
-        return {
-            **super().tower_inputs(tower, grid_G3),
-            "interp_indices": place(index, tower.device),
-            "interp_weights": place(weight, tower.device),
-        }
+        inputs = super().tower_inputs(tower, grid_G3)
+        inputs["interp_indices"] = place(index, tower.device)
+        inputs["interp_weights"] = place(weight, tower.device)
+        return inputs
 
     def video_runs(self, processor: Any, inputs: Inputs) -> list[int]:
         """A pair of frames is one run: the text between two pairs is the time of the second."""
-        return [
-            frame
-            for time, frame in _video_sizes(processor, inputs)
-            for _ in range(time)
-        ]
+        runs: list[int] = []
+        for time, frame_tokens in _video_sizes(processor, inputs):
+            runs += [frame_tokens] * time
+        return runs
+
+
+def _patch_facts(vision: Any, part: Any, kind: str = "") -> list[Fact]:
+    """The sizes of patches, in the vision tower and in a part of the processor."""
+    frames = part.temporal_patch_size
+    return [
+        (f"patch_size{kind}", part.patch_size, vision.patch_size),
+        (f"temporal_patch_size{kind}", frames, vision.temporal_patch_size),
+        (f"merge_size{kind}", part.merge_size, vision.spatial_merge_size),
+    ]
 
 
 def _video_sizes(processor: Any, inputs: Inputs) -> list[tuple[int, int]]:
     """Temporal patches of each video, and visual tokens of one temporal patch."""
-    merged = processor.video_processor.merge_size**2
-    grids = inputs["video_grid_thw"].tolist() if "video_grid_thw" in inputs else []
-    return [(time, height * width // merged) for time, height, width in grids]
+    if "video_grid_thw" not in inputs:
+        return []
+    patches_per_token = processor.video_processor.merge_size**2
+    grids = inputs["video_grid_thw"].tolist()
+    return [
+        (time, height * width // patches_per_token) for time, height, width in grids
+    ]
 
 
 def _where_read(bounds: Tensor, tower: Any) -> Tensor:
@@ -187,16 +182,20 @@ def _chunks(pixels_PE: Tensor, grid_G3: Tensor) -> Iterator[tuple[Tensor, Tensor
 
     A patch attends only within its own temporal patch, so the cuts change nothing.
     """
-    taken: list[list[int]] = []
-    start = size = 0
+    chunk: list[list[int]] = []  # its grids
+    start = 0
+    patches = 0  # in the chunk
     for time, height, width in grid_G3.tolist():
         while time:
-            fitting = (PATCHES - size) // (height * width)
-            if fitting <= 0 and taken:
-                yield pixels_PE[start : start + size], grid_G3.new_tensor(taken)
-                taken, start, size = [], start + size, 0
+            fitting = (PATCHES - patches) // (height * width)
+            if fitting <= 0 and chunk:
+                yield pixels_PE[start : start + patches], grid_G3.new_tensor(chunk)
+                chunk = []
+                start += patches
+                patches = 0
                 continue
-            some = min(time, max(1, fitting))
-            taken.append([some, height, width])
-            size, time = size + some * height * width, time - some
-    yield pixels_PE[start : start + size], grid_G3.new_tensor(taken)
+            added = min(time, max(1, fitting))
+            chunk.append([added, height, width])
+            patches += added * height * width
+            time -= added
+    yield pixels_PE[start : start + patches], grid_G3.new_tensor(chunk)

@@ -1,4 +1,4 @@
-"""The text model inside of a vision-language model, and what it does around its layers.
+"""The text model inside of a vision-language model, and its scaling of embeddings and logits.
 
 Shapes: N rows, V vocabulary.
 """
@@ -26,14 +26,15 @@ def text_model(model: Any) -> Any:
 
 
 def embed_scale(text: Any) -> float:
-    """What a text model multiplies its embeddings by: Gemma in their module, Granite after it."""
-    scale = float(getattr(text.get_input_embeddings(), "scalar_embed_scale", 1.0))
-    return scale * float(getattr(text.config, "embedding_multiplier", 1.0))
+    """The factor of a text model's embeddings: Gemma scales in their module, Granite after it."""
+    in_module = getattr(text.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    after_module = getattr(text.config, "embedding_multiplier", 1.0)
+    return float(in_module) * float(after_module)
 
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model does with the output of its LM head."""
+    """How a model turns the output of its LM head into logits."""
 
     scale: float = 1.0  # Cohere, Granite
     limit: float | None = None  # a soft one: Gemma
@@ -44,16 +45,15 @@ class LogitRule:
 
     def limited(self, logits_NV: Tensor) -> Tensor:
         """Scaled logits within the soft limit."""
-        return (
-            logits_NV
-            if self.limit is None
-            else torch.tanh(logits_NV / self.limit) * self.limit
-        )
+        if self.limit is None:
+            return logits_NV
+        return torch.tanh(logits_NV / self.limit) * self.limit
 
 
 def logit_rules(config: Any) -> list[LogitRule]:
-    """The rules that a model may have by the configuration of its text model, which not all classes heed."""
-    scales = {1.0, float(getattr(config, "logit_scale", None) or 1)}
-    scales |= {1 / float(getattr(config, "logits_scaling", None) or 1)}
+    """The rules that a text model's configuration allows for: not every class heeds it."""
+    factor = getattr(config, "logit_scale", None) or 1
+    divisor = getattr(config, "logits_scaling", None) or 1
+    scales = {1.0, float(factor), 1 / float(divisor)}
     limits = {None, getattr(config, "final_logit_softcapping", None)}
     return [LogitRule(scale, limit) for scale in scales for limit in limits]

@@ -1,1 +1,1 @@
-"""The stock model of transformers: the forward pass of any family, and what a target is checked against."""
+"""The stock model of transformers: runs any family, and is the reference of the self-test."""

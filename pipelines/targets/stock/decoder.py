@@ -1,8 +1,9 @@
-"""Decodes one sequence with the stock text model, whatever its layers are: the fallback of `fused_decoder`.
+"""Decodes one sequence with the stock text model of any layers: the fallback of `fused_decoder`.
 
-What a layer keeps of the past is either keys and values, from which rejected rows are cut, or a state that
-cannot be rolled back (linear attention, convolution). Such a state is saved before each pass. Committed rows
-are run again from it, unless all rows of the pass are; a tree is run path by path, for a state has one past.
+A layer caches either keys and values, from which rejected rows are cut, or a recurrent
+state (linear attention, convolution), which cannot be rolled back. Such a state is saved
+before each pass. Committed rows are run again from it, unless the pass is committed whole;
+a tree is run path by path, since a state has one past.
 
 Shapes: N tokens of a pass, S cached and new positions, K committed rows, D hidden width.
 """
@@ -39,14 +40,10 @@ class StockDecoder:
 
     def start(self, length: int, next_rope: int) -> transformers.DynamicCache:
         """An empty cache; the caller runs a prompt of `length` into it."""
-        self.cache, self.length, self.next_rope = (
-            whole_cache(self.text.config),
-            length,
-            next_rope,
-        )
-        self._written: Tensor | None = (
-            None  # the tokens of the last pass, as far as they are not committed
-        )
+        self.cache = whole_cache(self.text.config)
+        self.length = length
+        self.next_rope = next_rope
+        self._written: Tensor | None = None  # the tokens of a pass before `commit`
         self._saved: State = []
         return self.cache
 
@@ -60,61 +57,68 @@ class StockDecoder:
         """See `Target.extend`."""
         self.passes += 1
         self._rewind()
-        if visible_NN is None or torch.equal(
-            visible_NN, torch.ones_like(visible_NN).tril()
-        ):
-            return self._run(ids_N, depth_N, None, sources)  # a chain
+        if visible_NN is None or _is_chain(visible_NN):
+            return self._run(ids_N, depth_N, None, sources)
         if not self._recurrent:
             return self._run(ids_N, depth_N, visible_NN, sources)
+        return self._run_paths(ids_N, depth_N, visible_NN, sources)
+
+    def _run_paths(
+        self,
+        ids_N: Tensor,
+        depth_N: Tensor,
+        visible_NN: Tensor,
+        sources: Collection[str],
+    ) -> dict[str, Tensor]:
+        """A tree path by path, from the root to each leaf: states by source [N, D]."""
+        count = len(ids_N)
         states: dict[str, Tensor] = {}
-        ancestors = visible_NN & ~torch.eye(
-            len(ids_N), dtype=torch.bool, device=ids_N.device
-        )
-        for leaf in torch.nonzero(~ancestors.any(0)).flatten().tolist():
+        for leaf in _leaves(visible_NN):
             path = torch.nonzero(visible_NN[leaf]).flatten()
             path = path[depth_N[path].argsort()]
             self._rewind()
-            for source, rows in self._run(
-                ids_N[path], depth_N[path], None, sources
-            ).items():
-                states.setdefault(source, rows.new_empty(len(ids_N), rows.shape[1]))[
-                    path
-                ] = rows
+            path_states = self._run(ids_N[path], depth_N[path], None, sources)
+            for source, rows in path_states.items():
+                if source not in states:
+                    states[source] = rows.new_empty(count, rows.shape[1])
+                states[source][path] = rows
         self._rewind()
         self._written = ids_N
         return states
 
     def commit(self, rows: Sequence[int]) -> None:
         """See `Target.commit`."""
-        written, count = self._written, len(rows)
-        assert written is not None, "a forward pass comes first"
-        in_order = list(rows) == list(range(count))
+        written_N = self._written
+        assert written_N is not None, "a forward pass comes first"
+        count = len(rows)
         row_K = torch.tensor(rows)
-        if self._recurrent and not (in_order and count == len(written) == self._beyond):
+        in_order = list(rows) == list(range(count))
+        is_whole_pass = in_order and count == len(written_N) == self._beyond
+        if self._recurrent and not is_whole_pass:
             self._rewind()
-            depth_K = torch.arange(1, count + 1, device=written.device)
-            self._run(written[place(row_K, written.device)], depth_K, None, ())
+            ids_K = written_N[place(row_K, written_N.device)]
+            depth_K = torch.arange(1, count + 1, device=written_N.device)
+            self._run(ids_K, depth_K, None, ())
         elif not in_order:
-            for layer in self._attending():
-                kept = torch.cat([torch.arange(self.length), row_K + self.length])
-                kept = place(kept, layer.keys.device)
-                layer.keys = layer.keys.index_select(-2, kept)
-                layer.values = layer.values.index_select(-2, kept)
+            self._select(row_K)
         self.length += count
         self.next_rope += count
         self._cut()
         self._written = None
 
+    def _select(self, row_K: Tensor) -> None:
+        """Keep these rows of the last pass in the layers that attend, in this order."""
+        position_S = torch.cat([torch.arange(self.length), row_K + self.length])
+        for layer in self._attending():
+            kept_S = place(position_S, layer.keys.device)
+            layer.keys = layer.keys.index_select(-2, kept_S)
+            layer.values = layer.values.index_select(-2, kept_S)
+
     @property
     def _beyond(self) -> int:
         """Positions in the cache that are not committed."""
-        return (
-            max(
-                (layer.get_seq_length() for layer in self._attending()),
-                default=self.length,
-            )
-            - self.length
-        )
+        lengths = [layer.get_seq_length() for layer in self._attending()]
+        return max(lengths, default=self.length) - self.length
 
     def _run(
         self,
@@ -123,99 +127,118 @@ class StockDecoder:
         visible_NN: Tensor | None,
         sources: Collection[str],
     ) -> dict[str, Tensor]:
+        """A pass of the stock text model: states by source [N, D]."""
         self._saved = [_copied(layer) for layer in self._stateful()]
         self._written = ids_N
-        rope_1N = (depth_N + (self.next_rope - 1))[None]
-        with watched(self.text.layers, sources) as states, torch.inference_mode():
-            out = self.text(
+        masks = None if visible_NN is None else self._masks(visible_NN)
+        rope = (depth_N + (self.next_rope - 1))[None]
+        if self._axes > 1:
+            rope = rope.expand(self._axes, 1, -1)
+        caching = {cache_argument(self.text): self.cache, "use_cache": True}
+        with (
+            watched(self.text.layers, sources) as watched_states,
+            torch.inference_mode(),
+        ):
+            output = self.text(
                 input_ids=ids_N[None],
-                attention_mask=None if visible_NN is None else self._masks(visible_NN),
-                position_ids=rope_1N
-                if self._axes == 1
-                else rope_1N.expand(self._axes, 1, -1),
-                use_cache=True,
-                **{cache_argument(self.text): self.cache},
+                attention_mask=masks,
+                position_ids=rope,
+                **caching,
             )
-        return {
-            name: state[0]
-            for name, state in {**states, "hidden": out.last_hidden_state}.items()
-        }
+        states = {source: state_1ND[0] for source, state_1ND in watched_states.items()}
+        states["hidden"] = output.last_hidden_state[0]
+        return states
 
     def _rewind(self) -> None:
-        """Forget the last pass as far as it is not committed."""
-        if self._written is not None:
-            self._cut()
-            for layer, state in zip(self._stateful(), self._saved, strict=True):
-                for name, value in state.items():
-                    setattr(layer, name, value)
-            self._written = None
+        """Forget the last pass, unless it is committed."""
+        if self._written is None:
+            return
+        self._cut()
+        for layer, state in zip(self._stateful(), self._saved, strict=True):
+            for name, value in state.items():
+                setattr(layer, name, value)
+        self._written = None
 
     def _cut(self) -> None:
+        """Drop the keys and values that are not committed."""
         for layer in self._attending():
             layer.keys = layer.keys[..., : self.length, :]
             layer.values = layer.values[..., : self.length, :]
 
     def _attending(self) -> Iterator[Any]:
-        layers = (
-            one
-            for one in self.cache.layers
-            if isinstance(one, cache_utils.DynamicLayer)
-        )
-        return (layer for layer in layers if layer.keys is not None)
+        """The layers of the cache that have keys and values."""
+        for layer in self.cache.layers:
+            is_attention = isinstance(layer, cache_utils.DynamicLayer)
+            if is_attention and layer.keys is not None:
+                yield layer
 
     def _stateful(self) -> Iterator[Any]:
-        kind = cache_utils.LinearAttentionCacheLayerMixin
-        return (layer for layer in self.cache.layers if isinstance(layer, kind))
+        """The layers of the cache that have a recurrent state."""
+        for layer in self.cache.layers:
+            if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
+                yield layer
 
     def _masks(self, visible_NN: Tensor) -> Any:
         """Additive masks [1, 1, N, S] in the model's dtype: one, or one per kind of layer."""
-        row_N = visible_NN.sum(1) + (
-            self.length - 1
-        )  # the position of each token: its ancestors are visible
-        column_S = torch.cat([torch.arange(self.length, device=row_N.device), row_N])
-        far_NS = row_N[:, None] - column_S
-        open_NS = F.pad(visible_NN, (self.length, 0), value=True)
-        config, masks = self.text.config, dict[str, Tensor]()
+        config = self.text.config
+        dtype = self.text.dtype
+        # The position of each token: behind the prefix and its ancestors in the tree.
+        query_N1 = visible_NN.sum(1, keepdim=True) + (self.length - 1)
+        prefix_S = torch.arange(self.length, device=query_N1.device)
+        key_S = torch.cat([prefix_S, query_N1[:, 0]])
+        tree_NS = F.pad(visible_NN, (self.length, 0), value=True)
+        masks = dict[str, Tensor]()
         for kind in self._kinds:
-            seen_NS = open_NS
+            open_NS = tree_NS
             if kind == SLIDING:
-                seen_NS = open_NS & (far_NS < config.sliding_window)
+                open_NS = tree_NS & (query_N1 - key_S < config.sliding_window)
             elif kind == CHUNKED:
                 size = config.attention_chunk_size
-                seen_NS = open_NS & (row_N[:, None] // size == column_S // size)
-            closed_NS = torch.zeros(
-                seen_NS.shape, dtype=self.text.dtype, device=row_N.device
-            )
-            closed_NS.masked_fill_(~seen_NS, torch.finfo(self.text.dtype).min)
-            masks[kind] = closed_NS[None, None]
+                open_NS = tree_NS & (query_N1 // size == key_S // size)
+            mask_NS = torch.zeros(open_NS.shape, dtype=dtype, device=key_S.device)
+            mask_NS.masked_fill_(~open_NS, torch.finfo(dtype).min)
+            masks[kind] = mask_NS[None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def _is_chain(visible_NN: Tensor) -> bool:
+    """Whether each token sees all tokens before it."""
+    return torch.equal(visible_NN, torch.ones_like(visible_NN).tril())
+
+
+def _leaves(visible_NN: Tensor) -> list[int]:
+    """The tokens of a tree that no other token sees."""
+    itself_NN = torch.eye(len(visible_NN), dtype=torch.bool, device=visible_NN.device)
+    descendants_NN = visible_NN & ~itself_NN
+    is_leaf_N = ~descendants_NN.any(0)
+    leaves: list[int] = torch.nonzero(is_leaf_N).flatten().tolist()
+    return leaves
 
 
 def layer_kinds(config: Any) -> set[str]:
     """The kinds of layers of a text model, as a cache tells them apart."""
-    return {
-        kind
-        for kind in cache_utils.get_layer_types_and_kwargs(config)[0]
-        if kind != "dummy"
-    }
+    kinds, _ = cache_utils.get_layer_types_and_kwargs(config)
+    return set(kinds) - {"dummy"}
 
 
 def whole_cache(config: Any) -> transformers.DynamicCache:
-    """A cache that keeps all keys and values, also of layers that attend to a window, to be rolled back.
+    """A cache that keeps all keys and values, and can be rolled back.
 
-    TargetError for layers whose cache this project cannot roll back.
+    Layers that attend to a window keep those before it, too. TargetError for layers
+    whose cache this project cannot roll back.
     """
     cache = transformers.DynamicCache(config=config)
-    known = [cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer]
+    supported = [
+        cache_utils.DynamicLayer,
+        cache_utils.LinearAttentionLayer,
+        cache_utils.LinearAttentionAndFullAttentionLayer,
+    ]
     if hasattr(cache_utils, "DummyLayer"):  # since transformers 5.23
-        known.append(cache_utils.DummyLayer)
+        supported.append(cache_utils.DummyLayer)
     for number, layer in enumerate(cache.layers):
         if type(layer) is cache_utils.DynamicSlidingWindowLayer:
             cache.layers[number] = cache_utils.DynamicLayer()
-        elif type(layer) not in (
-            *known,
-            cache_utils.LinearAttentionAndFullAttentionLayer,
-        ):
+        elif type(layer) not in supported:
             kind = type(layer).__name__
             raise TargetError(
                 f"layers with a cache of type {kind} cannot be rolled back after a draft"
@@ -225,24 +248,21 @@ def whole_cache(config: Any) -> transformers.DynamicCache:
 
 @contextmanager
 def watched(layers: Any, sources: Collection[str]) -> Iterator[dict[str, Tensor]]:
-    """The inputs of the layers that `sources` name, as the passes inside run: the last pass's, by source."""
+    """The inputs of layers in the last forward pass inside the block, by source."""
     states: dict[str, Tensor] = {}
 
     def watch(names: list[str]) -> Any:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states.update(
-                dict.fromkeys(
-                    names, (args[0] if args else kwargs["hidden_states"]).clone()
-                )
-            )
+            state = args[0] if args else kwargs["hidden_states"]
+            states.update(dict.fromkeys(names, state.clone()))
 
         return hook
 
-    taps = tapped(sources, len(layers))
-    handles = [
-        layers[k].register_forward_pre_hook(watch(names), with_kwargs=True)
-        for k, names in taps.items()
-    ]
+    handles = []
+    for number, names in tapped(sources, len(layers)).items():
+        hook = watch(names)
+        handle = layers[number].register_forward_pre_hook(hook, with_kwargs=True)
+        handles.append(handle)
     try:
         yield states
     finally:
@@ -251,12 +271,12 @@ def watched(layers: Any, sources: Collection[str]) -> Iterator[dict[str, Tensor]
 
 
 def _copied(layer: Any) -> dict[str, Any]:
-    """The state of a layer, as a pass changes it in place."""
-    names = ("conv_states", "recurrent_states", "has_previous_state")
-    return {
-        name: {
-            number: value.clone() if torch.is_tensor(value) else value
-            for number, value in getattr(layer, name).items()
-        }
-        for name in names
-    }
+    """A copy of a layer's recurrent state, which a pass changes in place."""
+    copied: dict[str, Any] = {}
+    for name in ("conv_states", "recurrent_states", "has_previous_state"):
+        values = dict(getattr(layer, name))
+        for number, value in values.items():
+            if torch.is_tensor(value):
+                values[number] = value.clone()
+        copied[name] = values
+    return copied

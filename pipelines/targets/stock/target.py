@@ -20,7 +20,7 @@ from vlmdistill.stores.errors import TargetError
 
 
 class StockTarget(VisionLanguageTarget):
-    """A loaded target VLM that runs through the stock forward pass, with the interface of the fused one."""
+    """A loaded target VLM that runs through the stock forward pass."""
 
     _generate = TargetModel._generate
 
@@ -38,24 +38,32 @@ class StockTarget(VisionLanguageTarget):
         inputs = self._stock_inputs(prompts, sequences)
         if inputs is None:  # images of different sizes
             self._check_readable(prompts)
-            parts = [
-                self._states([p], [s], sources)
-                for p, s in zip(prompts, sequences, strict=True)
-            ]
-            return {
-                name: pad([part[name][0].T for part in parts], 0).transpose(1, 2)
-                for name in parts[0]
-            }
+            return self._one_by_one(prompts, sequences, sources)
+        caching = {
+            cache_argument(self.model.model): cache,
+            "use_cache": cache is not None,
+        }
         with (
             self._hidden_placeholders(inputs, sequences),
             watched(self._text.layers, sources) as states,
         ):
-            caching = {
-                cache_argument(self.model.model): cache,
-                "use_cache": cache is not None,
-            }
-            out = self.model.model(**inputs, **caching)
-        return {**states, "hidden": out.last_hidden_state}
+            output = self.model.model(**inputs, **caching)
+        return {**states, "hidden": output.last_hidden_state}
+
+    def _one_by_one(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sequences: Sequence[Transcript],
+        sources: Collection[str],
+    ) -> dict[str, Tensor]:
+        """The states of a batch [B, L, D], of one pass for each prompt."""
+        rows: dict[str, list[Tensor]] = {}
+        for prompt, sequence in zip(prompts, sequences, strict=True):
+            states = self._states([prompt], [sequence], sources)
+            for source, state_1LD in states.items():
+                rows.setdefault(source, []).append(state_1LD[0].T)
+        padded = {source: pad(of_source, 0) for source, of_source in rows.items()}
+        return {source: state.transpose(1, 2) for source, state in padded.items()}
 
     def _prefill(
         self,
@@ -73,7 +81,8 @@ class StockTarget(VisionLanguageTarget):
     def attention(self) -> Tensor:
         """TargetError: the stock kernels give no attention weights."""
         raise TargetError(
-            f"{self.name}: drafts from the target's attention need fused layers: use another drafter"
+            f"{self.name}: drafts from the target's attention need fused layers: use "
+            "another drafter"
         )
 
     def without(self, keep_U: Tensor) -> Any:

@@ -3,7 +3,7 @@
 Shapes: B requests of a batch, N rows of a step, K rows that are kept, L visual tokens, D hidden.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -170,43 +170,65 @@ class Feeder:
         embeds: Mapping[str, Tensor],
     ) -> None:
         """Compress the images that rows of this step carry, or that their states are joined with."""
-        first = 0  # kept row of the request
+        first = 0  # row of the request among all that are kept
         rows = list[int]()
         carried = list[Tensor]()
         for (start, end), step, (name, reading) in zip(
             pairwise(starts), steps, read.items(), strict=True
         ):
-            request = self._requests[name]
-            kept_K = np.flatnonzero(step.kept_N)
-            image_K = step.image_N[kept_K]
-            query_K = step.query_N[kept_K]
+            count = int(step.kept_N.sum())
             joined_KD = None
             if self.drafter.joins:
-                joined_KD = block.joined_ND[first : first + len(kept_K)]
+                joined_KD = block.joined_ND[first : first + count]
                 joined_KD[:] = 0
-            for image in np.unique(image_K[image_K >= 0]).tolist():
-                of_image_K = image_K == image
-                carries_K = np.flatnonzero(of_image_K & (query_K >= 0))
-                to_join = joined_KD is not None and image not in request.joined
-                if len(carries_K) or to_join:
-                    visual_LD = self._visual(
-                        request, image, reading.first, hidden_ND[start:end], embeds
-                    )
-                    if visual_LD is None:
-                        # The row before an image carries an entry if the image has no more tokens than it
-                        # has entries. Where a step ends at that row, it stays as it is.
-                        continue
-                    entry_QD = self._compressed(visual_LD)
-                    rows += (first + carries_K).tolist()
-                    carried.append(entry_QD[query_K[carries_K].tolist()])
-                    if joined_KD is not None:
-                        request.joined[image] = entry_QD[-1]
-                if joined_KD is not None:
-                    joined_KD[self.tensor(of_image_K)] = request.joined[image]
-            first += len(kept_K)
+            for carrying, entry_XD in self._compress_request(
+                self._requests[name],
+                reading.first,
+                step,
+                hidden_ND[start:end],
+                embeds,
+                joined_KD,
+            ):
+                rows += [first + row for row in carrying]
+                carried.append(entry_XD)
+            first += count
         if rows:
             row_X = torch.tensor(rows, device=self.device)
             block.compressed = (row_X, torch.cat(carried))
+
+    def _compress_request(
+        self,
+        request: _Request,
+        first: int,
+        step: StepRows,
+        hidden_ND: Tensor,
+        embeds: Mapping[str, Tensor],
+        joined_KD: Tensor | None,
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """For each image that kept rows carry: these rows, and its entries in them, [X, D].
+
+        `hidden_ND` are the states of the request's tokens from `first` on. Into `joined_KD`, if there is one,
+        go the vectors that the images join to the states of the kept rows.
+        """
+        kept_K = np.flatnonzero(step.kept_N)
+        image_K = step.image_N[kept_K]
+        query_K = step.query_N[kept_K]
+        for image in np.unique(image_K[image_K >= 0]).tolist():
+            of_image_K = image_K == image
+            carrying_X = np.flatnonzero(of_image_K & (query_K >= 0))
+            to_join = joined_KD is not None and image not in request.joined
+            if len(carrying_X) or to_join:
+                visual_LD = self._visual(request, image, first, hidden_ND, embeds)
+                if visual_LD is None:
+                    # The row before an image carries an entry if the image has no more tokens than it has
+                    # entries. Where a step ends at that row, it stays as it is.
+                    continue
+                entry_QD = self._compressed(visual_LD)
+                if joined_KD is not None:
+                    request.joined[image] = entry_QD[-1]
+                yield carrying_X.tolist(), entry_QD[query_K[carrying_X].tolist()]
+            if joined_KD is not None:
+                joined_KD[self.tensor(of_image_K)] = request.joined[image]
 
     def _compressed(self, visual_LD: Tensor) -> Tensor:
         """The entries of one image, [Q, D]."""

@@ -316,3 +316,10 @@ def test_frames_are_in_the_order_of_times_and_numbers(
     for name in reversed(names):
         (tmp_path / f"{name}.jpg").touch()
     assert [file.stem for file in frames.files(tmp_path)] == names
+
+
+def test_a_frame_is_no_animation(tmp_path: Path) -> None:
+    first, second = tiny.picture(30, 20), tiny.picture(30, 20, seed=2)
+    first.save(tmp_path / "0.gif", save_all=True, append_images=[second])
+    with pytest.raises(DataError, match=r"0\.gif.*2 "):
+        frames.read(tmp_path, every(1))

@@ -9,7 +9,7 @@ from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import measured, shown
 from tests.pipelines.report.html_page import Page, make
 from vlmdistill.pipelines.bench.records import Measurement
-from vlmdistill.pipelines.report.answer import Answer, answers
+from vlmdistill.pipelines.report.answer import Recommendation, answers
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -26,7 +26,7 @@ def mixed(image: float, text: float, **changes: Any) -> Measurement:
     return replace(images, prompts=(*images.prompts, *others))
 
 
-def first(workspace: Workspace) -> Answer:
+def first(workspace: Workspace) -> Recommendation:
     return answers(read(workspace).groups[0])[0]
 
 

@@ -182,7 +182,7 @@ def test_the_policy_drops_by_age_lists_and_share_and_the_same_ones_each_time(
         exchange(0, time=now),
         exchange(1, time=now - 40 * 86400),
         {name: one for name, one in exchange(2).items() if name != "time"},
-        exchange(3, time=now * 1000, headers={"X-Plan": "free"}),
+        exchange(3, time=now, headers={"X-Plan": "free"}),
         exchange(4, time=now, request=asked("A question of ann?", user="ann")),
     ]
     made = taken(workspace, lines, max_age="30d", deny={"user": "a*"})
@@ -599,7 +599,7 @@ def test_payloads_of_litellm_are_read(workspace: Workspace) -> None:
     assert (made.kept, sum(made.dropped.values())) == (1, 8)
     assert made.dropped["denied"] == 2
     assert made.dropped["unknown headers"] == 1
-    assert made.dropped["cut text"] == 1
+    assert made.dropped["cut text"] == 2
     assert any("$.startTime" in reason for reason in made.dropped)
     (prompt,) = prompt_table.read(workspace.prompts)
     (row,) = dataset.read(workspace.responses)

@@ -394,7 +394,7 @@ def test_a_table_of_one_endless_line_is_refused(
 def test_parquet_that_unpacks_to_far_more_than_it_has_is_refused(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_rows, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(parquet_rows, "LARGE_CHUNK", 2**20)
     path = tmp_path / "a.parquet"
     question = ["What?", "Who?"]
     for value in ("a" * 2**22, [None] * 2**19):
@@ -440,7 +440,13 @@ def test_a_sample_of_an_archive_has_no_key_twice(tmp_path: Path, out: Path) -> N
 def test_the_command_warns_of_images_that_no_prompt_shows(
     tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"image": "1.jpg", "image_b": "1.jpg", "question": "Which is larger?"}
-    source = packed(tmp_path, "rows.jsonl", [row])
+    shown = {"image": "1.jpg", "image_b": "1.jpg", "question": "Which is larger?"}
+    lost = {"photo": "1.jpg", "question": "What is this?"}
+    source = packed(tmp_path, "rows.jsonl", [shown, lost])
     assert main(["prompts", str(source), "--runs", str(tmp_path / "runs")]) == 0
-    assert "image_b" in capsys.readouterr().err
+    warning = capsys.readouterr().err
+    assert "image_b (1)" in warning
+    assert "photo (1)" in warning
+    only = packed(tmp_path, "lost.jsonl", [lost])
+    assert main(["prompts", str(only), "--runs", str(tmp_path / "runs")]) == 1
+    assert "photo" in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""A target that was tuned on conversations writes its own questions."""
+
+from pathlib import Path
+
+import pytest
+
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.self_asked import questions
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+
+
+@pytest.fixture(scope="module")
+def target() -> VisionLanguageTarget:
+    return load("demo")
+
+
+def letters(question: str) -> str:
+    return "".join(filter(str.isalnum, question.casefold()))
+
+
+def test_questions_are_different_and_whole(target: VisionLanguageTarget) -> None:
+    asked = list(questions(target, 5))
+    assert len({letters(question) for question in asked}) == len(asked) == 5
+    assert all(len(question.split()) >= 3 for question in asked)
+    special = target.tokenizer.all_special_tokens
+    assert not [text for text in asked if any(token in text for token in special)]
+
+
+def test_the_same_seed_asks_the_same(target: VisionLanguageTarget) -> None:
+    assert list(questions(target, 3)) == list(questions(target, 3))
+    assert list(questions(target, 3)) != list(questions(target, 3, seed=100))
+
+
+def test_the_command_imports_them_as_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["prompts", "self", "--limit", "4", "--model", "demo"]
+    assert main([*command, "--eval-share", "0"]) == 0
+    prompts = prompt_table.read(tmp_path / "runs" / "demo" / "prompts.parquet")
+    assert len(prompts) == 4
+    assert {prompt.dataset for prompt in prompts} == {"self"}
+
+
+def test_without_a_number_the_command_asks_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["prompts", "self", "--model", "demo"]) == 1
+    assert "--limit" in capsys.readouterr().err
