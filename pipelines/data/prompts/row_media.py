@@ -35,18 +35,23 @@ CLIP_BOUNDS = (
 )
 MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
 
-# <image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart from the
-# text: one line break or space at each side.
+# <image>, <Image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart
+# from the text: one line break or space at each side.
 PLACEHOLDER = re.compile(
     r"(?:\r?\n[ \t]*| )?"
     r"<(?P<bar>\|)?"
-    r"(?:(?P<plain>image|IMAGE|video|VIDEO)"
+    r"(?:(?P<plain>[Ii]mage|IMAGE|[Vv]ideo|VIDEO)"
     r"|(?P<numbered>[Ii]mage|IMAGE|[Vv]ideo|VIDEO)[ _-]?(?P<number>\d{1,6}))"
     r"(?(bar)\|)>"
     r"(?:[ \t]*\r?\n| )?"
 )
 FOREIGN_PLACEHOLDER = re.compile(
     r"<image_placeholder>|<ImageHere>|<\|(?:image|video)_pad\|>|<\|vision_start\|>"
+    r"|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>|<\|begin_of_(?:image|video)\|>"
+)
+NAMED_IN_TEXT = re.compile(r"<img>[^<>\n]{1,1000}</img>")  # as in rows of Qwen-VL
+ON_ITS_OWN_LINE = re.compile(
+    r"\A\s*(<(?:image|video)>)[ \t]*\r?\n|\n[ \t]*(<(?:image|video)>)\s*\Z"
 )
 
 
@@ -203,7 +208,7 @@ class RowMedia:
         unused = [
             key for key in keys if keys[key] not in (None, "") and key not in used
         ]
-        self.unread.names += [f"{kind}.{key}" for key in unused]
+        self.unread.add(unused, keys, f"{kind}.")
         if kind == "image":
             return {"type": kind, "media": media}
         _require_whole_video(keys)

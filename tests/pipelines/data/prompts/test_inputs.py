@@ -748,3 +748,18 @@ def test_any_row_is_a_conversation_or_has_a_reason() -> None:
                 "assistant",
             }
     assert len(reasons) > 10
+
+
+def test_instructions_of_a_request_for_a_response_are_the_system_prompt(
+    out: Path,
+) -> None:
+    asked = [{"role": "user", "content": "Who?"}]
+    body = {"model": "m", "instructions": "Answer briefly.", "input": asked}
+    row = {"custom_id": "1", "url": "/v1/responses", "body": body}
+    assert texts(one(out, row)) == [("system", "Answer briefly."), ("user", "Who?")]
+
+
+def test_text_about_an_image_is_added_where_the_prompt_shows_one(out: Path) -> None:
+    row = said("Who?", "A man.", "<image>\nWhat?", "A wall.", image="1.jpg")
+    imported(out, row, turns="all", augment=("describe",), augment_text=("explain",))
+    assert [prompt.augmentation for prompt in read(out)] == ["explain", "describe"]
