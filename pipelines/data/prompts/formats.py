@@ -324,8 +324,8 @@ def _require_nothing_hidden(
     for name, kind in unread.hidden.items():
         raise HiddenMediaError(kind, name)
     for name, value in row.items():
-        if kind := kind_of_column(str(name), value):
-            raise HiddenMediaError(kind, str(name))
+        if named := kind_of_column(str(name), value):
+            raise HiddenMediaError(named, str(name))
     if reader.unplaced:
         raise BadRowError(
             "image count", f"the text has {reader.unplaced[0]}, and the row no media"

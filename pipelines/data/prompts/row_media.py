@@ -32,6 +32,12 @@ CLIP_BOUNDS = (
     "end_time",
     "start_sec",
     "end_sec",
+    "start_frame",
+    "end_frame",
+    "clip_start",
+    "clip_end",
+    "bound",
+    "segment",
 )
 MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
 
@@ -377,10 +383,13 @@ def _sampling(keys: Mapping[str, Any]) -> Sampling:
             f"fps {fps} and frames {count}: give one of them, or --fps",
         )
     try:
-        value = int(count) if fps is None else float(fps)
+        value = float(count if fps is None else fps)
+        if fps is None and value == int(value):
+            value = int(value)
     except (TypeError, ValueError, OverflowError):
         value = 0
-    if not 0 < value <= MOST_SAMPLED:
+    is_whole = fps is not None or isinstance(value, int)
+    if not (is_whole and 0 < value <= MOST_SAMPLED):
         raise BadRowError(
             "video sampling",
             f"fps {fps}, frames {str(count)[:40]}: give a number above 0, at most {MOST_SAMPLED}",
