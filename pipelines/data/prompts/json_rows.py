@@ -49,27 +49,11 @@ def rows_of(file: IO[bytes], path: Path) -> Iterator[TextRow]:
     yield from _lines(file, path, is_json=first == b"{")
 
 
-class WrittenFloat(float):
-    """A number whose text is that of the file: `1.50` and `1e5` stay what they are in a question."""
-
-    def __new__(cls, text: str) -> "WrittenFloat":
-        """The number that a text is."""
-        number = super().__new__(cls, text)
-        number._text = text
-        return number
-
-    _text: str
-
-    def __str__(self) -> str:
-        """As it is written."""
-        return self._text
-
-
 class KeyCheckingDecoder(json.JSONDecoder):
     """Reads JSON, and notes the keys that an object has twice with different values."""
 
     def __init__(self) -> None:
-        super().__init__(parse_float=WrittenFloat, object_pairs_hook=self._object)
+        super().__init__(object_pairs_hook=self._object)
         self._repeated: list[str] = []
 
     def problem(self) -> BadRowError | None:
