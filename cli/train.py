@@ -156,6 +156,11 @@ def train(
         return
     if not anyway:
         forecast.check_training(plan, ranks)
+    if store and (target := pipeline.other_target(model, store, cache)):
+        console.note(
+            f"warning: {store} holds features of {target}, not of {model}: the drafter is for "
+            f"{target}, and --model names another workspace"
+        )
     with console.progress(f"training {plan.out.name}", "steps") as report:
         out = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":

@@ -20,11 +20,14 @@ from vlmdistill.pipelines.cluster.processes import (
     FunctionProgress,
     Processes,
 )
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
+from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.progress import Progress, silent
+from vlmdistill.stores.store import Store
 
 
 def planned(
@@ -52,6 +55,19 @@ def planned(
         checkpoints=workspace.checkpoints(name),
         seed=seed,
     )
+
+
+def other_target(model: str, store: str, cache: str | None) -> str | None:
+    """The target of a store if it is not `model`; None if it is, or `model` is not on this machine."""
+    try:
+        if locate(model).lacking:
+            return None
+        own = checkpoint(model)
+    except TargetError:
+        return None
+    provenance = Store.open(store, cache).provenance
+    hashes = (provenance.config_hash, provenance.weights_hash)
+    return None if hashes == (own.config, own.weights) else provenance.target
 
 
 def run(plan: Run, force: bool = False, report: Progress = silent) -> Path:

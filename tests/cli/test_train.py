@@ -154,3 +154,13 @@ def test_a_recipe_file_that_validates(
         == measured[shown["saved_step"]]
         == max(measured.values())
     )
+
+
+def test_a_store_of_another_target_than_the_model_is_warned_of(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ["--runs", str(tmp_path / "runs"), "--set", "steps=1"]
+    assert main(["train", "medusa", "--store", str(store), *runs]) == 0
+    warning = capsys.readouterr().err
+    assert str(store) in warning
+    assert "not of demo" in warning
