@@ -383,7 +383,9 @@ after the second. All drafters begin as one trained on `a0` for {steps} steps:
 
 **A round is measured with the drafter that served it, before training on it**, on the {share} of its requests that
 are held out. Tau is counted at temperature 0 without decoding; intervals are 95% over prompts with the counts of
-all seeds. Costs are CPU seconds of training, which vary on the shared machine, and trained guesses: positions of
+all seeds.
+
+Costs are CPU seconds of training, which vary on the shared machine, and trained guesses: positions of
 responses, hop by hop. Neither cost includes capturing the round's states, which every strategy but `static` needs.
 Embedded targets without a section below were not measured.
 """
