@@ -348,7 +348,7 @@ def _settings(model: str, facts: dict[str, Any]) -> str:
     said = (
         f"{' and '.join(met) or 'none'} counted in {what}" for what, met in both.items()
     )
-    return "\n".join([*lines, f"\nWhat meets both goals: {', '.join(said)}.\n"])
+    return "\n".join([*lines, f"\nSettings that meet both goals: {', '.join(said)}.\n"])
 
 
 def _seeds(facts: dict[str, Any]) -> str:

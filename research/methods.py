@@ -319,8 +319,8 @@ def page(results: dict[str, Any]) -> str:
 Greedy responses identical to those of `model.generate`: {same} of {total}{more}. Times are from a clock
 outside the decoders; the decoders' cycles account for at least {least:.2%} of them.
 
-By the schedule of images and text of its paper, else alike (recipe `demo-paper`, seed 0, T=0): what ends with
-images alone forgets text.
+Each method by its paper's schedule of images and text, else alike (recipe `demo-paper`, seed 0, T=0): schedules that
+end with images alone forget text.
 
 {schedules}
 
