@@ -372,8 +372,8 @@ in rounds and shift twice: in questions, backgrounds of pictures and wording.
 
 {phases}
 
-One question in five is without a picture. `a0` is before the first shift, `b1` and `b2` after it, `c1` and `c2`
-after the second. All drafters begin as one trained on `a0` for {steps} steps:
+One question in five is without a picture. `a0` is before the first shift, `b1` and `b2` after it, `c1` and
+`c2` after the second. All drafters begin as one trained on `a0` for {steps} steps:
 
 - **static** stays as it is;
 - **once** and **each** are adapted to `b1` alone and to each round, as by
@@ -381,19 +381,21 @@ after the second. All drafters begin as one trained on `a0` for {steps} steps:
   earlier rounds;
 - **retrained** is trained from nothing on `a0` and `b1`, for {more} steps more.
 
-**A round is measured with the drafter that served it, before training on it**, on the {share} of its requests that
-are held out. Tau is counted at temperature 0 without decoding; intervals are 95% over prompts with the counts of
-all seeds.
+**A round is measured with the drafter that served it, before training on it**, on the {share} of its
+requests that
+are held out. Tau is counted at temperature 0 without decoding; intervals are 95% over prompts with the
+counts of all seeds.
 
 Costs are CPU seconds of training, which vary on the shared machine, and trained guesses: positions of
-responses, hop by hop. Neither cost includes capturing the round's states, which every strategy but `static` needs.
-Embedded targets without a section below were not measured.
+responses, hop by hop. Neither cost includes capturing the round's states, which every strategy but `static`
+needs. Embedded targets without a section below were not measured.
 """
 
 _SETTINGS = """## Which setting
 
 The same adaptation to `b1` in other settings, measured on `b2` and `a0`; the recipe's batches have 2,048
-tokens. Costs are shares of the first training's; accepted tokens are compared with the retrained drafter's. Goals:
+tokens. Costs are shares of the first training's; accepted tokens are compared with the retrained drafter's.
+Goals:
 {reached} of them for {share}. The setting above was chosen on the held-out requests of `b1`, with other seeds
 ([log](../log.md)).
 """

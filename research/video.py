@@ -391,15 +391,20 @@ def page(
 `demo-video`: the same held-out clips of eight seconds, sampled at higher and higher rates. Columns are visual
 tokens of a clip.
 
-- **Training** is alike: {steps} steps, half of the samples text, half images and videos of 72 visual tokens; tree
-  `{TREE}`, T=0. `dflash` and `dspark` have two layers and train 32 positions of a sample in a step; `-text` reads
-  the target's states at text positions only, `-all` at visual positions too.
+- **Training** is alike: {steps} steps, half of the samples text, half images and videos of 72 visual
+  tokens; tree
+  `{TREE}`, T=0. `dflash` and `dspark` have two layers and train 32 positions of a sample in a step; `-text`
+  reads the target's states at text positions only, `-all` at visual positions too.
 - **Seeds**: {seeds}.
-- **Tau** is counted on the target's greedy responses to three clips: the mean over seeds, with minimum and maximum.
-- **Times** are of decoding ({clips} clips of each length) with the first seed, all in turn: CPU time, medians over cycles,
-  with quartiles; {any_of.threads} thread, {machines}. This program had the CPU for at least
-  {min(one.cpu_share for one in timings):.0%} of the time. The speedup after the prefill is tau over the cost of a cycle in plain steps.
-- **Responses identical to plain decoding**: {sum(one.identical for one in timings)} of {sum(one.clips for one in timings)}.
+- **Tau** is counted on the target's greedy responses to three clips: the mean over seeds, with minimum and
+  maximum.
+- **Times** are of decoding ({clips} clips of each length) with the first seed, all in turn: CPU time,
+  medians over cycles, with quartiles; {any_of.threads} thread, {machines}. This program had the CPU for at
+  least
+  {min(one.cpu_share for one in timings):.0%} of the time. The speedup after the prefill is tau over the
+  cost of a cycle in plain steps.
+- **Responses identical to plain decoding**: {sum(one.identical for one in timings)} of
+  {sum(one.clips for one in timings)}.
 - **CPU seconds of a training**: {spent}.
 
 {tables}

@@ -218,8 +218,8 @@ _TAUGHT = f"""\
 The vision tower is trained first: it maps a cell to the sum of the embeddings of the words for it. Two heads
 of the language model are set by hand to look words up (`wiring.py`) and stay frozen.
 
-The language model then learns single facts of cells, whole items, and conversations, mixed in gradually; a second run polishes it,
-with more weight on the words that depend on the image.
+The language model then learns single facts of cells, whole items, and conversations, mixed in gradually; a
+second run polishes it, with more weight on the words that depend on the image.
 
 {_LIMITS}"""
 _GROWN = f"""\
