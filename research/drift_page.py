@@ -348,7 +348,7 @@ def _settings(model: str, facts: dict[str, Any]) -> str:
     said = (
         f"{' and '.join(met) or 'none'} counted in {what}" for what, met in both.items()
     )
-    return "\n".join([*lines, f"\nWhat meets both goals: {', '.join(said)}.\n"])
+    return "\n".join([*lines, f"\nSettings that meet both goals: {', '.join(said)}.\n"])
 
 
 def _seeds(facts: dict[str, Any]) -> str:
@@ -368,27 +368,34 @@ def _thousands(costs: dict[str, Any]) -> str:
 _INTRODUCTION = """# Traffic that shifts
 
 `python -m research.drift` writes this page; the raw numbers are in [drift.json](drift.json). Requests come
-in rounds, and what is asked shifts twice: the questions, the backgrounds of the pictures and the wording.
+in rounds and shift twice: in questions, backgrounds of pictures and wording.
 
 {phases}
 
-Four pictures to one question without; `a0` is before the first shift, `b1` and `b2` after it, `c1` and `c2`
-after the second one. All drafters begin as one that was trained on `a0` for {steps} steps. It stays as it
-is (static); or it is adapted to `b1` alone (once) or to each round (each), as by
-{command}, where half of the samples are
-from earlier rounds; or another one is trained from nothing on `a0` and `b1` for {more} steps more
-(retrained). **A round is measured with what served it, before anything is trained on it**, on the {share} of
-its requests that are held out. Tau is counted at temperature 0 without decoding, intervals are 95% over
-prompts with the counts of all seeds. Costs are CPU seconds of training, which differ for the same
-work, since the machine was shared, and guesses that were trained: positions of responses, hop by hop. What
-all strategies but the static one need as well, a capture of the round's states, is in neither. Of the two
-embedded targets, those with a section below were measured.
+One question in five is without a picture. `a0` is before the first shift, `b1` and `b2` after it, `c1` and
+`c2` after the second. All drafters begin as one trained on `a0` for {steps} steps:
+
+- **static** stays as it is;
+- **once** and **each** are adapted to `b1` alone and to each round, as by
+  {command}, with half of the samples from
+  earlier rounds;
+- **retrained** is trained from nothing on `a0` and `b1`, for {more} steps more.
+
+**A round is measured with the drafter that served it, before training on it**, on the {share} of its
+requests that
+are held out. Tau is counted at temperature 0 without decoding; intervals are 95% over prompts with the
+counts of all seeds.
+
+Costs are CPU seconds of training, which vary on the shared machine, and trained guesses: positions of
+responses, hop by hop. Neither cost includes capturing the round's states, which every strategy but `static`
+needs. Embedded targets without a section below were not measured.
 """
 
 _SETTINGS = """## Which setting
 
 The same adaptation to `b1` in other settings, measured on `b2` and `a0`; the recipe's batches have 2,048
-tokens. Costs are shares of that of the first training, and accepted tokens are compared with those of the
-drafter that was retrained from nothing: the goals are {reached} of them for {share}. The setting above was
-chosen by the held-out requests of `b1`, with other seeds ([log](../log.md)).
+tokens. Costs are shares of the first training's; accepted tokens are compared with the retrained drafter's.
+Goals:
+{reached} of them for {share}. The setting above was chosen on the held-out requests of `b1`, with other seeds
+([log](../log.md)).
 """

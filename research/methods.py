@@ -306,19 +306,23 @@ def page(results: dict[str, Any]) -> str:
 {seeds};
 {where["prompts"]["count"]} held-out prompts, {where["dtype"]}, {where["threads"]} thread(s),
 {where["hardware"]}. One process decoded everything.
-Recipe `demo`: the same number of optimizer steps, tokens per step (visual ones count for methods that read
-them), learning rate, data, half of the samples with images, and tree for all methods, except `lookahead`,
-whose tree is its own window. `tau` counts the bonus token ([papers.md](../papers.md) says which papers do).
-CPU-s: CPU seconds of one training, start-up included. Equal CPU-s: trained again for as many steps as take
-the CPU seconds of `{EQUAL}`. Untrained, no method has a `tau` above {untrained:.2f}.
+
+- **Recipe `demo`**: for all methods the same optimizer steps, tokens per step (visual tokens count for
+  methods that
+  read them), learning rate, data, share of samples with images (half), and tree, except `lookahead`, whose
+  tree is its own window.
+- **`tau`** counts the bonus token ([papers.md](../papers.md) says which papers do). Untrained, no method is
+  above {untrained:.2f}.
+- **CPU-s**: CPU seconds of one training, start-up included. **Equal CPU-s**: trained again for as many
+  steps as take the CPU seconds of `{EQUAL}`.
 
 {table}
 
 Greedy responses identical to those of `model.generate`: {same} of {total}{more}. Times are from a clock
 outside the decoders; the decoders' cycles account for at least {least:.2%} of them.
 
-By the schedule of images and text of its paper, else alike (recipe `demo-paper`, seed 0, T=0): what ends with
-images alone forgets text.
+Each method by its paper's schedule of images and text, else alike (recipe `demo-paper`, seed 0, T=0):
+schedules that end with images alone forget text.
 
 {schedules}
 

@@ -389,19 +389,23 @@ def page(
 
 `python -m research.video` writes this page; the raw numbers are in [video.json](video.json). Target
 `demo-video`: the same held-out clips of eight seconds, sampled at higher and higher rates. Columns are visual
-tokens of a clip. All drafters were trained alike: {steps} steps, half of the samples text, half images and
-videos of 72 visual tokens, never longer ones; tree `{TREE}`, T=0. `dflash` and `dspark` have two layers and
-train 32 positions of a sample in a step; `-text` reads the target's states at text positions alone, `-all` at
-visual ones too.
+tokens of a clip.
 
-Seeds: {seeds}.
-Tau is counted on the target's greedy responses to three clips: the mean over seeds, with minimum and maximum
-in parentheses. Times are of decoding ({clips} clips of each length) with the first seed, all in turn: CPU
-time, medians over cycles, with quartiles in parentheses; {any_of.threads} thread, {machines}.
-This program had the CPU for at least {min(one.cpu_share for one in timings):.0%} of the time. Responses
-identical to plain decoding: {sum(one.identical for one in timings)} of {sum(one.clips for one in timings)}.
-The speedup after the prefill is tau over the cost of a cycle in plain steps.
-CPU seconds of a training: {spent}.
+- **Training** is alike: {steps} steps, half of the samples text, half images and videos of 72 visual
+  tokens; tree
+  `{TREE}`, T=0. `dflash` and `dspark` have two layers and train 32 positions of a sample in a step; `-text`
+  reads the target's states at text positions only, `-all` at visual positions too.
+- **Seeds**: {seeds}.
+- **Tau** is counted on the target's greedy responses to three clips: the mean over seeds, with minimum and
+  maximum.
+- **Times** are of decoding ({clips} clips of each length) with the first seed, all in turn: CPU time,
+  medians over cycles, with quartiles; {any_of.threads} thread, {machines}. This program had the CPU for at
+  least
+  {min(one.cpu_share for one in timings):.0%} of the time. The speedup after the prefill is tau over the
+  cost of a cycle in plain steps.
+- **Responses identical to plain decoding**: {sum(one.identical for one in timings)} of
+  {sum(one.clips for one in timings)}.
+- **CPU seconds of a training**: {spent}.
 
 {tables}
 
@@ -409,8 +413,9 @@ CPU seconds of a training: {spent}.
 
 The target has two million parameters and runs on a CPU: its vision tower and prefill take most of the time of
 a long video, and its steps read a long KV cache in one thread. Bytes and the trends of tau and drafting carry
-over to another target; milliseconds and speedups do not. A drafter's KV cache grows by doubling. The target
-gets events, cells and shapes right at every length (its
+over to another target; milliseconds and speedups do not. A drafter's KV cache grows by doubling.
+
+The target gets events, cells and shapes right at every length (its
 [model card](../../pipelines/targets/embedded/demo-video/README.md)), so a falling tau is the drafter's.
 """
 

@@ -216,9 +216,10 @@ new to the target. Text-only questions, except those to imagine a picture, are f
 """
 _TAUGHT = f"""\
 The vision tower is trained first: it maps a cell to the sum of the embeddings of the words for it. Two heads
-of the language model are set by hand to look words up (`wiring.py`) and stay frozen. The language model then
-learns single facts of cells, whole items, and conversations, mixed in gradually; a second run polishes it,
-with more weight on the words that depend on the image.
+of the language model are set by hand to look words up (`wiring.py`) and stay frozen.
+
+The language model then learns single facts of cells, whole items, and conversations, mixed in gradually; a
+second run polishes it, with more weight on the words that depend on the image.
 
 {_LIMITS}"""
 _GROWN = f"""\
@@ -307,8 +308,9 @@ A small `Qwen2_5_VLForConditionalGeneration` ({text.num_hidden_layers} layers, h
 one vision block, {dtype}), {origin}
 on boards of nine cells that contain shapes. It responds to questions about an 84 x 84 image of such a board,
 {videos}and to text-only
-questions about shapes and colors, in one or two rounds and in English. It exists to compare drafters for
-speculative decoding, and has no other use.
+questions about shapes and colors, in one or two rounds and in English.
+
+Its only use is to compare drafters for speculative decoding.
 
 ## Scores
 
