@@ -36,7 +36,10 @@ def adapt(
     old: Annotated[
         float,
         typer.Option(
-            metavar="SHARE", help="Share of samples that the drafter knows already."
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Share of samples that the drafter knows already.",
         ),
     ] = 0.5,
     fewest: Annotated[
@@ -61,6 +64,8 @@ def adapt(
         float,
         typer.Option(
             metavar="SHARE",
+            min=0,
+            max=1,
             help="Share of the tokens per call on old prompts that may be lost.",
         ),
     ] = 0.02,

@@ -26,13 +26,6 @@ def follow(
     every: Annotated[
         str, typer.Option(metavar="TIME", help="How often to look for a newer version.")
     ] = "10s",
-    trial: Annotated[
-        int,
-        typer.Option(
-            min=8,
-            help="Samples of 64 drafts after which a new version stays, as for serve.",
-        ),
-    ] = 64,
     once: Annotated[
         bool, typer.Option("--once", help="Load the version in use, and end.")
     ] = False,
@@ -54,7 +47,7 @@ def follow(
     from vlmdistill.pipelines.endpoint import switch
     from vlmdistill.pipelines.traffic.follow import Follower, FollowError
 
-    with Follower(workspace, drafter, server, dtype=dtype, trial=trial) as follower:
+    with Follower(workspace, drafter, server, dtype=dtype) as follower:
         follower.look()
         if follower.trials.current is None:
             raise FollowError(

@@ -40,9 +40,6 @@ def serve(
             metavar="DIR", help="Folder whose images requests may name by file:// URLs."
         ),
     ] = None,
-    queue: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait; more are refused.")
-    ] = 16,
     max_new_tokens: Annotated[
         int,
         typer.Option(
@@ -71,13 +68,6 @@ def serve(
             help="Look for a newer version of the drafter, as `adapt` publishes it, this often; 0: never.",
         ),
     ] = 10,
-    trial: Annotated[
-        int,
-        typer.Option(
-            min=8,
-            help="Requests after which a new version stays, if it has not accepted less by then.",
-        ),
-    ] = 64,
     attention: console.Attention = "sdpa",
     target_dtype: console.TargetDtype = "auto",
     compiled: console.Compiled = False,
@@ -133,7 +123,7 @@ def serve(
             )
         name = f"[{host}]" if ":" in host else host
         hosts = ["*"] if key else [*LOCAL_NAMES, name]
-        switch = Switch(decoder, workspace if followed else None, drafter or "", trial)
+        switch = Switch(decoder, workspace if followed else None, drafter or "")
         drafting = decoder.drafter_name or "plain decoding"
         with (
             Recorder(record, keep) if record else nullcontext() as recorder,
@@ -144,7 +134,6 @@ def serve(
                 recorder=recorder,
                 key=key,
                 media=media,
-                queue_limit=queue,
                 hosts=hosts,
             )
             message = f"serving {decoder.model} with {drafting} at http://{name}"

@@ -173,21 +173,13 @@ def stats(store: Path, view: ViewOption = None, as_json: console.Json = False) -
 @app.command()
 def verify(
     store: Path,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--at-once",
-            min=1,
-            help="Shards to read at once; default: one per core, up to 4, and 16 of a URL.",
-        ),
-    ] = None,
     as_json: console.Json = False,
 ) -> None:
     """Read the whole store and report damaged, missing and orphaned files. Fails on damage."""
     from vlmdistill.stores.integrity import verify as integrity
 
     with console.progress("verify", "bytes") as report:
-        verified = integrity.verify(store, threads=threads, progress=report)
+        verified = integrity.verify(store, progress=report)
     kinds = Counter(finding.kind for finding in verified.findings)
     findings = [asdict(finding) for finding in verified.findings]
     facts = {"files": verified.files, "bytes": verified.bytes}

@@ -81,7 +81,7 @@ def plain(**changes: Any) -> Decoding:
         decode_seconds=1.4,
         finish="stop",
         phases=phases(1.4),
-        passes=104,
+        passes=changes.get("calls", 104),
         missed=0,
     )
     return dataclasses.replace(fields, **changes)
@@ -100,7 +100,7 @@ def drafted(**changes: Any) -> Decoding:
         chain_accepted=(18, 12, 9),
         finish="stop",
         phases=phases(),
-        passes=32,
+        passes=changes.get("calls", 32),
         missed=0,
     )
     return dataclasses.replace(fields, **changes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.pipelines.bench.made_up import drafted, evaluation, measured
+from tests.pipelines.bench.made_up import drafted, evaluation, in_turn, measured
 from vlmdistill.pipelines.bench.records import Check, Measurement
 from vlmdistill.pipelines.bench.statistics import advantage, figures
 from vlmdistill.pipelines.report.comparison import Ranking, rank
@@ -111,10 +111,13 @@ def test_cpu_seconds_rank_where_others_had_a_part_of_the_cpu() -> None:
     late = replace(
         quick,
         prompts=tuple(
-            replace(
-                one, drafted=replace(one.drafted, seconds=1.3 * one.drafted.seconds)
+            in_turn(
+                replace(
+                    one, drafted=replace(one.drafted, seconds=1.3 * one.drafted.seconds)
+                ),
+                number,
             )
-            for one in quick.prompts
+            for number, one in enumerate(quick.prompts)
         ),
     )
     found = ranking(wren=late, sparrow=slow)
