@@ -1,6 +1,5 @@
 """`vlmdistill target`: the target models."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -8,7 +7,6 @@ import typer
 from vlmdistill.cli import console
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.planning.resources import Memory
     from vlmdistill.pipelines.targets.describe import FeatureCost, TargetDescription
     from vlmdistill.stores.schema import TargetInfo
 
@@ -58,13 +56,6 @@ def show(
         int, typer.Option(min=0, help="Visual tokens of that sample.")
     ] = 2500,
     image_count: Annotated[int, typer.Option(min=0, help="Images of that sample.")] = 1,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Say which stages fit on so many GPUs, in bfloat16."),
-    ] = None,
-    gpu_memory: Annotated[
-        int, typer.Option(min=1, help="GiB of memory that each of them has free.")
-    ] = 76,
     as_json: console.Json = False,
 ) -> None:
     """Describe a target, find its weights, and show the size of one sample for each drafter.
@@ -77,16 +68,8 @@ def show(
     from vlmdistill.pipelines.targets.describe import describe
 
     description = describe(name, text_tokens, visual_tokens, image_count)
-    stages: dict[str, Memory] = {}
-    if gpus is not None:
-        from vlmdistill.pipelines.planning import forecast
-
-        stages = forecast.fits(name, gpus, gpu_memory << 30)
     if as_json:
-        facts = description.to_dict()
-        if stages:
-            facts["fits"] = _fits(stages)
-        console.result(facts, as_json)
+        console.result(description.to_dict(), as_json)
         return
     console.result(_overview(description), as_json)
     console.echo(
@@ -95,15 +78,6 @@ def show(
     )
     costs = [_cost_row(*item) for item in description.drafters.items()]
     console.rows(("drafter", "bytes", "text", "visual", "features"), costs)
-    if stages:
-        console.echo(
-            f"\nmemory of a process in bfloat16, with {gpus} x {gpu_memory} GiB free:"
-        )
-        needs = [
-            (stage, console.size(memory.total), memory.verdict)
-            for stage, memory in stages.items()
-        ]
-        console.rows(("stage", "bytes", "here"), needs)
 
 
 @app.command("check")
@@ -146,16 +120,6 @@ def check(
     console.remark(
         f"{name} passes: {type(target).__name__}, family {target.family.name}"
     )
-
-
-def _fits(stages: Mapping[str, "Memory"]) -> dict[str, Any]:
-    """The memory of each stage as JSON, and whether it fits."""
-    from vlmdistill.pipelines.planning import resources
-
-    fits = {}
-    for stage, memory in stages.items():
-        fits[stage] = {**resources.facts(memory), "fits": not memory.lacking}
-    return fits
 
 
 def _overview(description: "TargetDescription") -> dict[str, Any]:

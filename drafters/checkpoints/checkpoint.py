@@ -28,6 +28,7 @@ from vlmdistill.stores.backends.local import atomic_folder
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance, TargetInfo
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights
 POSITIVE = (
     "num_heads",
     "num_kv_heads",
@@ -179,7 +180,7 @@ def _trained_info(description: Mapping[str, Any], info: TargetInfo) -> TargetInf
 def _check_weights(
     file: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
-    """TrainingError if names or shapes of weights are not the expected ones, or a number is not finite."""
+    """TrainingError if names, shapes or types of weights are wrong, or a number is not finite."""
     shapes = {key: [*value.shape] for key, value in weights.items()}
     expected_shapes = {key: [*value.shape] for key, value in expected.items()}
     for key in {**expected_shapes, **shapes}:
@@ -188,7 +189,13 @@ def _check_weights(
                 f"{file}: {key} is {shapes.get(key, 'missing')}, and by its config.json "
                 f"{expected_shapes.get(key, 'there is none')}; train the drafter again"
             )
-    for value in weights.values():
+    for key, value in weights.items():
+        is_table = value.dtype == expected[key].dtype  # such as a draft vocabulary
+        if value.dtype not in FLOATS and not is_table:
+            raise TrainingError(
+                f"{file}: {key} is of type {value.dtype}, and weights are float32 or "
+                "half precision; train the drafter again"
+            )
         if not torch.isfinite(value).all():
             raise TrainingError(
                 f"{file} holds values that are not finite; train the drafter again"

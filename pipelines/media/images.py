@@ -222,6 +222,7 @@ def read_image(source: str | Path | Image.Image) -> Image.Image:
         if isinstance(source, Image.Image):
             return upright(source)
         with large_images(), open_image(source) as image:
+            require_one_page(image)
             return upright(image)
 
 

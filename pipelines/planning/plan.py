@@ -25,6 +25,8 @@ PEAK = {"features": 0.285, "steps": 0.37, "train": 0.27}
 4,000 tokens of `eagle2` in 25 ms, all with 8.3 billion parameters on an H100."""
 READ = 0.69
 """Share of a GPU's bandwidth at which all weights are read."""
+FREE = 0.95  # of a GPU's memory
+EVALUATED = 100  # held-out prompts, decoded plainly and with each drafter
 MOST_RESPONSES = 512  # at a time
 BYTES_OF_A_TOKEN = 8  # of a response on the disk: its id and text
 PASSES = 3  # of a weight for each trained token: forward, and twice backward
@@ -179,6 +181,12 @@ class _AssumedRates:
         seconds = decoding_seconds + prefill_seconds
         return self.gpus.count / together * self.data.response_tokens / seconds
 
+    @property
+    def evaluation(self) -> float:
+        """Tokens of decoding one response at a time, on one GPU."""
+        weights_bytes = 2 * self.parameters
+        return READ * self.gpus.each.bandwidth / weights_bytes
+
     def training(self, config: DrafterConfig, weights: int) -> float:
         """Tokens of optimizer steps."""
         flops = PEAK["train"] * self.gpus.each.flops
@@ -246,8 +254,10 @@ def plan(
     sequence_tokens = data.prompt_tokens + data.response_tokens
     kv_bytes = 2 * kv_cache(target.target, sequence_tokens)
     assumed = _AssumedRates(gpus, target.parameters.all, kv_bytes, data)
-    memory = fits(model, gpus.count, gpus.each.gib << 30)
+    free_bytes = round(FREE * (gpus.each.gib << 30))
+    memory = fits(model, gpus.count, free_bytes)
     stage_rates = _Rates(measured, memory)
+    decoded_tokens = EVALUATED * data.response_tokens * (1 + len(drafters))
     stages = {
         "responses": stage_rates.stage(
             "responses",
@@ -260,6 +270,9 @@ def plan(
             assumed.features,
             data.tokens,
             data.prompts * target.together.bytes + target.head_bytes,
+        ),
+        "eval, serve": stage_rates.stage(
+            "eval, serve", assumed.evaluation, decoded_tokens, 0
         ),
     }
     methods = {}

@@ -21,6 +21,7 @@ from vlmdistill.drafters.core.devices import choose_kernels
 from vlmdistill.pipelines.targets.capture import DTYPES
 from vlmdistill.pipelines.targets.checkpoints import awq
 from vlmdistill.pipelines.targets.checkpoints.folder import (
+    check_floats,
     family_of,
     first_line,
     parameters_in,
@@ -435,6 +436,8 @@ def _model(
         source["state_dict"] = awq.weights(folder, quantised, dtype)
     elif quantised:
         settings.quantization_config = {**quantised, "dequantize": True}
+    else:
+        check_floats(folder)
     with _in_one_line(f"{folder}: the weights do not load"):
         model, report = loader.from_pretrained(
             **source,

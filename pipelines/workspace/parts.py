@@ -31,7 +31,7 @@ from vlmdistill.stores.sharing.mirror import Mirror, stat_of
 RECORDS = ".parts"
 PROMPTS = ("prompts.parquet", "prompts.skipped.jsonl")
 UNSENT = "unsent.json"
-"""Names files of this machine that go with the next version of the prompts."""
+"""Names files of this machine that go with the next version of the prompts, and the version before that."""
 UNFINISHED = ".unfinished"  # evaluations
 PART = re.compile(r"responses|reports|traffic|drafters/[^/]+")
 """Parts with a folder of their own."""
@@ -139,12 +139,21 @@ class Parts:
 
         All other files in their folder are copies, perhaps of files that were deleted at the URL.
         """
+        noted = {
+            "after": self._mirror("prompts").base,
+            "names": sorted({*self._unsent(), *names}),
+        }
         with atomic_write(self.folder / RECORDS / UNSENT) as file:
-            file.write_text(json.dumps(sorted({*self._unsent(), *names})))
+            file.write_text(json.dumps(noted))
 
     def _unsent(self) -> list[str]:
+        """The names that were noted; none if another version came first, which may have deleted the files."""
         file = self.folder / RECORDS / UNSENT
-        return list(json.loads(file.read_text())) if file.is_file() else []
+        if not file.is_file():
+            return []
+        noted = json.loads(file.read_text())
+        is_next = noted["after"] == self._mirror("prompts").base
+        return list(noted["names"]) if is_next else []
 
     def _send_noted(self) -> None:
         """Send the media that `send_later` has noted."""

@@ -14,7 +14,8 @@ and files that were uploaded after that one existed. So no version after n+1 can
 whose file vanishes reads the latest version again.
 
 For deletion, a writer creates version n+1 even if nothing has changed, and removes the files that n
-alone names as well: then the URL holds the files of n+1 and no others.
+alone names as well: then the URL holds the files of n+1 and no others. Later versions remember its number:
+what another machine has changed since a version before it may hold what was deleted, so it is not published.
 """
 
 import logging
@@ -79,6 +80,8 @@ class Version(Record, frozen=True, kw_only=True):
     files: Mapping[Short, StoredFile]  # by name, relative to the folder
     writers: Mapping[Short, int]
     """The last version of each writer, of this one and those before it."""
+    deletion: Count = 0
+    """The last version that was made for deletion; 0: none was."""
 
     @property
     def mark(self) -> tuple[int, str]:
@@ -201,6 +204,11 @@ class Synced(msgspec.Struct, frozen=True):
         """The files of the version."""
         return self.version.files if self.version else {}
 
+    def is_before_deletion(self, latest: Version | None) -> bool:
+        """Whether a deletion was published since: local changes may hold what it has deleted."""
+        number = self.version.number if self.version else 0
+        return latest is not None and latest.deletion > number
+
 
 class Mirror:
     """A local folder that mirrors a versioned folder: brought up to date, worked in, and published.
@@ -211,7 +219,7 @@ class Mirror:
         record: The file that says which version the local folder was equal to.
         keep: Which names are mirrored; all others are local.
         apart: Each file stands for itself: where another machine has published a version meanwhile, the local
-            changes are added to it, unless both changed the same file.
+            changes are added to it, unless both changed the same file, or one of them has deleted.
         deep: Whether folders in the folder are mirrored, too.
     """
 
@@ -238,8 +246,9 @@ class Mirror:
     def update(self) -> None:
         """Make the folder equal to the latest version.
 
-        Changes that were not published stay if no other version was published since; else they are moved
-        aside, and a line in the log says where. DataError if the versioned folder has vanished.
+        Changes that were not published stay if no other version was published since or, where each file
+        stands for itself, no deletion; else they are moved aside, and a line in the log says where. DataError
+        if the versioned folder has vanished.
         """
         with self._alone():
             for _ in range(TRIES):
@@ -269,6 +278,7 @@ class Mirror:
     def _take(self, latest: Version, before: Synced) -> None:
         """Make the folder equal to a version, but for changes that are still to be published."""
         published_since = before.version is None or before.version.mark != latest.mark
+        adds_up = self._apart and not before.is_before_deletion(latest)
         stats = dict[str, Stat]()
         replaced = list[str]()
         missing = set(latest.files)
@@ -279,7 +289,7 @@ class Mirror:
             if stored and self._is_equal(name, stored, untouched and past == stored):
                 stats[name] = stat
                 missing.remove(name)
-            elif not published_since or (self._apart and stored == past):
+            elif not published_since or (adds_up and stored == past):
                 missing.discard(name)  # a local change, to be published
             elif untouched:
                 (self.folder / name).unlink()
@@ -335,6 +345,12 @@ class Mirror:
                 f"{self.url} is written to by too many others at once: run it again"
             )
 
+    @property
+    def base(self) -> str:
+        """The version that the folder was equal to, in a text; empty before the first one."""
+        version = self._read().version
+        return f"{version.number} {version.writer}" if version else ""
+
     def set_aside(self) -> list[Path]:
         """The folders of local files that other machines' versions have replaced."""
         return [*self.record.parent.glob(f"{ASIDE}*/{self.record.stem}")]
@@ -362,14 +378,13 @@ class Mirror:
                 stats[name] = stat
         unchanged = files.keys() == local.keys() == base.files.keys()
         listed = self.remote.listed() if delete or not unchanged else []
-        nothing_to_delete = not delete or not (base.version or listed)
-        if unchanged and nothing_to_delete:
+        if unchanged and not delete:
             return None
         changed = [name for name in local if name not in files]
         for name, stored in self._upload(changed):
             files[name] = stored
             stats[name] = local[name]
-        version = self._next(base.version, files)
+        version = self._next(base.version, files, delete)
         sent = self._unconfirmed = Synced(version, stats)  # until it is recorded
         if not self.remote.create(version):
             self._unconfirmed = None
@@ -395,8 +410,11 @@ class Mirror:
             if stored:
                 yield name, stored
 
-    def _next(self, base: Version | None, files: Mapping[str, StoredFile]) -> Version:
+    def _next(
+        self, base: Version | None, files: Mapping[str, StoredFile], delete: bool
+    ) -> Version:
         number = base.number + 1 if base else 1
+        last_deletion = base.deletion if base else 0
         writers = dict(base.writers) if base else {}
         writers[self._writer] = number
         latest = sorted(writers, key=lambda writer: writers[writer])[-WRITERS:]
@@ -406,6 +424,7 @@ class Mirror:
             host=socket.gethostname()[:300],
             files=files,
             writers={writer: writers[writer] for writer in latest},
+            deletion=number if delete else last_deletion,
         )
 
     def _after(self, base: Synced, own: Version) -> Synced:
@@ -423,7 +442,10 @@ class Mirror:
             name for name in names if own.files.get(name) != base.files.get(name)
         }
         other_files = latest.files if latest else {}
-        if not self._apart or self._conflicts(changed, base, own, other_files):
+        # A deletion has not looked at the other's files, nor has the other's deletion at these.
+        has_deletion = own.deletion == own.number or base.is_before_deletion(latest)
+        adds_up = self._apart and not has_deletion
+        if not adds_up or self._conflicts(changed, base, own, other_files):
             writer = "its versions are gone"
             if latest:
                 writer = f"{latest.host}, version {latest.number}"

@@ -238,37 +238,3 @@ def test_a_training_leaves_its_rate(
     assert rate.tokens > 64
     found = printed(capsys, *command, "--dry-run", "--name", "again")
     assert found["seconds"] == pytest.approx(2 * 64 / rate.tokens_per_second)
-
-
-def test_what_fits_on_gpus_is_told_without_weights(capsys: Output) -> None:
-    small, large = (
-        printed(
-            capsys,
-            "target",
-            "show",
-            "qwen2.5-vl-32b",
-            "--gpus",
-            "2",
-            "--gpu-memory",
-            free,
-        )["fits"]
-        for free in ("40", "70")
-    )
-    weights = small["features"]["weights"]
-    assert weights == large["eval, serve"]["weights"] > 60e9
-    assert [
-        small[stage]["fits"] for stage in ("features", "eval, serve", "train wren")
-    ] == [
-        True,
-        False,
-        True,
-    ]
-    assert large["eval, serve"]["fits"]
-    assert not printed(
-        capsys, "target", "show", "qwen2.5-vl-32b", "--gpus", "1", "--gpu-memory", "40"
-    )["fits"]["features"]["fits"]
-    assert (
-        main(["target", "show", "qwen2.5-vl-32b", "--gpus", "2", "--gpu-memory", "40"])
-        == 0
-    )
-    assert "2 GPUs have 42.9 GB free each" in capsys.readouterr().out

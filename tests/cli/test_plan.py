@@ -42,9 +42,11 @@ def test_two_gpus_take_half_of_the_time_and_the_same_disk_for_features(
     planned: Any,
 ) -> None:
     single, double = planned("--gpus", "H100"), planned("--gpus", "2xh100")
-    assert single["hours"] == pytest.approx(2 * double["hours"])
-    for facts in (single, double):
-        assert facts["stages"]["features"]["memory"]["fits"]
+    for stage in ("responses", "features"):
+        hours = double["stages"][stage]["hours"]
+        assert single["stages"][stage]["hours"] == pytest.approx(2 * hours)
+    trainings = [facts["methods"]["wren"]["training"] for facts in (single, double)]
+    assert trainings[0]["hours"] == pytest.approx(2 * trainings[1]["hours"])
     disks = [facts["stages"]["features"]["disk_bytes"] for facts in (single, double)]
     assert disks[0] == disks[1]
 
@@ -68,7 +70,25 @@ def test_what_the_workspace_has_measured_on_such_gpus_replaces_an_assumption(
     assert not others["measured"]
 
 
-def test_a_target_that_is_too_large_is_said_to_be(
+def test_what_does_not_fit_is_said(planned: Any) -> None:
+    def fits(gpus: str) -> dict[str, bool]:
+        facts = planned("--gpus", gpus, "--for", "wren", model="qwen2.5-vl-32b")
+        stages = {**facts["stages"], "train": facts["methods"]["wren"]["training"]}
+        return {name: stage["memory"]["fits"] for name, stage in stages.items()}
+
+    everything = fits("H100")
+    assert all(everything.values())
+    # Two GPUs share the target in responses and features, and not in eval.
+    shared = fits("2xA6000")
+    assert [shared[name] for name in ("features", "eval, serve", "train")] == [
+        True,
+        False,
+        True,
+    ]
+    assert not fits("A6000")["features"]
+
+
+def test_a_target_that_is_too_large_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--gpus", "RTX4090", "--for", "hivis", "--runs", str(tmp_path)]

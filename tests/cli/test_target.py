@@ -14,6 +14,7 @@ import transformers
 from tests import tiny
 from vlmdistill.cli.main import main
 from vlmdistill.drafters import catalogue
+from vlmdistill.pipelines.targets.checkpoints import packaged
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB, REGISTRY, shipped
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.loading import load
@@ -214,7 +215,11 @@ def test_the_list_has_a_line_for_each(
     shown = capsys.readouterr()
     header, *lines = shown.out.splitlines()
     assert header.split() == ["name", "family", "parameters", "weights", "checkpoint"]
-    assert [line.split()[0] for line in lines] == [*EMBEDDED, *REGISTRY]
+    assert [line.split()[0] for line in lines] == [
+        *EMBEDDED,
+        packaged.NAME,
+        *REGISTRY,
+    ]
     assert all("  here  " in line for line in lines[: len(EMBEDDED)])
     assert all("  not here  " in line for line in lines[len(EMBEDDED) :])
     assert "8.29B" in next(line for line in lines if line.startswith("qwen2.5-vl-7b"))

@@ -246,7 +246,7 @@ def _shown_files(files: Collection[str], named: Any) -> list[str]:
     """The images of a sample that its prompt shows, in order; none if that cannot be told.
 
     All if the row names as many, else those without a second ending or with a number in it: `000.seg.png`
-    beside `000.png` may be a mask.
+    may be a mask, and so may `000.seg_1.png` beside `000.png`.
     """
     names = named if isinstance(named, list) else [named]
     leaves = [PurePosixPath(name).name for name in names if isinstance(name, str)]
@@ -263,6 +263,13 @@ def _shown_files(files: Collection[str], named: Any) -> list[str]:
     }
     shown = sorted(files, key=lambda file: numbers[file])
     if len(files) > 1 and len(names) != len(files):
-        shown = [file for file in shown if not second_ending[file] or numbers[file]]
+        has_plain = not all(second_ending.values())
+        shown = [
+            file
+            for file in shown
+            if not second_ending[file]
+            or second_ending[file].isdecimal()
+            or (numbers[file] and not has_plain)
+        ]
     has_order = all(numbers[file] != numbers[after] for file, after in pairwise(shown))
     return shown if has_order else []

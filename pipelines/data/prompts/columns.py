@@ -4,11 +4,14 @@ The question includes all text that belongs to it: Alpaca's `input`, a `context`
 """
 
 import ast
+import io
 import json
 import re
 import string
+import tokenize
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from itertools import pairwise
 from typing import Any
 
 from vlmdistill.pipelines.media.resolver import BadRowError
@@ -140,7 +143,7 @@ def _require_no_choices(row: Row) -> None:
     for name, choices in row.items():
         if name not in CHOICES and not CHOICE_COLUMN.fullmatch(str(name)):
             continue
-        if choices in (None, "", [], {}):
+        if _parsed_list(choices) in (None, "", [], {}):
             continue
         if isinstance(choices, str) and choices.strip() in question:
             continue
@@ -150,18 +153,49 @@ def _require_no_choices(row: Row) -> None:
 
 
 def _parsed_list(value: Any) -> Any:
-    """The list that text is in JSON or Python, as the options of MMMU; any other value as it is."""
+    """The list that text is in JSON or Python, as the options of MMMU; any other value as it is.
+
+    Numbers in it stay as they are written.
+    """
     if not isinstance(value, str):
         return value
     text = value.strip()
     if not (text.startswith("[") and text.endswith("]")):
         return value
-    for parse in (json.loads, ast.literal_eval):
+    for parse in (_json_list, _python_list):
         try:
             return parse(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
     return value
+
+
+def _json_list(text: str) -> Any:
+    return json.loads(text, parse_int=str, parse_float=str)
+
+
+def _python_list(text: str) -> list[Any]:
+    """The list that Python text is; ValueError or SyntaxError if it is none."""
+    parsed = ast.parse(text, mode="eval").body
+    if not isinstance(parsed, ast.List):
+        raise ValueError(f"a {type(parsed).__name__}, not a list")
+    if _joins_texts(text):
+        raise ValueError("texts without a comma between them")
+    items = zip(parsed.elts, ast.literal_eval(parsed), strict=True)
+    return [_as_written(text, node, item) for node, item in items]
+
+
+def _joins_texts(text: str) -> bool:
+    """Whether Python would join texts in it: numpy writes a list without commas."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    kinds = [token.type for token in tokens if token.type != tokenize.NL]
+    return (tokenize.STRING, tokenize.STRING) in pairwise(kinds)
+
+
+def _as_written(text: str, node: ast.expr, item: Any) -> Any:
+    """An item of a list in Python text: of a number the text itself, any other as it is."""
+    is_number = isinstance(item, int | float) and not isinstance(item, bool)
+    return ast.get_source_segment(text, node) if is_number else item
 
 
 def _list(value: Any) -> list[Any]:

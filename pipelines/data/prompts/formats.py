@@ -11,7 +11,10 @@ from typing import Any, Literal, Protocol
 
 from vlmdistill.pipelines.data.prompts import columns, sources
 from vlmdistill.pipelines.data.prompts.augment import Message
-from vlmdistill.pipelines.data.prompts.hidden_media import HiddenMediaError
+from vlmdistill.pipelines.data.prompts.hidden_media import (
+    HiddenMediaError,
+    kind_of_column,
+)
 from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.data.prompts.row_media import (
@@ -39,6 +42,7 @@ CONVERSATIONS = ("conversations", "conversation")  # may be JSON text
 OTHER_TURNS = ("items", "texts", "prompt")  # may hold a question instead
 SPEAKERS = {"role", "from", "user", "human", "assistant"}
 """Keys of a turn, or of a pair of turns."""
+SYSTEM_COLUMN = columns.SYSTEM[0]
 CHAT_URLS = ("chat/completions", "/responses")  # of a batch: requests that are read
 
 
@@ -90,6 +94,8 @@ class OpenAIBatch:
         if isinstance(url, str) and not url.endswith(CHAT_URLS):
             raise BadRowError("no conversation", f"a request to {url}")
         body = {name: value for name, value in row["body"].items() if name != "model"}
+        if isinstance(body.get("instructions"), str):
+            body = {SYSTEM_COLUMN: body.pop("instructions"), **body}
         if isinstance(body.get("input"), list):
             body = {MESSAGES: body.pop("input"), **body}
         for inner in FORMATS[1:]:
@@ -266,7 +272,7 @@ def conversation(
     users[0]["content"] = media.parts_without_placeholder() + users[0]["content"]
     unread = _unread(located_turns, media)
     if not any(part["type"] in KINDS for turn in messages for part in turn["content"]):
-        _require_nothing_hidden(unread, reader)
+        _require_nothing_hidden(located_turns.row, unread, reader)
     return _ordered(messages, unread)
 
 
@@ -311,10 +317,15 @@ def _unread(located_turns: Turns, media: RowMedia) -> Unread:
     return unread
 
 
-def _require_nothing_hidden(unread: Unread, reader: MessageReader) -> None:
+def _require_nothing_hidden(
+    row: Columns, unread: Unread, reader: MessageReader
+) -> None:
     """HiddenMediaError if a row without images and videos has one elsewhere; BadRowError on a placeholder."""
     for name, kind in unread.hidden.items():
         raise HiddenMediaError(kind, name)
+    for name, value in row.items():
+        if named := kind_of_column(str(name), value):
+            raise HiddenMediaError(named, str(name))
     if reader.unplaced:
         raise BadRowError(
             "image count", f"the text has {reader.unplaced[0]}, and the row no media"

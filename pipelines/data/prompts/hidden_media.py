@@ -12,12 +12,24 @@ LONGEST_NAME = 1000  # characters of a file's name: longer ones are texts
 LONGEST_ENDING = 5  # characters of a file's name behind its last dot
 MOST_VALUES = 1000  # of a column, that are looked at
 SHORTEST_BASE64 = 64  # characters
-TYPE_KEYS = ("type", "mime_type", "content_type", "media_type")
+TYPE_KEYS = (
+    "type",
+    "mime_type",
+    "content_type",
+    "media_type",
+    "mimeType",
+    "contentType",
+)
 FILE_KEYS = ("url", "uri", "path", "file", "file_name", "data", "content", "src")
 BASE64 = {
     "image": re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD[dl]|UklGR)[A-Za-z0-9+/=\s]*"),
     "video": re.compile(r"(AAAA..Z0eXB|GkXfo)[A-Za-z0-9+/=\s]*"),
 }
+NAMING_COLUMN = re.compile(
+    r"(image|img|picture|photo|video)s?[ _-]?"
+    r"(id|name|file|file[ _-]?name|path|url|uri|link|b64|base64|base64[ _-]?str|bytes)s?",
+    re.IGNORECASE,
+)
 FIRST_BYTES = {
     b"\xff\xd8\xff": "image",  # JPEG
     b"\x89PNG": "image",
@@ -36,6 +48,15 @@ class HiddenMediaError(BadRowError):
         advice = f"'{column}': name the column {kind}, or remove it"
         super().__init__(f"{kind} in another column", advice)
         self.column = column
+
+
+def kind_of_column(name: str, value: Any) -> str:
+    """Whether a column such as `image_id` or `video_url` names an image or a video; empty if not."""
+    match = NAMING_COLUMN.fullmatch(name)
+    is_nan = value != value
+    if match is None or is_nan or not value or value == -1:
+        return ""
+    return "video" if match[1].lower() == "video" else "image"
 
 
 def media_kind(value: Any) -> str:

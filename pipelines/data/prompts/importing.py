@@ -68,9 +68,9 @@ class Choices:
     turns: Turns = "first"
     ask: str | None = None  # about images and videos without a question
     augment: Sequence[str] = ("none",)
-    """Names of augmentations: one prompt for each, for rows with images or videos."""
+    """Names of augmentations: one for each prompt with images or videos."""
     augment_text: Sequence[str] = ("none",)
-    """The same for text-only rows."""
+    """The same for text-only prompts."""
     eval_share: float = 0.05
     split: Split | None = None  # of all prompts, instead of `eval_share`
     by_dataset: bool = False  # the same prompt in two datasets is two prompts
@@ -408,7 +408,7 @@ class _Import:
         if self.choices.split and not digests:  # the user may put texts anywhere
             ties = [f"!{self.choices.split}"]
         agrees = self._sides.join(ties, self.choices.split)
-        for prompt in self._prompts(row, talk, has_media=bool(digests)):
+        for prompt in self._prompts(row, talk):
             try:
                 self._require_new(prompt, agrees)
                 accepted = self.gate.accept(row, prompt)
@@ -418,13 +418,12 @@ class _Import:
             if not self.room:
                 return
 
-    def _prompts(
-        self, row: Row, talk: Conversation, has_media: bool
-    ) -> Iterator[Prompt]:
+    def _prompts(self, row: Row, talk: Conversation) -> Iterator[Prompt]:
         """The prompts of a conversation: of its turns, with each augmentation."""
-        names = self.choices.augment if has_media else self.choices.augment_text
         questions = _questions(talk.messages, self.choices.turns)
         for turn, (messages, reference) in enumerate(questions, 1):
+            has_media = any(media_parts(messages))  # which may come in a later turn
+            names = self.choices.augment if has_media else self.choices.augment_text
             for name in names:
                 augmentation = augment.find(name)
                 yield self._prompt(row, turn, messages, reference, augmentation)

@@ -32,21 +32,32 @@ CLIP_BOUNDS = (
     "end_time",
     "start_sec",
     "end_sec",
+    "start_frame",
+    "end_frame",
+    "clip_start",
+    "clip_end",
+    "bound",
+    "segment",
 )
 MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
 
-# <image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart from the
-# text: one line break or space at each side.
+# <image>, <Image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart
+# from the text: one line break or space at each side.
 PLACEHOLDER = re.compile(
     r"(?:\r?\n[ \t]*| )?"
     r"<(?P<bar>\|)?"
-    r"(?:(?P<plain>image|IMAGE|video|VIDEO)"
+    r"(?:(?P<plain>[Ii]mage|IMAGE|[Vv]ideo|VIDEO)"
     r"|(?P<numbered>[Ii]mage|IMAGE|[Vv]ideo|VIDEO)[ _-]?(?P<number>\d{1,6}))"
     r"(?(bar)\|)>"
     r"(?:[ \t]*\r?\n| )?"
 )
 FOREIGN_PLACEHOLDER = re.compile(
     r"<image_placeholder>|<ImageHere>|<\|(?:image|video)_pad\|>|<\|vision_start\|>"
+    r"|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>|<\|begin_of_(?:image|video)\|>"
+)
+NAMED_IN_TEXT = re.compile(r"<img>[^<>\n]{1,1000}</img>")  # as in rows of Qwen-VL
+ON_ITS_OWN_LINE = re.compile(
+    r"\A\s*(<(?:image|video)>)[ \t]*\r?\n|\n[ \t]*(<(?:image|video)>)\s*\Z"
 )
 
 
@@ -203,7 +214,7 @@ class RowMedia:
         unused = [
             key for key in keys if keys[key] not in (None, "") and key not in used
         ]
-        self.unread.names += [f"{kind}.{key}" for key in unused]
+        self.unread.add(unused, keys, f"{kind}.")
         if kind == "image":
             return {"type": kind, "media": media}
         _require_whole_video(keys)
@@ -372,10 +383,13 @@ def _sampling(keys: Mapping[str, Any]) -> Sampling:
             f"fps {fps} and frames {count}: give one of them, or --fps",
         )
     try:
-        value = int(count) if fps is None else float(fps)
+        value = float(count if fps is None else fps)
+        if fps is None and value == int(value):
+            value = int(value)
     except (TypeError, ValueError, OverflowError):
         value = 0
-    if not 0 < value <= MOST_SAMPLED:
+    is_whole = fps is not None or isinstance(value, int)
+    if not (is_whole and 0 < value <= MOST_SAMPLED):
         raise BadRowError(
             "video sampling",
             f"fps {fps}, frames {str(count)[:40]}: give a number above 0, at most {MOST_SAMPLED}",

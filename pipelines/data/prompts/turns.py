@@ -14,6 +14,8 @@ from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.row_media import (
     FOREIGN_PLACEHOLDER,
     KINDS,
+    NAMED_IN_TEXT,
+    ON_ITS_OWN_LINE,
     Kind,
     Part,
     RowMedia,
@@ -59,9 +61,9 @@ class MessageReader:
 
     media: RowMedia
     counts_from_text: bool = True
-    """Whether `<image 1>` needs an image also in a row without any column for media."""
+    """Whether `<image 1>`, or a line `<image>`, needs an image also in a row without any column for media."""
     unplaced: list[str] = field(default_factory=list)
-    """Numbered placeholders of a row without images and videos."""
+    """Placeholders of a row without images and videos."""
 
     def message(self, turn: Any) -> Message:
         """The message of a turn of either style: from/value or role/content."""
@@ -119,6 +121,12 @@ class MessageReader:
         foreign = FOREIGN_PLACEHOLDER.search(text)
         if foreign and media.tagged and media:
             raise BadRowError("foreign placeholder", f"{foreign[0]}: write <image>")
+        if named := NAMED_IN_TEXT.search(text):
+            advice = "write <image>, and the path in a column image"
+            raise BadRowError("image in the text", f"{named[0][:80]}: {advice}")
+        if self.counts_from_text and not media.tagged:
+            lines = ON_ITS_OWN_LINE.finditer(text)
+            self.unplaced += [line[1] or line[2] for line in lines]
         parts: list[Part] = []
         pending = ""  # text before the next placeholder that shows something
         for piece in split_at_placeholders(text):

@@ -31,6 +31,7 @@ GGUF = (
     "config.json and safetensors files (base_model on the page of the hub names it)"
 )
 PROCESSOR = "processor_config.json"
+FLOATS = ("F64", "F32", "F16", "BF16")  # types of weights that stand for themselves
 
 
 def resolve(name: str) -> Path:
@@ -302,6 +303,18 @@ def parameters_in(folder: Path) -> int:
             packed = 8 if tensor["dtype"] == "I32" else 1
             parameters += packed * math.prod(tensor["shape"])
     return parameters
+
+
+def check_floats(folder: Path) -> None:
+    """TargetError if a weight is no float, which means nothing without its scale."""
+    for file in weight_files(folder):
+        for name, tensor in json.loads(safetensors_header(file)).items():
+            is_weight = name.endswith((".weight", ".bias"))
+            if is_weight and tensor["dtype"] not in FLOATS:
+                raise TargetError(
+                    f"{file}: {name} is of type {tensor['dtype']}, and config.json has "
+                    "no quantization_config that gives its scale: download it again"
+                )
 
 
 def _check_safetensors(path: Path) -> None:

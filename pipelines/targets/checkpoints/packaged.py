@@ -5,12 +5,11 @@ file. It
 becomes the language model of a `LlavaForConditionalGeneration`, so that every method runs on it. The vision
 tower is small and random: images are context of the scale of text, and say nothing.
 
-The checkpoint is made once, in the cache of the user (`XDG_CACHE_HOME`, else `~/.cache`).
+The checkpoint is made once, in the folder `targets` of the cache (`pipelines/media/urls.py`).
 """
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmdistill.pipelines.media.urls import cache
 from vlmdistill.stores.errors import TargetError
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ TEMPLATE = (
 
 def folder() -> Path:
     """Where the checkpoint is, or will be once `make` has run."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "vlmdistill" / NAME
+    return cache() / "targets" / NAME
 
 
 def make() -> Path:

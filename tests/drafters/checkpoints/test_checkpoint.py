@@ -153,6 +153,18 @@ def test_a_description_that_does_not_fit_is_refused_in_one_line(
         checkpoint.load(tmp_path / "odd", synthetic.head(), synthetic.INFO)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_weights_of_another_type_are_refused_in_one_line(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    written(tmp_path / "odd", "medusa")
+    file = tmp_path / "odd" / "model.safetensors"
+    weights = load_file(file)
+    save_file({key: value.to(dtype) for key, value in weights.items()}, file)
+    with pytest.raises(TrainingError, match="is of type"):
+        checkpoint.load(tmp_path / "odd", synthetic.head(), synthetic.INFO)
+
+
 def test_sizes_are_compared_with_the_weights_before_anything_is_allocated(
     tmp_path: Path,
 ) -> None:

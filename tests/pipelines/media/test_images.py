@@ -167,3 +167,10 @@ def test_heic_photos_are_read_with_pillow_heif(
     red, green, blue = np.asarray(read_image(photo))[20, 20].tolist()
     assert max(abs(red - 200), abs(green - 30), abs(blue - 40)) < 8
     assert images.data_url(photo).startswith("data:image/png")
+
+
+def test_no_frame_of_an_animation_is_read_as_an_image(tmp_path: Path) -> None:
+    first, second = Image.new("RGB", (8, 8)), Image.new("RGB", (8, 8), "red")
+    first.save(tmp_path / "a.gif", save_all=True, append_images=[second])
+    with pytest.raises(MediaError, match="2 pages or frames"):
+        read_image(tmp_path / "a.gif")

@@ -281,6 +281,18 @@ def test_a_hub_model_without_safetensors(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "save_pretrained" in message
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
+def test_weights_without_their_scale(
+    copy: Callable[[str], Path], dtype: torch.dtype
+) -> None:
+    folder = copy("qwen2_vl")
+    weights = load_file(folder / "model.safetensors")
+    name = next(key for key in weights if key.endswith("down_proj.weight"))
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "no quantization_config that gives its scale" in refusal(folder)
+
+
 def test_corrupt_files(copy: Callable[[str], Path]) -> None:
     folder = copy("qwen2_vl")
     weights = folder / "model.safetensors"

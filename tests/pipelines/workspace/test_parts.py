@@ -117,6 +117,33 @@ def test_prompts_that_two_machines_have_imported_are_not_mixed(
     assert aside.read_text() == "of a"
 
 
+def test_what_a_killed_command_has_left_is_not_published_after_a_deletion(
+    runs: str, on: On
+) -> None:
+    b = on("b")  # is killed before it publishes
+    _ = b.prompts
+    write(b.reports / "hivis.json", "shows a prompt")
+    write(b.reports / ".0123.unfinished", "shows another one")
+    write(b.root / "harvested" / "1.png", "the image of a prompt")
+    assert b.parts
+    b.parts.send_later(["harvested/1.png"])
+    a = on("a")
+    for path in (a.reports, a.prompts):
+        with only_writer(path) as part:
+            part.deletes = True
+    again = on("b")
+    _ = again.prompts, again.reports
+    write(again.reports / "wren.json", "shows no prompt")
+    again.close()
+    assert published(runs, "reports") == {"wren.json": "shows no prompt"}
+    assert not any("harvested" in name for name in names_at(runs))
+    (aside,) = again.root.glob(".parts/.aside-*/reports")
+    assert {path.name for path in aside.iterdir()} == {
+        "hivis.json",
+        ".0123.unfinished",
+    }
+
+
 def test_of_a_drafter_that_two_machines_have_made_one_is_published_whole(
     runs: str, on: On
 ) -> None:

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,26 @@ def test_an_unsent_report_outlives_what_others_publish(
     work(again)
     assert published(reports) == {"old": "of a", "sparrow": "a", "hivis": "b"}
     assert not list(tmp_path.glob(".aside-*"))
+
+
+@pytest.mark.parametrize("deletes_first", [False, True])
+def test_a_deletion_and_another_report_do_not_add_up(
+    where: Callable[[], Local | Remote], tmp_path: Path, deletes_first: bool
+) -> None:
+    deleting, reporting = (
+        Mirror(where(), tmp_path / name, tmp_path / f"{name}.json", apart=True)
+        for name in ("one", "two")
+    )
+    work(deleting, kept="1")
+    reporting.update()
+    write(reporting, shown="a deleted prompt")
+    first: Callable[[], None] = partial(deleting.publish, delete=True)
+    second: Callable[[], None] = reporting.publish
+    if not deletes_first:
+        first, second = second, first
+    first()
+    with pytest.raises(LostError):
+        second()
 
 
 def test_unsent_work_is_published_by_the_next_command(machine: Machine) -> None:

@@ -60,6 +60,8 @@ def as_text(out: Path) -> str:
         {"pages": ["first", "second.png"]},
         {"file": {"content_type": "image/png", "url": "s3://bucket/7"}},
         {"input": "1.jpg"},
+        {"upload": {"mimeType": "image/png", "url": "blob:7"}},
+        {"sent": {"contentType": "image/png", "url": "blob:7"}},
     ],
     ids=lambda column: next(iter(column)),
 )
@@ -83,6 +85,58 @@ def test_no_question_loses_the_picture_of_an_unknown_key(
     reason, detail = refused(out, {"messages": [turn]})
     assert reason == "image in another column"
     assert "attachments" in detail
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"image_id": 458752},
+        {"imageId": "n161313"},
+        {"image_url": "https://example.org/7"},
+        {"Video Name": "clip_7"},
+    ],
+    ids=lambda column: next(iter(column)),
+)
+def test_no_question_loses_the_picture_that_a_column_names_by_a_number(
+    out: Path, column: dict[str, Any]
+) -> None:
+    (name,) = column
+    reason, detail = refused(out, {"question": "What is this?", **column})
+    assert (reason[-17:], name in detail) == ("in another column", True)
+    shown = {"question": "What is this?", "image": "1.jpg", **column}
+    assert not imported(out.with_name("shown.parquet"), shown).hidden_media
+
+
+@pytest.mark.parametrize("value", [None, "", -1, [], float("nan"), False])
+def test_a_text_of_a_dataset_of_images_may_name_none(out: Path, value: Any) -> None:
+    assert imported(out, {"question": "Who?", "image_id": value}).added == 1
+    other = {"question": "Who?", "image_style": "none", "has_image": 3}
+    assert imported(out.with_name("other.parquet"), other).added == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["<image>\nWhat?", "What?\n<image>\n", "<video>\r\nA?"]
+)
+def test_a_line_that_is_a_placeholder_is_no_text(out: Path, text: str) -> None:
+    assert refused(out, said(text, "A wall."))[0] == "image count"
+    in_code = "Fix this:\n```\n<image>\n</image>\n```"
+    assert imported(out.with_name("code.parquet"), said(in_code, "Done.")).added == 1
+
+
+@pytest.mark.parametrize("columns", [{}, {"image": "1.jpg"}], ids=["alone", "both"])
+def test_a_picture_that_a_text_names_is_not_left_out(
+    out: Path, columns: dict[str, Any]
+) -> None:
+    row = said("Picture 1: <img>1.jpg</img>\nWhat?", "A wall.", **columns)
+    assert refused(out, row)[0] == "image in the text"
+
+
+def test_a_part_with_a_picture_under_another_key_is_warned_of(out: Path) -> None:
+    source = {"type": "base64", "media_type": "image/jpeg", "data": "/9j/"}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    turn = {"role": "user", "content": content}
+    row = {"images": ["1.jpg"], "messages": [turn]}
+    assert imported(out, row).hidden_media == {"image.source": 1}
 
 
 def test_bytes_of_a_picture_are_known_in_any_column(tmp_path: Path, out: Path) -> None:
@@ -141,6 +195,7 @@ def test_numbered_columns_are_the_images_of_numbered_placeholders(out: Path) -> 
         ("<image 0> or <image 1>?", ["1.jpg", "or", "2.jpg", "?"]),
         ("<Image 1>, <Image 2>?", ["1.jpg", ",", "2.jpg", "?"]),
         ("<IMAGE> or <IMAGE>?", ["1.jpg", "or", "2.jpg", "?"]),
+        ("<Image> or <Image>?", ["1.jpg", "or", "2.jpg", "?"]),
         ("<|image|><|image|>Which?", ["1.jpg", "2.jpg", "Which?"]),
         ("<image 1> <image 2> again <image 1>", ["1.jpg", "2.jpg", "again", "1.jpg"]),
     ],
@@ -179,6 +234,8 @@ def test_numbers_that_are_not_those_of_the_images_are_refused(
         {"options": "A. red\nB. blue"},
         {"option_a": "red", "option_b": "blue"},
         {"Choice 1": "red", "Choice 2": "blue"},
+        {"choices": "['red' 'blue']"},  # as numpy writes it
+        {"choices": "['red'\n 'blue']"},
     ],
     ids=str,
 )
@@ -188,6 +245,19 @@ def test_no_question_loses_choices_of_another_form(
     assert refused(out, {"question": "Which colour?", **choices})[0] == "choices"
     asked = {"question": "Which?\nA. red\nB. blue", "options": "A. red\nB. blue"}
     assert imported(out.with_name("asked.parquet"), asked).added == 1
+
+
+def test_a_question_of_mmmu_may_have_no_choices(out: Path) -> None:
+    row = {"question": "How many?", "options": "[]", "answer": "7"}
+    assert imported(out, row).added == 1
+
+
+@pytest.mark.parametrize("quote", ["'", '"'], ids=["Python", "JSON"])
+def test_numbers_in_text_stay_as_they_are_written(out: Path, quote: str) -> None:
+    choices = f"[1.50, 1e5, -2, 12345678901234567890.125, {quote}007{quote}]"
+    lines = ["A. 1.50", "B. 1e5", "C. -2", "D. 12345678901234567890.125", "E. 007"]
+    asked = texts(one(out, {"question": "Q?", "choices": choices}))[0][1]
+    assert asked.splitlines() == ["Q?", *lines]
 
 
 def test_a_numbered_placeholder_without_images_is_no_text(out: Path) -> None:
@@ -200,6 +270,9 @@ def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
     for text in (
         "<ImageHere>What?",
         "<|vision_start|><|image_pad|><|vision_end|>What?",
+        "<start_of_image>What?",
+        "<|begin_of_image|><|image|><|end_of_image|>What?",
+        "<img><IMG_CONTEXT></img>What?",
     ):
         row = said(text, "A wall.", image="1.jpg")
         assert refused(out, row)[0] == "foreign placeholder"

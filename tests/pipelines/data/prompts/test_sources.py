@@ -363,6 +363,7 @@ def test_two_files_of_a_sample_do_not_replace_each_other(
     ("names", "named", "shown"),
     [
         (("0.png", "0.seg.png"), None, [RED]),  # a mask
+        (("0.png", "0.seg_1.png"), None, [RED]),
         (("0.depth.png", "0.png"), None, [BLUE]),
         (("0.image.png", "0.json"), None, [RED]),
         (("0.1.png", "0.0.png"), None, [BLUE, RED]),
