@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -414,13 +415,12 @@ class _Speed:
     def __init__(self) -> None:
         # Time and work done, a second apart.
         self.marks: deque[tuple[float, int]] = deque(maxlen=RECENT)
-        self.last_mark = -1.0
 
     def __call__(self, done: int, total: int) -> tuple[str, str]:
         now = time.monotonic()
-        if not self.marks or now - self.last_mark >= 1:
+        last_time = self.marks[-1][0] if self.marks else -inf
+        if now - last_time >= 1:
             self.marks.append((now, done))
-            self.last_mark = now
         start, done_at_start = self.marks[0]
         seconds = max(1e-9, now - start)
         rate = (done - done_at_start) / seconds
@@ -511,8 +511,8 @@ def _short(value: Any) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
+    minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
-        return f"{hours}:{minutes:02}:{seconds:02}"
-    return f"{minutes}:{seconds:02}"
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

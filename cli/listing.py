@@ -56,7 +56,7 @@ def _targets() -> dict[str, str]:
 def _sets() -> dict[str, str]:
     from vlmdistill.pipelines.data.prompts import evaluation_sets
 
-    sets = {name: found.repository for name, found in evaluation_sets.SETS.items()}
+    sets = {name: source.repository for name, source in evaluation_sets.SETS.items()}
     sets[evaluation_sets.DEMO] = "generated scenes and dialogues, for the demo targets"
     return sets
 

@@ -242,9 +242,9 @@ def _requirement(package: str) -> str:
     """The requirement that installs a missing dependency: one of our extras, or the package; else empty."""
     from importlib import metadata
 
-    line_of_package = re.compile(
-        rf"{re.escape(package)}\b[^;]*(?:;.*extra == [\"'](\w+)[\"'])?$"
-    )
+    # Of a module a_b, the distribution is a-b or begins with that, as vl-convert-python.
+    name = re.escape(package.replace("_", "-"))
+    line_of_package = re.compile(rf"{name}\b[^;]*(?:;.*extra == [\"'](\w+)[\"'])?$")
     for line in metadata.requires("vlmdistill") or ():
         if match := line_of_package.match(line):
             extra = match[1]

@@ -1,5 +1,6 @@
 """`vlmdistill plan`: what a project takes, before anything is downloaded."""
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -144,13 +145,13 @@ def _commands(
     planned: "ProjectPlan", workspace: "Workspace", recipe: str | None
 ) -> list[str]:
     """The commands of the project, from prompts to a served drafter."""
-    model = f"--model {workspace.model}"
-    chosen_recipe = f"--recipe {recipe or 'fair'}"
+    model = f"--model {shlex.quote(workspace.model)}"
+    chosen_recipe = f"--recipe {shlex.quote(recipe or 'fair')}"
+    limit = planned.data.prompts
+    lines = [f"vlmdistill prompts FILE --images DIR --limit {limit} {model}"]
     trained = [name for name, method in planned.methods.items() if method.training]
-    lines = [
-        f"vlmdistill prompts FILE --images DIR --limit {planned.data.prompts} {model}",
-        f"vlmdistill features --for {','.join(trained)} {model}",
-    ]
+    if trained:
+        lines.append(f"vlmdistill features --for {','.join(trained)} {model}")
     ranks = ""
     if planned.gpus.count > 1:
         ranks = f" --ranks {planned.gpus.count}"
@@ -160,6 +161,6 @@ def _commands(
     lines.append(f"vlmdistill eval {compared} {model}")
     served = [name for name in trained if planned.methods[name].served]
     if served:
-        best = served[0]
-        lines.append(f"vlmdistill export {best} --out served/{best} {model}")
+        first = served[0]
+        lines.append(f"vlmdistill export {first} --out served/{first} {model}")
     return lines

@@ -197,14 +197,17 @@ def _report_facts(page: "ReportPage") -> dict[str, Any]:
 def _facts(result: "DrafterResult") -> dict[str, Any]:
     """A result of a drafter as JSON."""
     evaluation = result.evaluation
-    facts: dict[str, Any] = {"name": evaluation.name, "drafter": evaluation.drafter}
-    facts["tree"] = evaluation.tree
-    facts["parameters"] = evaluation.parameters
-    facts["title"] = evaluation.title
-    facts["measured"] = evaluation.measured
-    facts["software"] = asdict(evaluation.software)
-    facts["temperature"] = result.temperature
-    return {**facts, **asdict(result.figures)}
+    return {
+        "name": evaluation.name,
+        "drafter": evaluation.drafter,
+        "tree": evaluation.tree,
+        "parameters": evaluation.parameters,
+        "title": evaluation.title,
+        "measured": evaluation.measured,
+        "software": asdict(evaluation.software),
+        "temperature": result.temperature,
+        **asdict(result.figures),
+    }
 
 
 def _served_facts(result: "ServerResult") -> Any:

@@ -51,11 +51,15 @@ def _facts(status: "WorkspaceStatus") -> dict[str, Any]:
         features += f": {', '.join(status.features)}"
     if status.uncaptured:
         features += f"; {status.uncaptured} responses without features"
-    facts: dict[str, Any] = {"workspace": status.root, "target": status.target}
-    facts |= {"prompts": prompts, "responses": responses, "features": features}
-    facts["evaluations"] = status.evaluations
-    facts["report"] = status.report or "none"
-    return facts
+    return {
+        "workspace": status.root,
+        "target": status.target,
+        "prompts": prompts,
+        "responses": responses,
+        "features": features,
+        "evaluations": status.evaluations,
+        "report": status.report or "none",
+    }
 
 
 def _row(drafter: "DrafterStatus") -> list[Any]:

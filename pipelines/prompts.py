@@ -43,6 +43,8 @@ def import_sources(
     out = out or workspace.prompts
     choices = replace(choices or Choices(), images_only=_images_only(workspace.model))
     if list(sources) == ["self"] and not Path("self").exists():
+        if kind != "auto":
+            raise DataError("'self' has a format of its own: leave out --format")
         return _import_own_questions(workspace.model, out, choices, progress)
     if list(sources) == ["demo"] and not Path("demo").exists():
         if kind != "auto" or choices.split:
@@ -64,13 +66,13 @@ def _import_own_questions(
         raise DataError("'self' needs the number of questions: add --limit 500")
     from vlmdistill.pipelines.targets.loading import load
 
-    asked = questions(load(model), choices.limit, progress=progress)
-    return import_rows([("self", _rows(asked), "chat")], out, choices)
+    texts = questions(load(model), choices.limit, progress=progress)
+    return import_rows([("self", _rows(texts), "chat")], out, choices)
 
 
-def _rows(asked: Iterable[str]) -> Iterator[Row]:
+def _rows(texts: Iterable[str]) -> Iterator[Row]:
     """Conversations that begin with these questions."""
-    for number, question in enumerate(asked, start=1):
+    for number, question in enumerate(texts, start=1):
         turn = {"role": "user", "content": question}
         yield Row("self", "self", number, {"messages": [turn]})
 

@@ -78,7 +78,7 @@ def failures(evaluation: Evaluation) -> list[str]:
 
 
 def _wrong_prompts(evaluation: Evaluation) -> Iterator[str]:
-    """All prompts that were to be measured are, each once, and no others."""
+    """Prompts that were not measured though they should have been, or the reverse, or twice."""
     asked, measured = set(evaluation.asked), set(evaluation.keys)
     if missing := sorted(asked - measured):
         yield f"{len(missing)} of {len(asked)} prompts were not measured: {_some(missing)}"
@@ -92,7 +92,7 @@ def _wrong_prompts(evaluation: Evaluation) -> Iterator[str]:
 def _wrong_counts(
     evaluation: Evaluation, measurement: Measurement, where: str
 ) -> Iterator[str]:
-    """The counts of each prompt agree; each contradiction is named once."""
+    """Counts of a prompt that contradict each other; each contradiction is named once."""
     limit = _most_gained(evaluation)
     keys_of: dict[str, list[str]] = {}
     for prompt in measurement.prompts:
@@ -157,7 +157,7 @@ def _most_gained(evaluation: Evaluation) -> int | None:
 
 
 def _wrong_samples(measurement: Measurement, where: str) -> Iterator[str]:
-    """What is wrong with sampled responses as samples of the target's distribution."""
+    """Why sampled responses cannot be samples of the target's distribution."""
     for whose, off in surprises(measurement).items():
         if abs(off.nats) > ERRORS * off.error + NATS:
             yield (
@@ -195,7 +195,7 @@ def _length_difference(measurement: Measurement) -> float:
 
 
 def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
-    """What one clock says that another one excludes."""
+    """Times that exclude each other."""
     for whose, decoded in _sides(measurement).items():
         elapsed = sum(response.seconds for response in decoded)
         allowed = (1 + TOLERANCE) * elapsed
@@ -224,7 +224,7 @@ def _agrees_with_turn(prompt: PromptResult) -> bool:
 def _wrong_seeds(
     evaluation: Evaluation, measurement: Measurement, where: str
 ) -> Iterator[str]:
-    """Both sides sample a prompt with the same seed, and each prompt with another one."""
+    """Responses that were not sampled with the seed of their prompt, which both sides share."""
     if measurement.temperature == 0:
         return
     for whose, decoded in _sides(measurement).items():
@@ -237,7 +237,7 @@ def _wrong_seeds(
 
 
 def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
-    """Another process needs as many calls."""
+    """Prompts for which the process that decodes again needs another number of calls."""
     calls_of: dict[str, int] = {}
     for measurement in evaluation.temperatures:
         if measurement.temperature == 0:
@@ -309,7 +309,7 @@ def slow_baseline(evaluation: Evaluation) -> list[str]:
 
 
 def _slow_steps(evaluation: Evaluation) -> Iterator[str]:
-    """Compared with the target's own steps."""
+    """Plain decoding is slower than the target's own steps."""
     ratios = [
         calibration.step_ratio
         for calibration in evaluation.calibrations
@@ -320,7 +320,7 @@ def _slow_steps(evaluation: Evaluation) -> Iterator[str]:
 
 
 def _slow_target(evaluation: Evaluation) -> Iterator[str]:
-    """Compared with `generate`, and with the last evaluation on this machine."""
+    """Plain decoding is slower than `generate`, or than in the last evaluation on this machine."""
     now, earlier = baseline(evaluation), evaluation.earlier
     if now.against_stock and now.against_stock < 1 / SLOW:
         yield f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast"
@@ -352,7 +352,7 @@ def _odd_times(evaluation: Evaluation) -> Iterator[str]:
 def _fast_pace(
     evaluation: Evaluation, measurement: Measurement, where: str
 ) -> Iterator[str]:
-    """Compared with the steps of the calibrations."""
+    """Plain decoding is much faster than in the calibrations."""
     steps = [
         calibration.plain_step
         for calibration in evaluation.calibrations
@@ -368,7 +368,7 @@ def _fast_pace(
 
 
 def _unaccounted_turns(measurement: Measurement, where: str) -> Iterator[str]:
-    """The decodings of a prompt fill the time between its beginning and its end."""
+    """The decodings of a prompt do not fill the time from its beginning to its end."""
     turns = [prompt.turn for prompt in measurement.prompts]
     passed = sum(turn.ended - turn.started for turn in turns)
     decoding = sum(sum(turn.seconds) for turn in turns)
@@ -387,7 +387,10 @@ def _unaccounted_turns(measurement: Measurement, where: str) -> Iterator[str]:
 
 
 def _fixed_order(measurement: Measurement, where: str) -> Iterator[str]:
-    """With k decoders, the later of two comes first on at least one of k prompts in a row."""
+    """The order of two decoders is the same for all prompts.
+
+    It rotates with the prompts: with k decoders, each of the two comes first at least once in k prompts.
+    """
     turns: Sequence[Turn] = [prompt.turn for prompt in measurement.prompts]
     decodings = max(len(turn.seconds) for turn in turns)
     if len(turns) < 2 * decodings:
@@ -409,7 +412,7 @@ def leaked(evaluation: Evaluation) -> list[str]:
 
 
 def unknown_training(evaluation: Evaluation) -> list[str]:
-    """What is not known of the samples that a drafter was trained on."""
+    """A finding if it is not known whether a drafter has seen the prompts in training."""
     leak = evaluation.leak
     if leak is None:
         if not evaluation.parameters:
@@ -426,7 +429,7 @@ def unknown_training(evaluation: Evaluation) -> list[str]:
 
 
 def baseline(evaluation: Evaluation) -> Baseline:
-    """What plain decoding compares with in an evaluation."""
+    """How fast plain decoding was in an evaluation."""
     reads = []
     for calibration in evaluation.calibrations:
         cpu_share = calibration.cpu_share
@@ -441,11 +444,14 @@ def baseline(evaluation: Evaluation) -> Baseline:
 
 
 def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
-    """That of the last evaluation under the same conditions before this one, unless it is in doubt."""
+    """The baseline of the last evaluation under the same conditions whose times are not in doubt.
+
+    None if there is none. Records that cannot be read are passed over.
+    """
     conditions = Heading.of(evaluation).of_baseline
     before = []
     for file in records.files_in(reports):
-        with suppress(DataError):  # what cannot be read is not compared
+        with suppress(DataError):
             heading = records.heading(file)
             if heading.of_baseline == conditions:
                 before.append((heading.measured, file))

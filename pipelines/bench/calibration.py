@@ -49,6 +49,8 @@ def calibrate(target: "VisionLanguageTarget", prompt: Any) -> Calibration:
 
 @dataclass(frozen=True)
 class _MachineSpeeds:
+    """As in `Calibration`."""
+
     small_product: float
     large_product: float
     bandwidth: float
@@ -93,7 +95,7 @@ class StepPair:
 
 
 def _step_pairs(target: "VisionLanguageTarget", prompt: Any) -> list[StepPair]:
-    """Those of a few runs; none if the response has no second token."""
+    """The pairs of a few runs; none if the response has no second token."""
     pairs: list[StepPair] = []
     start = time.perf_counter()
     for _ in range(RUNS):

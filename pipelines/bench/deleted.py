@@ -1,4 +1,4 @@
-"""Keeps texts of harvested prompts out of reports that `forget` deletes while an evaluation runs.
+"""Keeps texts of harvested prompts out of reports once `forget` has deleted them, as during an evaluation.
 
 `forget` holds the lock of the reports. Whoever writes texts of prompts to the reports takes that lock, too,
 and checks under it which prompts still exist.

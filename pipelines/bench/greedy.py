@@ -78,11 +78,11 @@ class GreedyCheck:
             return None
         unit_N = torch.finfo(self._target.dtype).eps * choices.size_N
         gap_N = (choices.highest_N - choices.given_N) / unit_N
-        other_N = choices.best_N != torch.tensor(response)
+        differs_N = choices.best_N != torch.tensor(response)
         # Another token may have the very same logit.
         smallest = torch.finfo(gap_N.dtype).tiny
         gaps: list[float] = torch.where(
-            other_N, gap_N.clamp(min=smallest), 0.0
+            differs_N, gap_N.clamp(min=smallest), 0.0
         ).tolist()
         return gaps
 
@@ -98,9 +98,9 @@ def finish_of(ids: Sequence[int], eos_ids: Collection[int], limit: int) -> Finis
     return "broken"
 
 
-def _first_difference(some: Sequence[int], others: Sequence[int]) -> int | None:
+def _first_difference(ids: Sequence[int], other_ids: Sequence[int]) -> int | None:
     """The first position at which both have a token and these differ; None if one begins the other."""
-    for position, (token, other) in enumerate(zip(some, others, strict=False)):
+    for position, (token, other) in enumerate(zip(ids, other_ids, strict=False)):
         if token != other:
             return position
     return None

@@ -97,7 +97,10 @@ class _Seen:
             self.image_keys.setdefault(file, set()).add(prompt.key)
 
     def alike(self, chosen: Sequence[Prompt]) -> dict[str, set[str]]:
-        """The keys of those that each chosen prompt has an image, a video or, without any, its text from."""
+        """By the key of a chosen prompt, the keys of the seen prompts that have its images, videos or text.
+
+        Texts are compared only of prompts without images and videos.
+        """
         seen_with: dict[str, set[str]] = {}
         for prompt in chosen:
             shared = (self.keys_of.get(trait, set()) for trait in _traits(prompt))
@@ -127,7 +130,7 @@ def same_image(thumbnail_C: Pixels, others_PC: Pixels) -> npt.NDArray[np.bool_]:
 
 
 def _thumbnails(files: Iterable[Path]) -> dict[Path, Pixels]:
-    """Those of the images that can be read."""
+    """The thumbnails of the images that can be read."""
     listed = list(files)
     with large_images(), ThreadPoolExecutor(_cpus()) as pool:
         thumbnails = pool.map(_thumbnail, listed)
@@ -168,14 +171,14 @@ def _all_prompts(workspace: Workspace) -> Sequence[Prompt]:
 def _traits(prompt: Prompt) -> set[str]:
     """The digests of its images and videos; without any, its first question: later turns follow from that.
 
-    An import puts prompts that share one on one side, too.
+    An import puts prompts that share one into the same split, too.
     """
     digests = {part["digest"] for part in prompt.media}
     return digests or {_text(prompt)}
 
 
 def _text(prompt: Prompt) -> str:
-    """What is asked first, without case, blanks and punctuation."""
+    """The first question, without case, blanks and punctuation."""
     first = next(message for message in prompt.messages if message["role"] == "user")
     texts = [part["text"] for part in first["content"] if part["type"] == "text"]
     question = " ".join(texts).casefold()

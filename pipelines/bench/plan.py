@@ -76,11 +76,11 @@ class EvaluationPlan:
         prompts_file: Path | None,
         title: str,
     ) -> "EvaluationPlan":
-        """DataError if there are no prompts, TrainingError if a drafter is not one."""
+        """DataError if there are no prompts, TrainingError if a folder is not of a drafter."""
         software = of_this_process()  # before its files can change
         file = prompts_file or workspace.prompts
         chosen = held_out(file, settings.limit, workspace.model)
-        # Read anew: the keys that are to be measured do not come from those that are.
+        # Read anew, so that the audit can tell whether all prompts of the file were chosen.
         listed = prompt_table.load(file, workspace.model, "eval").facts["key"].sort()
         described = {drafter.name: Description.of(drafter) for drafter in drafters}
         return cls(

@@ -237,7 +237,7 @@ LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
     "kind": lambda prompt: prompt.kind,
     "dataset": lambda prompt: prompt.dataset,
 }
-"""By what results are divided."""
+"""Labels of prompts by which results are divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,7 +407,7 @@ class Leak:
 
     @property
     def keys(self) -> list[str]:
-        """All of them."""
+        """The keys of all such prompts."""
         return sorted({*self.prompts, *self.alike})
 
 
@@ -421,7 +421,7 @@ class Again:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What plain decoding was compared with in an evaluation."""
+    """How fast plain decoding was in an evaluation."""
 
     measured: str  # when
     against_stock: Amount | None = None  # times as fast as the stock model's `generate`
@@ -516,7 +516,7 @@ class Evaluation:
 
 
 class Heading(msgspec.Struct, frozen=True):
-    """What tells evaluations apart, without what was measured."""
+    """The facts that tell evaluations apart, without the measurements."""
 
     format: Literal[3]
     name: str
@@ -534,14 +534,14 @@ class Heading(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, evaluation: Evaluation) -> "Heading":
-        """That of an evaluation."""
+        """The heading of an evaluation."""
         return cls(*(getattr(evaluation, name) for name in cls.__struct_fields__))
 
     @property
     def of_baseline(self) -> tuple[object, ...]:
-        """What must be equal for the same baseline.
+        """The facts that must be equal for plain decoding to be equally fast.
 
-        Also the prompts that `generate` answers: only these are compared.
+        Of the prompts, those that `generate` answers: it is compared on these alone.
         """
         machine = (self.target, self.hardware, self.dtype, self.threads)
         settings = (self.attention, self.compiled, self.software.installed)

@@ -54,7 +54,7 @@ def sections(
 ) -> tuple[ResponseSection, ...]:
     """The cycles of a response by section.
 
-    `prompt` tokens are before it; the first `thought` tokens of its own are reasoning.
+    The prompt has `prompt` tokens; the first `thought` tokens of the response are reasoning.
     """
     counts_of: dict[tuple[int, bool], _Counts] = {}
     position = 0  # of the cycle's first token in the response

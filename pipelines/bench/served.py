@@ -55,7 +55,7 @@ from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
-CHECKED = 8  # prompts whose logits are looked at, at most, after a load
+CHECKED = 8  # prompts whose logits are checked, at most, after a load
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
 HIGHEST_TEMPERATURE = 2  # that servers take
 
@@ -111,7 +111,9 @@ async def _measure(
     on_failure: OnFailure,
 ) -> ServedEvaluation:
     """Measure all loads, one after the other."""
-    urls = [options.url, *([options.baseline] if options.baseline else [])]
+    urls = [options.url]
+    if options.baseline is not None:
+        urls.append(options.baseline)
     clients = [ServerClient(url) for url in urls]
     try:
         models = [
@@ -129,7 +131,7 @@ async def _measure(
             url=clients[0].url,
             model=models[0].id,
             drafter=models[0].drafter,
-            baseline=clients[1].url if options.baseline else None,
+            baseline=clients[1].url if len(clients) > 1 else None,
             prompt_set=content_hash([key for key, _ in prepared]),
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
@@ -413,7 +415,7 @@ class _MeasuredServer:
         concurrency: int,
         on_request: Callable[[str], None],
     ) -> None:
-        """Send some prompts, so many at a time."""
+        """Send the prompts of a block, `concurrency` at a time."""
         waiting = iter(block)
         start = time.perf_counter()
         senders = [
@@ -493,7 +495,7 @@ class _Server:
         return answer
 
     async def check_finite(self) -> None:
-        """ServerError if the logits of a prompt are not finite whose response repeats a token."""
+        """ServerError if a prompt whose response repeats one token has logits that are not finite."""
         for number in sorted(self.repeating)[:CHECKED]:
             options = {"model": self.model, "temperature": 0}
             await self.client.check_finite(self.questions[number][1], options)

@@ -211,7 +211,7 @@ def run_figures(run: ServerRun) -> RunFigures:
 
 
 def _tokens(requests: Sequence[TimedRequest]) -> int | None:
-    """Of all responses; None unless the server tells those of each."""
+    """The tokens of all responses; None unless the server reports those of each response."""
     counted = [request.tokens for request in requests if request.tokens is not None]
     if not requests or len(counted) < len(requests):
         return None
@@ -293,12 +293,13 @@ def _compared(load: ServedLoad) -> list[tuple[TimedRequest, TimedRequest]]:
 def _warnings(
     whose: str, concurrency: int, run: ServerRun, rated: RunFigures
 ) -> list[str]:
-    """What makes the numbers less than they seem."""
+    """Reasons to read the numbers with care."""
     where = f"the {whose} at concurrency {concurrency}"
-    warnings = [*_cache_warnings(where, rated)]
+    warnings = []
     if run.failed and not run.requests:
         reason = run.failed[0].reason
-        warnings.insert(0, f"{where} failed all {len(run.failed)} requests: {reason}")
+        warnings.append(f"{where} failed all {len(run.failed)} requests: {reason}")
+    warnings += _cache_warnings(where, rated)
     generated = run.counts.generated
     counts_known = generated is not None and rated.tokens is not None
     if counts_known and not run.failed and generated != rated.tokens:

@@ -336,10 +336,10 @@ class ServerClient:
     async def check_finite(
         self, messages: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
-        """ServerError if the logits after a prompt are not finite, for one whose response repeats a token.
+        """ServerError if the logits after a prompt, whose response repeats a token, are not finite.
 
         The argmax of NaN is token 0, for ever. Such a token has no log-probability, or the server fails to
-        say it, as JSON has no NaN; one that does not give log-probabilities at all (4xx) is believed.
+        write it, as JSON has no NaN. A server that gives no log-probabilities at all (4xx) is believed.
         """
         body = {**options, "max_tokens": 1, "messages": messages, "logprobs": True}
         response = await self.request("POST", "v1/chat/completions", body)

@@ -43,7 +43,7 @@ REPLAYED = 1024
 
 @dataclass
 class _Turn:
-    """What the decoders made of a prompt, the last decoding of each."""
+    """The decodings of a prompt; of each decoder, the last one."""
 
     started: float
     ended: float = 0.0

@@ -79,7 +79,7 @@ class Pair(Protocol):
 
     @property
     def kind(self) -> str:
-        """Prompts of one kind vary less than those of several."""
+        """The kind of the prompt: prompts of one kind vary less than those of several."""
 
     @property
     def plain(self) -> DecodingCounts:
@@ -169,7 +169,7 @@ class Figures:
     sections: tuple[SectionRates, ...]
     """By context, and by thinking and answer, where there are several."""
     doubts: tuple[str, ...] = ()
-    """Why the speedup may not be one: no verdict rests on it."""
+    """Reasons to doubt the speedup: no verdict rests on it."""
     warnings: tuple[str, ...] = ()  # all problems of these metrics, doubts included
 
 
@@ -368,7 +368,7 @@ class _Jackknife:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "_Jackknife | None":
-        """None for too few prompts."""
+        """None if there are too few prompts."""
         kind_P = np.array([pair.kind for pair in pairs])
         kinds = tuple(np.flatnonzero(kind_P == kind) for kind in np.unique(kind_P))
         if len(pairs) < FEWEST or min(map(len, kinds)) < FEWEST_OF_KIND:
@@ -400,7 +400,10 @@ class _Jackknife:
     def intervals(
         self, pooled: Mapping[Rate, float], leaving_one_out: Mapping[Rate, Floats]
     ) -> dict[Rate, Interval]:
-        """Of the rates that are never 0, by the values of all prompts and with each left out."""
+        """The intervals of the rates that are never 0.
+
+        `pooled` are the rates of all prompts, `leaving_one_out` those with each prompt left out.
+        """
         intervals = {}
         for rate, value_P in leaving_one_out.items():
             if (value_P > 0).all():
@@ -540,7 +543,7 @@ def cpu_share_of(decoded: Sequence[DecodingCounts]) -> float | None:
 
 
 def _doubts(rated: Figures) -> Iterator[str]:
-    """What says that the speedup is not one."""
+    """Reasons to doubt the speedup."""
     sides = (("", rated.lossless), (" of plain decoding", rated.plain_lossless))
     for whose, checks in sides:
         if checks.different:
@@ -561,7 +564,7 @@ def _doubts(rated: Figures) -> Iterator[str]:
 
 
 def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
-    """The vision encoder and the target's layers work on a prompt in the same way for both sides."""
+    """Work on a prompt that took a drafter less time than plain decoding, though both sides do the same."""
     if len(prompts) < FEWEST:
         return
     first_cycle, prefill, vision = [], [], []
@@ -586,7 +589,7 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
 
 
 def _warnings(rated: Figures) -> Iterator[str]:
-    """What makes the numbers less than they seem, though the speedup is one."""
+    """Reasons to read the numbers with care that do not put the speedup in doubt."""
     if not rated.calls:
         yield "nothing was drafted: no response has more than its first token"
     if rated.accounted < 1 - tolerance(rated.cpu_share):

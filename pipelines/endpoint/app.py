@@ -93,10 +93,13 @@ def build_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model: dict[str, Any] = {"id": name, "object": "model"}
-        model["created"] = started
-        model["owned_by"] = "vlmdistill"
-        model["drafter"] = switch.current.drafter_name
+        model = {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "vlmdistill",
+            "drafter": switch.current.drafter_name,
+        }
         return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions")
@@ -196,20 +199,27 @@ class _Completion:
 
     def __init__(self, response: ServedResponse) -> None:
         self._response = response
-        self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}"}
-        self._head["created"] = int(time.time())
-        self._head["model"] = response.decoder.model
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": response.decoder.model,
+        }
 
     async def whole(self, pieces: AsyncGenerator[Piece]) -> dict[str, Any]:
         """The response at once."""
         text = "".join([piece.text async for piece in pieces])
-        choice: dict[str, Any] = {"index": 0}
-        choice["message"] = {"role": "assistant", "content": text}
-        choice["finish_reason"] = self._response.finish
-        body = {**self._head, "object": "chat.completion", "choices": [choice]}
-        body["usage"] = self._usage()
-        body["decoding"] = self._decoding()
-        return body
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": self._response.finish,
+        }
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": self._usage(),
+            "decoding": self._decoding(),
+        }
 
     async def events(
         self, first: Piece | None, rest: AsyncGenerator[Piece]
@@ -246,13 +256,17 @@ class _Completion:
     def _usage(self) -> dict[str, int]:
         prompt = self._response.prompt_tokens
         tokens = self._response.decoding.tokens
-        usage = {"prompt_tokens": prompt, "completion_tokens": tokens}
-        usage["total_tokens"] = prompt + tokens
-        return usage
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }
 
     def _decoding(self) -> dict[str, Any]:
         decoding = self._response.decoding
-        facts: dict[str, Any] = {"drafter": self._response.drafter_name}
-        facts |= {name: getattr(decoding, name) for name in COUNTS}
-        facts["tokens_per_call"] = (decoding.tokens - 1) / max(1, decoding.calls)
-        return facts
+        counts = {name: getattr(decoding, name) for name in COUNTS}
+        return {
+            "drafter": self._response.drafter_name,
+            **counts,
+            "tokens_per_call": (decoding.tokens - 1) / max(1, decoding.calls),
+        }

@@ -51,9 +51,12 @@ def json_response(content: Any, status: int = 200) -> Response:
 def error_body(error: HTTPException) -> dict[str, Any]:
     """An error in the form of the OpenAI API."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    facts: dict[str, Any] = {"message": error.detail, "type": kind}
-    facts["param"] = getattr(error, "param", None)
-    facts["code"] = getattr(error, "code", None)
+    facts = {
+        "message": error.detail,
+        "type": kind,
+        "param": getattr(error, "param", None),
+        "code": getattr(error, "code", None),
+    }
     return {"error": facts}
 
 

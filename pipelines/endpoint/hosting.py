@@ -45,8 +45,10 @@ def application(
 
 def page(html: str, script: str) -> Response:
     """A page, and the policy that allows no script but the one with the hash `script`."""
-    headers = {"Content-Security-Policy": POLICY.format(script)}
-    headers["X-Content-Type-Options"] = "nosniff"
+    headers = {
+        "Content-Security-Policy": POLICY.format(script),
+        "X-Content-Type-Options": "nosniff",
+    }
     return HTMLResponse(html.encode(errors="replace"), headers=headers)
 
 

@@ -49,16 +49,16 @@ class ServingMetrics:
                 "prompt_tokens", "Tokens of prompts, visual ones included"
             ),
             "tokens": self._counter("completion_tokens", "Generated tokens"),
+            "accepted": self._counter(
+                "accepted_tokens", "Generated tokens that the drafter proposed"
+            ),
+            "calls": self._counter(
+                "target_calls", "Calls of the target after the prefill"
+            ),
+            "seconds": self._counter(
+                "decoding_seconds", "Time of decoding, prefill included"
+            ),
         }
-        self._counters["accepted"] = self._counter(
-            "accepted_tokens", "Generated tokens that the drafter proposed"
-        )
-        self._counters["calls"] = self._counter(
-            "target_calls", "Calls of the target after the prefill"
-        )
-        self._counters["seconds"] = self._counter(
-            "decoding_seconds", "Time of decoding, prefill included"
-        )
         self._drafts = self._counter("drafts", "Drafts that the target verified")
         self._chains = {
             "chain_tried": self._counter(

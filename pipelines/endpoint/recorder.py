@@ -12,10 +12,12 @@ from vlmdistill.stores.input_files import read_bytes
 def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str, Any]:
     """The line of a response that has ended, with its tokens; `keep` stores the request's images."""
     counts = response.decoding
-    decoding: dict[str, Any] = {"drafter": response.drafter_name}
-    decoding["calls"] = counts.calls
-    decoding["accepted"] = counts.accepted
-    decoding["seconds"] = round(counts.seconds, 6)
+    decoding = {
+        "drafter": response.drafter_name,
+        "calls": counts.calls,
+        "accepted": counts.accepted,
+        "seconds": round(counts.seconds, 6),
+    }
     return {
         "headers": headers,
         "request": _request(response, keep),
@@ -26,12 +28,16 @@ def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str
 
 def _completion(response: ServedResponse) -> dict[str, Any]:
     """The response in the form of the OpenAI API, with the ids of its tokens."""
-    choice: dict[str, Any] = {"index": 0}
-    choice["message"] = {"role": "assistant", "content": response.text}
-    choice["finish_reason"] = response.finish
-    choice["token_ids"] = [token for cycle in response.cycles for token in cycle.ids]
-    usage = {"prompt_tokens": response.prompt_tokens}
-    usage["completion_tokens"] = response.decoding.tokens
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": response.text},
+        "finish_reason": response.finish,
+        "token_ids": [token for cycle in response.cycles for token in cycle.ids],
+    }
+    usage = {
+        "prompt_tokens": response.prompt_tokens,
+        "completion_tokens": response.decoding.tokens,
+    }
     return {"model": response.decoder.model, "choices": [choice], "usage": usage}
 
 

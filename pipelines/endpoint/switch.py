@@ -64,7 +64,7 @@ class Switch:
 
     @contextmanager
     def following(self, seconds: float) -> Iterator[None]:
-        """Look for new versions every so many seconds; 0: never. A withdrawal is recorded by the end."""
+        """Look for new versions every so many seconds; 0: never. At the end, a withdrawal is recorded."""
         ended = threading.Event()
         thread = threading.Thread(
             target=follow,
@@ -86,7 +86,7 @@ class Switch:
 def follow(
     look: Callable[[], None], wait: Callable[[float], bool], seconds: float, name: str
 ) -> None:
-    """Call `look` every so many seconds, until `wait` returns True; a failed look is repeated then."""
+    """Call `look` every so many seconds, until `wait` returns True; a failed look is logged."""
     while not wait(seconds):
         try:
             look()

@@ -34,9 +34,8 @@ class Recommendation:
     ranking: Ranking
     kinds: dict[str, Ranking]  # on the prompts of each kind, if there are several
     warned: bool
-    broken: (
-        bool  # responses differ or counts contradict each other: no number is reliable
-    )
+    broken: bool
+    """Responses differ or counts contradict each other: no number is reliable."""
 
     @property
     def level(self) -> Literal["sure", "unsure", "none"]:
@@ -125,7 +124,7 @@ def answers(group: Group) -> list[Recommendation]:
 
 
 def _rankings_by_kind(group: Group) -> dict[float, dict[str, Ranking]]:
-    """By temperature, the ranking on the prompts of each kind; of those with several kinds."""
+    """By temperature, the ranking on the prompts of each kind; only where there are several kinds."""
     by_temperature: dict[float, dict[str, Ranking]] = {}
     for label, results in group.by(LABELS["kind"]).items():
         kind = KINDS.get(label, label)

@@ -209,17 +209,21 @@ def _differing(old: Evaluation, new: Evaluation) -> dict[str, tuple[str, str]]:
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:
     """The facts of an evaluation that are named if they differ."""
-    facts = conditions(evaluation)
-    for package in PACKAGES:
-        facts.pop(package, None)
-    facts["seed"] = str(evaluation.seed)
-    facts["drafter"] = evaluation.drafter
-    facts["tree"] = evaluation.tree
-    facts["parameters"] = str(evaluation.parameters)
-    facts["training"] = _training(evaluation)
-    facts["weights"] = evaluation.weights or "none"
-    software = asdict(evaluation.software)
-    return facts | {name: software[name] or "none" for name in SOFTWARE}
+    settings = conditions(evaluation)
+    for package in PACKAGES:  # among SOFTWARE
+        settings.pop(package, None)
+    installed = asdict(evaluation.software)
+    software = {name: installed[name] or "none" for name in SOFTWARE}
+    return {
+        **settings,
+        "seed": str(evaluation.seed),
+        "drafter": evaluation.drafter,
+        "tree": evaluation.tree,
+        "parameters": str(evaluation.parameters),
+        "training": _training(evaluation),
+        "weights": evaluation.weights or "none",
+        **software,
+    }
 
 
 def _training(evaluation: Evaluation) -> str:

@@ -268,14 +268,14 @@ class Group:
         return warnings
 
     @property
-    def _not_decoded_again(self) -> dict[str, None]:
-        """Warnings, each once."""
-        warnings: dict[str, None] = {}
-        for evaluation in self.evaluations:
-            name, why = evaluation.name, evaluation.not_again
-            if why:
-                warnings[f"{name} could not be decoded again: {why}"] = None
-        return warnings
+    def _not_decoded_again(self) -> list[str]:
+        """A warning, once, for each drafter that could not be decoded again."""
+        warnings = [
+            f"{evaluation.name} could not be decoded again: {evaluation.not_again}"
+            for evaluation in self.evaluations
+            if evaluation.not_again
+        ]
+        return list(dict.fromkeys(warnings))
 
     @property
     def verdict(self) -> Verdict:

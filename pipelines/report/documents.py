@@ -143,32 +143,42 @@ def _own_row(
 ) -> Row:
     """A drafter on some of its prompts: a `part` of the result, `by` kind or dataset."""
     evaluation = result.evaluation
-    row: Row = {"drafter": evaluation.name, "method": evaluation.drafter}
-    row["temperature"] = result.temperature
-    row["tree"] = evaluation.tree
-    row["parameters"] = evaluation.parameters
-    row["comparison_group"] = group.number
-    row |= {"by": by, "part": part_name}
-    row |= _numbers(asdict(part.figures))
-    row |= conditions
-    row["prompt_set"] = evaluation.prompt_set
-    row["measured"] = evaluation.measured
-    return row | asdict(evaluation.software)
+    return {
+        "drafter": evaluation.name,
+        "method": evaluation.drafter,
+        "temperature": result.temperature,
+        "tree": evaluation.tree,
+        "parameters": evaluation.parameters,
+        "comparison_group": group.number,
+        "by": by,
+        "part": part_name,
+        **_numbers(asdict(part.figures)),
+        **conditions,
+        "prompt_set": evaluation.prompt_set,
+        "measured": evaluation.measured,
+        **asdict(evaluation.software),
+    }
 
 
 def _served_row(result: ServerResult) -> Row:
     """A server under one load."""
     evaluation, load = result.evaluation, result.figures
-    figures = asdict(load.server)
-    figures["prompts"] = load.server.requests
-    figures["speedup"] = load.speedup
-    figures["decode_speedup"] = load.decode_speedup
-    figures["intervals"] = asdict(load)["intervals"] or {}
-    row: Row = {"drafter": evaluation.name, "temperature": load.temperature}
-    row |= {"by": "server", "part": f"concurrency {load.concurrency}"}
-    row |= _numbers(figures)
-    row["measured"] = evaluation.measured
-    return row | asdict(evaluation.software)
+    figures = {
+        **asdict(load.server),
+        "prompts": load.server.requests,
+        "speedup": load.speedup,
+        "decode_speedup": load.decode_speedup,
+        "intervals": asdict(load)["intervals"] or {},
+    }
+    return {
+        "drafter": evaluation.name,
+        "temperature": load.temperature,
+        "by": "server",
+        "part": f"concurrency {load.concurrency}",
+        **_numbers(figures),
+        "measured": evaluation.measured,
+        **asdict(evaluation.software),
+    }
 
 
 def _numbers(figures: Row) -> Row:

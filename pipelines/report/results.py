@@ -27,18 +27,21 @@ Speed = Literal["faster", "slower", "equal", "unknown"]
 def conditions(evaluation: Evaluation) -> dict[str, str]:
     """What must be equal to compare two evaluations, by name."""
     target, software = evaluation.target, evaluation.software
-    facts = {"target": f"{target.short_name} ({target.fingerprint})"}
-    facts["hardware"] = evaluation.hardware
-    facts["dtype"] = evaluation.dtype
-    facts["threads"] = str(evaluation.threads)
-    facts["attention"] = evaluation.attention
-    facts["compiled"] = "yes" if evaluation.compiled else "no"
-    facts["thinking"] = evaluation.thinking or "as the template"
-    facts["torch"] = software.torch
-    facts["transformers"] = software.transformers
-    facts["prompts"] = f"{len(evaluation.keys)} ({evaluation.prompt_set})"
-    facts["max new tokens"] = str(evaluation.max_new_tokens)
-    return facts
+    target_id = f"{target.short_name} ({target.fingerprint})"
+    prompts = f"{len(evaluation.keys)} ({evaluation.prompt_set})"
+    return {
+        "target": target_id,
+        "hardware": evaluation.hardware,
+        "dtype": evaluation.dtype,
+        "threads": str(evaluation.threads),
+        "attention": evaluation.attention,
+        "compiled": "yes" if evaluation.compiled else "no",
+        "thinking": evaluation.thinking or "as the template",
+        "torch": software.torch,
+        "transformers": software.transformers,
+        "prompts": prompts,
+        "max new tokens": str(evaluation.max_new_tokens),
+    }
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,29 +106,31 @@ class DrafterResult:
     def facts(self) -> dict[str, Any]:
         """The columns of its row, by name."""
         evaluation = self.evaluation
-        datasets = {prompt.dataset for prompt in self.measurement.prompts}
-        columns: dict[str, Any] = {"name": evaluation.title}
-        columns["measured"] = evaluation.measured
-        columns["drafter"] = self.drafter
-        columns["method"] = evaluation.drafter
-        columns["target"] = evaluation.target.short_name
-        columns["prompts"] = len(evaluation.keys)
-        columns["dataset"] = ", ".join(sorted(datasets))
-        columns["prompt_set"] = evaluation.prompt_set
-        columns["temperature"] = float(self.temperature)
-        columns["tree"] = evaluation.tree
-        columns["max_new_tokens"] = evaluation.max_new_tokens
-        columns["seed"] = evaluation.seed
-        columns["engine"] = "transformers"
-        columns["machine"] = evaluation.hardware
-        columns["threads"] = evaluation.threads
-        columns["dtype"] = evaluation.dtype
-        columns["attention"] = evaluation.attention
-        columns["compiled"] = evaluation.compiled
-        columns["parameters"] = evaluation.parameters
-        columns["weights"] = evaluation.weights
-        columns["commit"] = evaluation.software.commit
-        return columns | self._rates
+        datasets = sorted({prompt.dataset for prompt in self.measurement.prompts})
+        return {
+            "name": evaluation.title,
+            "measured": evaluation.measured,
+            "drafter": self.drafter,
+            "method": evaluation.drafter,
+            "target": evaluation.target.short_name,
+            "prompts": len(evaluation.keys),
+            "dataset": ", ".join(datasets),
+            "prompt_set": evaluation.prompt_set,
+            "temperature": float(self.temperature),
+            "tree": evaluation.tree,
+            "max_new_tokens": evaluation.max_new_tokens,
+            "seed": evaluation.seed,
+            "engine": "transformers",
+            "machine": evaluation.hardware,
+            "threads": evaluation.threads,
+            "dtype": evaluation.dtype,
+            "attention": evaluation.attention,
+            "compiled": evaluation.compiled,
+            "parameters": evaluation.parameters,
+            "weights": evaluation.weights,
+            "commit": evaluation.software.commit,
+            **self._rates,
+        }
 
     @property
     def _rates(self) -> dict[str, float | None]:
@@ -205,24 +210,27 @@ class ServerResult:
     @property
     def facts(self) -> dict[str, Any]:
         """The columns of its row, by name, without those that a server does not report."""
-        evaluation, load = self.evaluation, self.figures
-        columns: dict[str, Any] = {"name": evaluation.name}
-        columns["measured"] = evaluation.measured
-        columns["drafter"] = self.drafter
-        columns["target"] = evaluation.model
-        columns["prompts"] = load.server.requests
-        columns["prompt_set"] = evaluation.prompt_set
-        columns["temperature"] = float(load.temperature)
-        columns["max_new_tokens"] = evaluation.max_new_tokens
-        columns["seed"] = evaluation.seed
-        columns["engine"] = evaluation.url
-        columns["concurrency"] = load.concurrency
-        columns["commit"] = evaluation.software.commit
-        columns["tau"] = load.server.tau
-        columns["accepted"] = load.server.accepted
-        columns["speedup"] = load.speedup
-        columns["decode_speedup"] = load.decode_speedup
-        return columns
+        evaluation = self.evaluation
+        load = self.figures
+        server = load.server
+        return {
+            "name": evaluation.name,
+            "measured": evaluation.measured,
+            "drafter": self.drafter,
+            "target": evaluation.model,
+            "prompts": server.requests,
+            "prompt_set": evaluation.prompt_set,
+            "temperature": float(load.temperature),
+            "max_new_tokens": evaluation.max_new_tokens,
+            "seed": evaluation.seed,
+            "engine": evaluation.url,
+            "concurrency": load.concurrency,
+            "commit": evaluation.software.commit,
+            "tau": server.tau,
+            "accepted": server.accepted,
+            "speedup": load.speedup,
+            "decode_speedup": load.decode_speedup,
+        }
 
     @property
     def warnings(self) -> list[str]:

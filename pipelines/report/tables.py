@@ -34,32 +34,8 @@ def _rate_column(name: Rate) -> Column:
     return lambda result: rate(result.figures, name)
 
 
-def _name(result: DrafterResult) -> str:
-    return result.name
-
-
 def _temperature(result: DrafterResult) -> str:
     return f"{result.temperature:g}"
-
-
-def _prefill(result: DrafterResult) -> str:
-    return f"{result.figures.prefill_share:.0%}"
-
-
-def _tokens_per_second(result: DrafterResult) -> str:
-    return f"{result.figures.tokens_per_second:.0f}"
-
-
-def _plain_tokens_per_second(result: DrafterResult) -> str:
-    return f"{result.figures.plain_tokens_per_second:.0f}"
-
-
-def _responses(result: DrafterResult) -> str:
-    return responses(result.figures.lossless)
-
-
-def _tree(result: DrafterResult) -> str:
-    return result.evaluation.tree
 
 
 def _parameters(result: DrafterResult) -> str:
@@ -67,12 +43,8 @@ def _parameters(result: DrafterResult) -> str:
     return f"{count}" if count < 1e6 else f"{count / 1e6:.2f}M"
 
 
-def _calls(result: DrafterResult) -> str:
-    return f"{result.figures.calls}"
-
-
 COLUMNS: dict[str, Column] = {
-    "drafter": _name,
+    "drafter": lambda result: result.name,
     "T": _temperature,
     "tau": _rate_column("tau"),
     "accepted": _rate_column("accepted"),
@@ -80,13 +52,13 @@ COLUMNS: dict[str, Column] = {
     "CPU speedup": _rate_column("cpu_speedup"),
     "decode speedup": _rate_column("decode_speedup"),
     "cycle cost": _rate_column("cycle_cost"),
-    "prefill": _prefill,
-    "tokens/s": _tokens_per_second,
-    "plain tokens/s": _plain_tokens_per_second,
-    "responses at T=0": _responses,
-    "tree": _tree,
+    "prefill": lambda result: f"{result.figures.prefill_share:.0%}",
+    "tokens/s": lambda result: f"{result.figures.tokens_per_second:.0f}",
+    "plain tokens/s": lambda result: f"{result.figures.plain_tokens_per_second:.0f}",
+    "responses at T=0": lambda result: responses(result.figures.lossless),
+    "tree": lambda result: result.evaluation.tree,
     "parameters": _parameters,
-    "calls": _calls,
+    "calls": lambda result: f"{result.figures.calls}",
 }
 
 

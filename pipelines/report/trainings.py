@@ -71,7 +71,7 @@ class TrainingRun:
         return next(reversed(self.stages), "")
 
     def made(self, training: Training) -> bool:
-        """Whether this run, not a later one, trained the drafter that an evaluation is of."""
+        """Whether this run, not a later one, trained the evaluated drafter, which had this `training`."""
         history = [
             (agreement.step, agreement.held_out_agreement)
             for agreement in training.history

@@ -101,7 +101,7 @@ class Adaptation:
 
 
 class RoundPlan(msgspec.Struct, kw_only=True):
-    """What is decided of a round that is not finished."""
+    """The decisions of a round that is not finished."""
 
     number: int
     round: str
@@ -254,7 +254,7 @@ class _Round:
     def _choose(self, view: str) -> Store | None:
         """Fix the samples of the round: those that are new to the base, and a share of all others.
 
-        Those that no training takes are measured in each round, and are no reason for one.
+        New samples that the training cannot take are no reason for a round, and are not counted.
         """
         store = Store.find(self.workspace.features)
         if store is None or TIME not in store.index.columns:
@@ -282,7 +282,7 @@ class _Round:
         return store
 
     def _known_keys(self, keys: Iterable[str], view: str) -> list[str]:
-        """The samples of these that the round trains on besides the fresh ones."""
+        """The samples among `keys` that the round trains on besides the fresh ones."""
         old_share = self.how.old
         count = round(self.plan.fresh * old_share / (1 - old_share))
         shuffled = sorted(keys, key=lambda key: content_hash([view, key]))
@@ -438,7 +438,7 @@ def _verdict(side: str, ratio: Interval | None, tolerance: float) -> Judgement:
 
 
 def _comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Without those of kinds that are too few for an interval."""
+    """The prompts of those kinds that have enough prompts for an interval."""
     counts = Counter(kind_of(prompt) for prompt in prompts)
     return [prompt for prompt in prompts if counts[kind_of(prompt)] >= FEWEST_OF_KIND]
 

@@ -159,13 +159,13 @@ class BatchAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LiteLLMMetadata(msgspec.Struct, kw_only=True):
-    """What LiteLLM logs of who asks."""
+    """Facts that LiteLLM logs of the client."""
 
     requester_custom_headers: dict[str, str] | None = None
 
 
 class LiteLLMLine(msgspec.Struct, kw_only=True):
-    """A standard logging payload. Of its many fields those are declared that are read."""
+    """A standard logging payload. Of its many fields, only those that are read are declared."""
 
     status: str
     messages: list[Any] | dict[str, Any] | str | None

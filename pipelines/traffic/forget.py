@@ -195,11 +195,11 @@ class _ShownPrompts:
     kept_keys: AbstractSet[str]
 
     def _deleted(self, results: Iterable[PromptResult]) -> set[str]:
-        """The keys of such prompts, of which these results are."""
+        """The keys of such prompts: all old ones, and harvested ones among these results."""
         return {*self.old_keys, *(harvested(results) - self.kept_keys)}
 
     def evaluations(self) -> dict[Path, Evaluation]:
-        """The evaluations that show some, as they are to be."""
+        """The evaluations that show such prompts, by file, without their texts."""
         changed = {}
         for file in records.files_in(self.reports):
             evaluation = records.read(file)
@@ -225,7 +225,7 @@ class _ShownPrompts:
 
 
 def _remove_left_over(workspace: Workspace) -> list[Path]:
-    """Remove what killed runs have left outside of the store; what running ones still have."""
+    """Remove the files that killed runs have left outside of the store; the folders of running ones."""
     paths = left_over(workspace.root, f"{workspace.prompts.stem}.")
     folders = (workspace.responses, workspace.traffic, workspace.reports)
     for folder in (*folders, workspace.reports / "served"):

@@ -315,7 +315,7 @@ class _Harvest(ImportGate):
         return media
 
     def _new_bytes(self, media: Mapping[str, int]) -> int:
-        """The bytes of those that are not counted yet."""
+        """The bytes of the media that are not counted yet."""
         return sum(size for name, size in media.items() if name not in self.media)
 
     def _count(self, media: Mapping[str, int]) -> None:
@@ -490,7 +490,10 @@ def _sweep(workspace: Workspace) -> dict[str, int]:
 def unnamed(
     workspace: Workspace, prompts: Sequence[Prompt], dry_run: bool = False
 ) -> dict[str, int]:
-    """Remove the harvested media that these prompts, all there are, do not name; the files, their bytes."""
+    """Remove the harvested media that no prompt names; the names of these files, and their bytes.
+
+    `prompts` are all prompts of the workspace.
+    """
     folders = _media_folders(workspace)
     paths = [path for prompt in prompts for path in prompt.files]
     named = {_harvested_name(folders, path) for path in paths}
@@ -516,9 +519,9 @@ def _harvested_name(folders: Collection[str], path: str) -> str:
 
 
 def unlisted(workspace: Workspace, prompts: Sequence[Prompt]) -> set[str]:
-    """The keys of responses that a harvest wrote which was killed before their prompts were.
+    """The keys of responses without a prompt of traffic: a harvest was killed before it wrote the prompts.
 
-    `prompts` are all there are. One that was imported since has the prompt, but says not when it was asked.
+    `prompts` are all prompts of the workspace. One that was imported since does not count: it has no time.
     """
     file = workspace.traffic / UNLISTED
     if not file.is_file():

@@ -256,17 +256,17 @@ def _remote_files(url: str, copies: Copies) -> list[LogFile]:
     """The logs at a URL, which is an object or the prefix of several."""
     parent, _, leaf = url.rpartition("/")
     try:
-        backend = open_backend(parent)
-        size = backend.size(leaf)
-        sizes = {leaf: size}
-        folder = parent
+        size = open_backend(parent).size(leaf)
         if size is None:
-            sizes = {**open_backend(url).list_files("")}
             folder = url
+            sizes = open_backend(url).list_files("")
+        else:
+            folder = parent
+            sizes = {leaf: size}
     except (OSError, StoreError) as error:
         raise DataError(f"{url} cannot be read: {one_line(error)}") from None
     files = [
-        LogFile(f"{folder}/{name}", (length or 0, 0), folder, copies)
+        LogFile(f"{folder}/{name}", (length, 0), folder, copies)
         for name, length in sorted(sizes.items())
         if name.lower().endswith(FILES)
     ]

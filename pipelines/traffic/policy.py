@@ -109,7 +109,7 @@ class Policy(
 
     @property
     def hash(self) -> str:
-        """What tells it from another."""
+        """A hash of all its fields."""
         return content_hash(msgspec.to_builtins(self))
 
     def refusal(self, exchange: Exchange, now: float) -> str:

@@ -98,21 +98,25 @@ def test_a_target_that_is_too_large_is_a_warning(
     assert "--zero" in output.err
 
 
+@pytest.mark.parametrize(
+    ("drafters", "verbs"),
+    [
+        ("all", {"prompts", "features", "train", "eval", "export"}),
+        ("lookahead", {"prompts", "eval"}),  # it needs no training
+    ],
+)
 def test_the_commands_of_a_plan_are_commands_of_the_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drafters: str,
+    verbs: set[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs = ["--runs", str(tmp_path)]
-    assert main(["plan", SEVEN, "--gpus", "4xH100", "--for", "all", *runs]) == 0
+    assert main(["plan", SEVEN, "--gpus", "4xH100", "--for", drafters, *runs]) == 0
     output = capsys.readouterr().out
     _, _, commands = output.partition("commands:")
     lines = [shlex.split(line)[1:] for line in commands.split("\n") if line.strip()]
-    assert {line[0] for line in lines} == {
-        "prompts",
-        "features",
-        "train",
-        "eval",
-        "export",
-    }
+    assert {line[0] for line in lines} == verbs
     group: Any = typer.main.get_command(app)
     for verb, *arguments in lines:
         group.commands[verb].make_context(verb, arguments)

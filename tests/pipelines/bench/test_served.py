@@ -441,6 +441,7 @@ def test_a_server_that_cannot_be_used_is_one_line(
 
     assert "cannot be reached" in line("http://127.0.0.1:1")
     assert "cannot be reached" in line(url(server), "--baseline", "http://127.0.0.1:1")
+    assert "is not a URL" in line(url(server), "--baseline", "")
     assert "is not a server of the OpenAI API" in line(site)
     assert "is not a URL" in line("127.0.0.1:8000")
     assert "does not serve 'other'" in line(url(server), "--served-model", "other")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -316,6 +317,18 @@ def test_charts_are_whole_files(
         assert not re.search(r"href|url\(|@import|<script|var\(", text)
         assert "#1f5fbf" in text  # a color of the light page
     assert any("text_only" in file.name for file in files)
+
+
+def test_without_the_package_that_draws_them_the_extra_is_named(
+    workspace: Workspace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    plots = ["--plots", str(tmp_path / "plots"), "--plot-format", "pdf"]
+    assert main(["report", "--runs", str(workspace.root.parent), *plots]) == 1
+    assert "pip install 'vlmdistill[plots]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["pdf", "png"])

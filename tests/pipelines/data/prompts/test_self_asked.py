@@ -50,3 +50,12 @@ def test_without_a_number_the_command_asks_for_one(
     monkeypatch.chdir(tmp_path)
     assert main(["prompts", "self", "--model", "demo"]) == 1
     assert "--limit" in capsys.readouterr().err
+
+
+def test_a_format_is_refused_as_there_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["prompts", "self", "--limit", "4", "--format", "sharegpt"]
+    assert main([*command, "--model", "demo"]) == 1
+    assert "--format" in capsys.readouterr().err
