@@ -92,6 +92,17 @@ def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> N
 
 
 @pytest.mark.usefixtures("prompts")
+def test_what_one_pass_captures_takes_no_time_of_its_own(capsys: Output) -> None:
+    stated = ("--rate", "features=50", "--rate", "responses=2.5")
+    responded(4, tokens=11)
+    vllm = printed(capsys, *FEATURES, *stated, "--engine", "vllm")
+    assert vllm["feature_seconds"] == pytest.approx(4 * (9 + 11) / 50)
+    here = printed(capsys, *FEATURES, *stated)
+    assert here["feature_seconds"] == pytest.approx(here["text_tokens"] / 50)
+    assert vllm["response_seconds"] == here["response_seconds"]
+
+
+@pytest.mark.usefixtures("prompts")
 def test_memory_is_that_of_weights_and_batches_in_a_dtype(capsys: Output) -> None:
     responded(4, tokens=11)
     options = ("responses", "--dry-run", "--max-new-tokens", "100")
