@@ -628,9 +628,8 @@ def run(
     speeds: Speeds,
 ) -> RunForecast:
     """Forecast the flow from the forecasts of its stages; nothing is written."""
-    info = _described(
-        model, ["wren"]
-    ).target  # a method is named to leave out the others
+    # One method is named so that the needs of the others are not computed.
+    info = _described(model, ["wren"]).target
     trainings = {
         name: PlannedTraining.of(training, info, speeds)
         for name, training in runs.items()
