@@ -144,7 +144,7 @@ class _EvaluationRun:
         )
 
     def decode_missing(self, on_prompt: Progress) -> None:
-        """Decode each prompt that was not decoded yet with all decoders, and keep it as soon as it is done."""
+        """Decode each prompt that was not decoded yet with all decoders, and keep it once it is done."""
         from vlmdistill.pipelines.bench.side_by_side import SideBySide
 
         plan = self.plan
