@@ -564,7 +564,7 @@ def _decoding_seconds(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = hardware.of(device).name
     latest: dict[str, Sequence[PromptResult]] = {}
-    for result in selection.read(workspace.reports).own:  # the latest first
+    for result in selection.read(workspace.reports).drafter_results:  # the latest first
         if result.evaluation.hardware == machine:
             latest.setdefault(result.drafter, result.measurement.prompts)
     if not {*drafters} <= latest.keys():
