@@ -155,7 +155,7 @@ class _PlannedResponses:
             return 0
         if not len(self.facts):
             return None
-        return round(self.missing * self._sum(self.facts, "tokens") / len(self.facts))
+        return round(self.missing * _sum(self.facts, "tokens") / len(self.facts))
 
     @property
     def longest_sequence(self) -> int:
@@ -173,16 +173,16 @@ class _PlannedResponses:
         missing_per_existing = self.missing / len(self.facts) if self.missing else 0.0
 
         def total(column: str) -> int:
-            to_generate = round(missing_per_existing * self._sum(self.facts, column))
-            return self._sum(waiting, column) + to_generate
+            to_generate = round(missing_per_existing * _sum(self.facts, column))
+            return _sum(waiting, column) + to_generate
 
         visual = total("visual_tokens")
         prompt_text = total("prompt_tokens") - visual  # which counts both
         return prompt_text + total("tokens"), visual
 
-    @staticmethod
-    def _sum(rows: pl.DataFrame, column: str) -> int:
-        return int(rows[column].sum())
+
+def _sum(rows: pl.DataFrame, column: str) -> int:
+    return int(rows[column].sum())
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ class _PlannedCapture:
         samples = len(waiting) + planned.missing
         tokens = planned.tokens_with(waiting)
         text, visual = tokens or (None, None)
-        waiting_tokens = waiting["prompt_tokens"].sum() + waiting["tokens"].sum()
-        return cls(features, samples, text, visual, int(waiting_tokens))
+        waiting_tokens = _sum(waiting, "prompt_tokens") + _sum(waiting, "tokens")
+        return cls(features, samples, text, visual, waiting_tokens)
 
     @property
     def tokens(self) -> int | None:
