@@ -18,24 +18,33 @@ if TYPE_CHECKING:
     )
     from vlmdistill.pipelines.bench.settings import Settings
     from vlmdistill.pipelines.bench.statistics import Figures
+    from vlmdistill.pipelines.planning.forecast import EvalForecast
     from vlmdistill.pipelines.report.comparison import Ranking
     from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
     from vlmdistill.pipelines.workspace.trained import Trained
     from vlmdistill.pipelines.workspace.workspace import Workspace
     from vlmdistill.stores.progress import Progress
 
-SERVER = "openai:"
-HERE, VLLM, THERE = "transformers", "vllm", "openai:URL"
-LOCAL = ("dry_run", "tree", "threads", "attention", "compiled", "thinking")
-ENGINES: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(LOCAL, (HERE,)),
-    "target_dtype": (HERE, VLLM),
-    "concurrency": (VLLM, THERE),
-    "name": (HERE, THERE),
-    **dict.fromkeys(("baseline", "served_model"), (THERE,)),
+SERVER_PREFIX = "openai:"
+TRANSFORMERS, VLLM, SERVER = "transformers", "vllm", "openai:URL"
+LOCAL_OPTIONS = (
+    "dry_run",
+    "anyway",
+    "tree",
+    "threads",
+    "attention",
+    "compiled",
+    "thinking",
+)
+ENGINES_OF: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(LOCAL_OPTIONS, (TRANSFORMERS,)),
+    "target_dtype": (TRANSFORMERS, VLLM),
+    "concurrency": (VLLM, SERVER),
+    "name": (TRANSFORMERS, SERVER),
+    **dict.fromkeys(("baseline", "served_model"), (SERVER,)),
 }
-"""Options that only some engines have, by parameter."""
-LIMIT = 100  # prompts, unless a paper's set has a number of its own
+"""The engines of an option, by its parameter; other options are of all engines."""
+LIMIT = 100  # prompts to decode, unless --bench or --limit gives another number
 
 
 def evaluate(
@@ -52,7 +61,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="NAME[@PAPER]",
-            help="Evaluate on a set of a paper, with its prompts; may be repeated; `demo`: the demo's.",
+            help="Evaluate on the prompts of a paper's set; may be repeated; `demo`: the demo's set.",
         ),
     ] = None,
     bench_data: Annotated[
@@ -118,14 +127,14 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="URL",
-            help="With a server: the same one without a drafter, for the speedup.",
+            help="With a server: one with the same target and no drafter, for the speedup.",
         ),
     ] = None,
     served_model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="With a server: its name of the target; default: that of --model.",
+            help="With a server: its name for the target; default: that of --model.",
         ),
     ] = None,
     name: Annotated[
@@ -155,7 +164,7 @@ def evaluate(
     the client's, acceptance is what the server's metrics count. The key is OPENAI_API_KEY. With --engine
     vllm, each drafter is exported and served by vLLM, beside a server without a drafter; needs `make
     engine` once. The exit status is 1 when a response at temperature 0 differs from the target's by more than
-    a near-tie, a request failed, or a drafter could not be served.
+    a near-tie (two tokens that rounding decides between), a request failed, or a drafter could not be served.
     """
     if listed:
         show_list(console.workspace(model, runs), drafters or [], as_json)
@@ -169,12 +178,12 @@ def evaluate(
         sets = _EvaluationSets(bench, bench_data, fps, frames)
         prompts, limit = sets.import_into(workspace, limit)
     else:
-        of_sets = {"--bench-data": bench_data, "--fps": fps, "--frames": frames}
-        _require_bench(of_sets)
-    trained = _open_drafters(workspace, names, kind, prompts)
+        set_options = {"--bench-data": bench_data, "--fps": fps, "--frames": frames}
+        _require_bench(set_options)
+    trained = _open_inputs(workspace, names, kind, prompts)
     from vlmdistill.pipelines.bench import evaluate as pipeline
 
-    how = console.loading(attention, target_dtype, compiled=compiled)
+    loading = console.loading(attention, target_dtype, compiled=compiled)
     settings = pipeline.Settings(
         temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
         max_new_tokens=max_new_tokens,
@@ -182,11 +191,11 @@ def evaluate(
         trees=pipeline.trees_of(tree or ()),
         seed=seed,
         threads=threads,
-        how={**how, "thinking": thinking} if thinking else how,
+        how={**loading, "thinking": thinking} if thinking else loading,
         concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
     )
     task = _Task(workspace, trained, settings, prompts, as_json)
-    if kind == HERE:
+    if kind == TRANSFORMERS:
         run_here = _RunHere(task, name or "", dry_run=dry_run, anyway=anyway)
         run_here()
     elif kind == VLLM:
@@ -195,7 +204,7 @@ def evaluate(
         from vlmdistill.pipelines.bench.served import ServerOptions
 
         server = ServerOptions(
-            url=engine.removeprefix(SERVER),
+            url=engine.removeprefix(SERVER_PREFIX),
             baseline=baseline,
             name=name,
             served_model=served_model,
@@ -248,16 +257,19 @@ def _require_bench(options: Mapping[str, object]) -> None:
             raise typer.BadParameter("it requires --bench", param_hint=option)
 
 
-def _open_drafters(
+def _open_inputs(
     workspace: "Workspace", names: Sequence[str], kind: str, prompts: Path | None
 ) -> "list[Trained]":
-    """Find mistakes in names and prompts before the slow imports."""
+    """The drafters; DataError or TrainingError for mistakes in prompts or names, before the slow imports.
+
+    With servers, prompts are read later, but before any server is started or asked.
+    """
     from vlmdistill.pipelines.data.prompts import prompt_table
     from vlmdistill.pipelines.workspace.trained import open_drafters
 
-    if kind == HERE:
+    if kind == TRANSFORMERS:
         file = prompts or workspace.prompts
-        prompt_table.load(file, workspace.model, "eval", 1)
+        prompt_table.load(file, workspace.model, "eval", 1)  # only to find mistakes
     return open_drafters(workspace, names)
 
 
@@ -277,10 +289,11 @@ class _RunHere:
         task = self.task
         for warning in pipeline.oversized_trees(task.drafters, task.settings):
             console.note(f"warning: {warning}")
-        if self.dry_run or not self.anyway:
-            self._forecast()
         if self.dry_run:
+            forecasts.show_evaluation(self._forecast(), task.as_json)
             return
+        if not self.anyway:
+            self._forecast().check(task.workspace.reports)
         reports = str(task.workspace.reports)
         with console.progress("decoding", "prompts", reports) as report:
             evaluations = pipeline.evaluate(
@@ -292,27 +305,24 @@ class _RunHere:
                 on_prompt=report,
             )
         if task.as_json:
-            console.result({one.name: _facts(one) for one in evaluations}, as_json=True)
+            facts = {evaluation.name: _facts(evaluation) for evaluation in evaluations}
+            console.result(facts, as_json=True)
         else:
             show(evaluations)
         check_lossless(evaluations)
 
-    def _forecast(self) -> None:
-        """Print the forecast on a dry run; else DataError if memory will not suffice."""
+    def _forecast(self) -> "EvalForecast":
+        """What decoding takes; its time on a dry run only."""
         from vlmdistill.pipelines.planning import forecast
 
         task = self.task
-        planned = forecast.evaluation(
+        return forecast.evaluation(
             task.workspace,
             [drafter.name for drafter in task.drafters],
             task.settings,
             task.prompts_file,
             timed=self.dry_run,
         )
-        if self.dry_run:
-            forecasts.show_evaluation(planned, task.as_json)
-        else:
-            planned.check(task.workspace.reports)
 
 
 def _run_vllm(task: _Task) -> None:
@@ -386,28 +396,29 @@ def _cell(value: object) -> str:
 
 
 def _engine(context: typer.Context, engine: str, drafters: list[str]) -> str:
-    """The kind of `--engine`; BadParameter when an argument is of another one."""
-    kind = THERE if engine.startswith(SERVER) else engine
-    if kind not in (HERE, VLLM, THERE):
+    """Which engine `--engine` names; BadParameter if an option or argument is only of others."""
+    kind = SERVER if engine.startswith(SERVER_PREFIX) else engine
+    if kind not in (TRANSFORMERS, VLLM, SERVER):
         raise typer.BadParameter(
-            f"unknown engine '{engine}': choose {HERE}, {VLLM} or {THERE}",
+            f"unknown engine '{engine}': choose {TRANSFORMERS}, {VLLM} or {SERVER}",
             param_hint="--engine",
         )
     for option in context.command.params:
-        engines = ENGINES.get(option.name or "", (kind,))
-        source = context.get_parameter_source(option.name or "")
-        given = source is not None and source.name != "DEFAULT"
-        if given and kind not in engines:
+        parameter = option.name or ""
+        engines = ENGINES_OF.get(parameter)
+        source = context.get_parameter_source(parameter)
+        is_given = source is not None and source.name != "DEFAULT"
+        if is_given and engines and kind not in engines:
             raise typer.BadParameter(
                 f"it requires --engine {' or '.join(engines)}",
                 param_hint=option.opts[0],
             )
-    if kind == THERE and drafters:
+    if kind == SERVER and drafters:
         raise typer.BadParameter(
             "with openai:URL the server picks the drafter: remove DRAFTER",
             param_hint="DRAFTER...",
         )
-    if kind != THERE and not drafters:
+    if kind != SERVER and not drafters:
         raise typer.BadParameter("name at least one", param_hint="DRAFTER...")
     return kind
 
@@ -421,7 +432,7 @@ def show_served(
 ) -> None:
     """Print a line for each temperature, concurrency and server; Exit 1 if something failed.
 
-    `errors` are what servers said of failed requests.
+    `errors` are what servers said of failed requests. The JSON of several servers is `by_name`.
     """
     from vlmdistill.pipelines.report.results import ServerResult
     from vlmdistill.pipelines.report.tables import SERVED, served
@@ -433,9 +444,9 @@ def show_served(
     ]
     if as_json:
         facts = _served_facts(results)
-        if not by_name:
+        if not by_name:  # there is one server
             (facts,) = facts.values()
-        console.result(known(facts), as_json=True)
+        console.result(without_nulls(facts), as_json=True)
     elif results:
         console.rows(SERVED, served(results))
     for result in results:
@@ -478,14 +489,16 @@ def _note_failures(measured: "ServedDrafters", errors: Sequence[str]) -> None:
         console.note(f"{name} was not measured: {error}")
 
 
-def known(facts: Any) -> Any:
-    """Without what the server did not report."""
+def without_nulls(facts: Any) -> Any:
+    """Facts as JSON without nulls, which stand for what a server does not report."""
     if isinstance(facts, dict):
         return {
-            name: known(value) for name, value in facts.items() if value is not None
+            name: without_nulls(value)
+            for name, value in facts.items()
+            if value is not None
         }
     if isinstance(facts, list):
-        return [known(value) for value in facts]
+        return [without_nulls(value) for value in facts]
     return facts
 
 
@@ -517,17 +530,18 @@ def _show_tables(results: "Sequence[DrafterResult]") -> None:
     lines = []
     for result in results:
         cells = [COLUMNS[name](result) for name in names]
-        lines.append([*cells, responses(result.figures.lossless, "")])
+        identical = responses(result.figures.lossless, "")
+        lines.append([*cells, identical])
     console.rows([*names, "identical"], lines)
-    if rows := divided(results):
+    if part_rows := divided(results):
         console.echo("")
-        console.rows(PARTS, rows)
-    if table := budgets(results):
+        console.rows(PARTS, part_rows)
+    if budget_table := budgets(results):
         console.echo("")
-        console.rows(table[0], table[1:])
+        console.rows(budget_table[0], budget_table[1:])
         console.echo("")
-    if table := calibrations(results):
-        console.rows(table[0], table[1:])
+    if calibration_table := calibrations(results):
+        console.rows(calibration_table[0], calibration_table[1:])
         console.echo("")
 
 
@@ -537,31 +551,31 @@ def _show_rankings(rankings: "Sequence[Ranking]") -> None:
 
 
 def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
-    """Exit 1 if a response at temperature 0 is not the target's, or counts contradict each other."""
+    """Exit 1 if responses at temperature 0 are not the target's, or an evaluation fails its audit."""
     from vlmdistill.pipelines.bench.audit import failures
 
-    contradictions = [
+    audit_failures = [
         f"{evaluation.name}: {text}"
         for evaluation in evaluations
         for text in failures(evaluation)
     ]
-    for text in contradictions:
+    for text in audit_failures:
         console.note(f"error: {text}")
     lossy = [evaluation.name for evaluation in evaluations if not evaluation.lossless]
     if lossy:
         console.note(
             f"not lossless: responses at temperature 0 differ from the target's: {', '.join(lossy)}"
         )
-    if lossy or contradictions:
+    if lossy or audit_failures:
         raise typer.Exit(1)
 
 
 def _rates(figures: "Figures") -> dict[str, Any]:
-    """The metrics; null: there is no such rate, as nothing was drafted."""
+    """The metrics; if nothing was drafted, those of cycles are null."""
     from vlmdistill.pipelines.bench.statistics import OF_CYCLES
 
-    absent = () if figures.calls else OF_CYCLES
-    return {**asdict(figures), **dict.fromkeys(absent)}
+    undefined = () if figures.calls else OF_CYCLES
+    return {**asdict(figures), **dict.fromkeys(undefined)}
 
 
 def _facts(evaluation: "Evaluation") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vlmdistill.cli import console
-from vlmdistill.cli.evaluate import known
+from vlmdistill.cli.evaluate import without_nulls
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.report.changes import Change, ChangedDrafter, Changes
@@ -215,7 +215,7 @@ def _served_facts(result: "ServerResult") -> Any:
     facts = asdict(result.figures)
     facts["name"] = result.evaluation.name
     facts["software"] = asdict(result.evaluation.software)
-    return known(facts)
+    return without_nulls(facts)
 
 
 def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None:

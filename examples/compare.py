@@ -69,7 +69,7 @@ def compare(words: list[str]) -> int:
     workspace = Workspace.of(given.model, given.runs)
     measured = {
         one.name: one.measurement
-        for one in reversed(selection.read(workspace.reports).own)
+        for one in reversed(selection.read(workspace.reports).drafter_results)
     }
     one, other = ([measured[name] for name in of_seed] for of_seed in names.values())
     for rate in RATES:

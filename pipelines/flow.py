@@ -31,7 +31,9 @@ from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import ResponseSummary, ResponseWork
 from vlmdistill.pipelines.planning import forecast
 from vlmdistill.pipelines.prompts import import_sources
-from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import (
+    checkpoint as checkpoint_of,
+)
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.trained import open_drafters
@@ -46,7 +48,10 @@ class ProgressBar(Protocol):
     def __call__(
         self, action: str, unit: str, kept_in: str = "", /
     ) -> AbstractContextManager[progress.Progress]:
-        """Such as `generating` `responses`. A stage that is stopped keeps its results in `kept_in`."""
+        """Show an `action` on each `unit`, such as `generating` `responses`.
+
+        If the stage is stopped, the user is told that its results are kept in `kept_in`.
+        """
 
 
 def silent(
@@ -61,7 +66,7 @@ class Plan:
     """The settings of a run. The same plan again continues where the run stopped, or does nothing."""
 
     drafters: Sequence[str]
-    recipe: str | None = None  # None: as `train.planned`
+    recipe: str | None = None  # None: `demo` for embedded targets, else `paper`
     settings: Sequence[str] = ()
     temperatures: tuple[float, ...] = (0.0, 1.0)
     max_new_tokens: int | None = None
@@ -80,7 +85,7 @@ class Plan:
 
     @property
     def evaluation(self) -> evaluate.Settings:
-        """How it evaluates, where each drafter has its own tree."""
+        """The settings of the evaluation; each drafter drafts its own tree."""
         return evaluate.Settings(
             temperatures=self.temperatures,
             limit=self.eval_limit,
@@ -90,7 +95,7 @@ class Plan:
 
     @property
     def trained(self) -> list[str]:
-        """Its drafters that need training."""
+        """The drafters that need training."""
         return [name for name in self.drafters if catalogue.is_trained(name)]
 
     def trainings(self, workspace: Workspace) -> dict[str, Run]:
@@ -160,7 +165,7 @@ def prepare(
 ) -> None:
     """All stages before training: prompts, and for trained drafters responses and features.
 
-    DataError if more prompts failed than the plan allows; all others are done by then.
+    DataError if more prompts failed than the plan allows; the features of all others are stored by then.
     """
     if workspace.model in EMBEDDED and not workspace.prompts.exists():
         with bar("importing", "rows") as report:
@@ -176,11 +181,10 @@ def prepare(
     done = capture_features(job, bar=bar, anyway=plan.anyway)
     if done.responses:
         log(f"responses  {_kept_and_dropped(done.responses)}, in {job.responses}")
-    if done.features.captured:
-        names = ", ".join(done.features.features)
-        log(
-            f"features   {done.features.samples} samples, in {done.features.store}: {names}"
-        )
+    stored = done.features
+    if stored.captured:
+        names = ", ".join(stored.features)
+        log(f"features   {stored.samples} samples, in {stored.store}: {names}")
     check_failed(done.failed, len(job.prompts), plan.allow_failed)
 
 
@@ -199,7 +203,7 @@ def generate(
     bar: ProgressBar = silent,
     anyway: bool = False,
 ) -> ResponseSummary:
-    """Generate the missing responses alone. DataError as `capture_features`."""
+    """Generate the missing responses alone; DataError if memory will not suffice, unless `anyway`."""
     if not anyway and len(job.missing()):
         forecast.capture(job).check_responses(job.responses)
     with bar("generating", "responses", str(job.responses)) as report:
@@ -234,10 +238,14 @@ class CaptureRun:
 def capture_features(
     job: CaptureJob, *, bar: ProgressBar = silent, anyway: bool = False
 ) -> CaptureRun:
-    """Generate the missing responses, then capture the missing features, in one session.
+    """Generate the missing responses and capture the missing features, in one session of the workers.
 
-    An engine does both in one pass. Ray does not start if nothing is missing. The rates are recorded in the
-    workspace. DataError if disk or memory will not suffice, unless it is to be done `anyway`.
+    vLLM captures the features of a response while it generates it, if it can. Ray does not start if nothing
+    is missing. The rates are recorded in the workspace.
+
+    Raises:
+        DataError: Responses or store were made with other settings, or by another target; or disk or memory
+            will not suffice, unless the work is to be done `anyway`.
     """
     if job.sampling:  # other settings are refused also if nothing is missing
         dataset.check_settings(job.responses, {"sampling": asdict(job.sampling)})
@@ -250,22 +258,22 @@ def capture_features(
         return CaptureRun(None, captured)
 
     stored_keys = capturer.keys_in(job.store, job.settings, job.workers.engine)
-    origin = checkpoint(job.workspace.model)
+    origin = checkpoint_of(job.workspace.model)
     dataset.check_settings(job.responses, {"checkpoint": str(origin)})
     job.store.check_origin(origin)
-    # An engine keeps the states of responses while it generates them. They are captured in the same pass,
-    # unless the store has samples of these prompts already.
-    has_engine = job.workers.engine != "transformers"
+    in_one_pass = job.captures_while_generating(missing_keys)
+    work = ResponseWork()
+    if in_one_pass:
+        work = synthesizer.one_pass(job.store, job.settings)
     with job.workers.session():
-        if has_engine and missing_keys.isdisjoint(stored_keys):
-            generated, captured = _generate_and_capture(
-                job, missing_keys, len(stored_keys), bar
-            )
-        else:
-            generated = _generate(job, ResponseWork(), bar)
-            captured = _capture(job, bar)
+        generated = _generate(job, work, bar)
+        captured = _capture(job, bar)
     _record(job, "responses", generated)
+    # Captures of one pass have no time of their own: it is in the rate of the responses.
     _record(job, "features", captured)
+    if in_one_pass:
+        tokens = _tokens_of(job, missing_keys)
+        captured = captured.with_one_pass(generated.seconds, tokens, len(stored_keys))
     return CaptureRun(generated, captured)
 
 
@@ -273,39 +281,30 @@ def _check_resources(job: CaptureJob, missing_keys: Collection[str]) -> None:
     """DataError if there is work to do, and disk or memory will not suffice for it."""
     has_work = bool(missing_keys)
     if not has_work:
-        waiting = job.waiting(job.generated())
-        has_work = any(len(lacking) for _, lacking in waiting)
+        waiting_by_store = job.waiting(job.generated())
+        has_work = any(len(waiting) for _, waiting in waiting_by_store)
     if has_work:
         forecast.capture(job).check(job.responses, job.store.path)
 
 
-def _generate_and_capture(
-    job: CaptureJob, missing_keys: Collection[str], stored: int, bar: ProgressBar
-) -> tuple[ResponseSummary, CaptureSummary]:
-    """Generate responses and capture their features in one pass, then features that are still missing.
-
-    `stored` samples were in the store before. The summary of the capture counts both passes.
-    """
-    work = synthesizer.one_pass(job.store, job.settings)
-    generated = _generate(job, work, bar)
-    captured = _capture(job, bar)
-    tokens = sum(
+def _tokens_of(job: CaptureJob, keys: Collection[str]) -> int:
+    """The tokens of some responses with their prompts."""
+    return sum(
         row.prompt_tokens + len(row.ids)
         for row in dataset.read(job.responses)
-        if row.key in missing_keys
+        if row.key in keys
     )
-    return generated, captured.after(generated.seconds, stored, tokens)
 
 
 def _generate(job: CaptureJob, work: ResponseWork, bar: ProgressBar) -> ResponseSummary:
-    """Generate missing responses with workers that also see the store, which they will capture into."""
+    """Generate missing responses with workers that see the store, into which features are captured."""
     with (
         bar("generating", "responses", str(job.responses)) as report,
         job.store.writing(),
-        job.store.marked() as mark,
+        job.store.marked() as store_mark,
     ):
-        shared = partial(Shared, store=job.store.backend, mark=mark)
-        filters = dataset.read_settings(job.responses)[1]
+        shared = partial(Shared, store=job.store.backend, mark=store_mark)
+        _, filters = dataset.read_settings(job.responses)
         return responder.respond(
             job.prompts,
             job.responses,
@@ -336,7 +335,7 @@ def _capture(job: CaptureJob, bar: ProgressBar) -> CaptureSummary:
 def _record(
     job: CaptureJob, stage: str, summary: ResponseSummary | CaptureSummary
 ) -> None:
-    """Keep the rate of a stage for later forecasts."""
+    """Record how many tokens a stage took in which time, for later forecasts."""
     tokens = summary.tokens_per_second * summary.seconds
     engine = job.workers.engine
     rates.record(job.workspace.root, stage, tokens, summary.seconds, engine)
@@ -362,6 +361,7 @@ def fit(
         with bar("training", "steps") as report:
             train.several([*missing.values()], parallel, report=report)
     with ranks.group():
+        # Drafters that are trained by now are not trained again: `train.run` checks their settings.
         for name, training in trainings.items():
             with bar(f"training {name}", "steps") as report:
                 train.run(training, report=report)

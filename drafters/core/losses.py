@@ -1,14 +1,15 @@
 """Losses between drafter and target, on supervised rows only.
 
-Rows are scored in chunks, so that no block of logits [rows, vocabulary] exists. A chunk
-computes the target's logits once for all hops, and takes the gradient of its losses at
-once, so that no logits are kept or computed again in the backward pass: two matrix
-products with the LM head per row and hop, and one per row for the target. Every term is
-a sum over rows; the trainer divides by the number of rows over all ranks.
+The logits of all rows, [rows, vocabulary], never exist together: rows are scored in
+chunks. A chunk computes the target's logits of each distinct token once for all hops. The
+forward pass takes the gradient of a hop's losses right after the losses, so that no logits
+are kept for the backward pass, or computed again in it. A row takes two matrix products
+with the LM head per hop, and a distinct token one for the target. Every term is a sum
+over rows; the trainer divides by the number of rows over all ranks.
 
 Shapes: H hops, R rows, C rows of one chunk, N counted rows of a chunk and hop, T text
-tokens, U of them in a chunk, L terms, D hidden, V vocabulary, K best tokens or columns of
-the draft vocabulary.
+tokens, U distinct ones that a chunk needs, L terms, D hidden, V vocabulary, K columns of
+the draft vocabulary, B best tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,9 @@ from vlmdistill.drafters.core.transfer import place, place_all
 CHUNK_BYTES = 2**28
 """Most bytes of a float32 block of logits."""
 CHUNK_BYTES_GPU = 2**30
-"""The same on a GPU with room for 16 such blocks."""
+"""The same on a GPU with much free memory, see `chunk_of`."""
+BLOCKS_FREE = 16
+"""Blocks of logits that must fit into a GPU's free memory if they are to be that large."""
 BEST = 10
 """Tokens of the target that `top_k` and `list_mle` compare."""
 
@@ -35,7 +38,7 @@ DraftLogits = Callable[[Tensor, Tensor], Tensor]
 
 @cache
 def chunk_bytes(device: torch.device) -> int:
-    """Most bytes of a block of logits on a device, decided when it is first asked for."""
+    """Most bytes of a block of logits on a device, by its free memory at the first call."""
     if device.type != "cuda":
         return CHUNK_BYTES
     free, _ = torch.cuda.mem_get_info(device)
@@ -43,24 +46,25 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def chunk_of(free: int) -> int:
-    """Most bytes of a block of logits on a GPU with that many free bytes."""
-    size = CHUNK_BYTES
-    while size < CHUNK_BYTES_GPU and 32 * size <= free:
-        size *= 2
-    return size
+    """Most bytes of a block of logits on a GPU with `free` bytes: 1 GiB, 512 or 256 MiB."""
+    for size in (CHUNK_BYTES_GPU, CHUNK_BYTES_GPU // 2):
+        if BLOCKS_FREE * size <= free:
+            return size
+    return CHUNK_BYTES
 
 
 @dataclass(frozen=True)
 class TargetRows:
     """The target's side of the drafter's rows.
 
-    Tokens and rows are whole numbers: they are on the CPU if they have come from there.
+    `ids_T`, `token_R` and `valid_HR` may be on the CPU while the states are on a GPU: rows
+    are then chosen without a wait for the GPU.
 
     Args:
         hidden_TD: The target's last hidden states.
         ids_T: The tokens.
         token_R: Hop n of a row estimates the state of token `token_R + n`.
-        valid_HR: bool, whether all tokens up to the hop's are of the response.
+        valid_HR: bool, whether all tokens up to and including the hop's are of the response.
         middle_TD: The states of a lower layer, if the drafter learns from one.
     """
 
@@ -70,8 +74,8 @@ class TargetRows:
     valid_HR: Tensor
     middle_TD: Tensor | None = None
 
-    def after(self, index_N: Tensor, hop: int) -> Tensor:
-        """The tokens `hop` after the first one of each row, at most the last token: [N]."""
+    def ids_at(self, index_N: Tensor, hop: int) -> Tensor:
+        """The ids of the tokens `token_R + hop` of these rows, at most of the last token: [N]."""
         token_N = self.token_R[index_N] + hop
         last = len(self.ids_T) - 1
         return self.ids_T[token_N.clamp(max=last)]
@@ -84,11 +88,11 @@ class Score:
     terms: dict[str, Tensor]  # each term's unweighted sum over the counted rows
     count_R: Tensor  # bool: rows that counted
     agree_R: Tensor  # bool: rows where drafter and target have the same best token
-    loss_R: Tensor  # weighted loss of each counted row, else 0
+    loss_R: Tensor  # of each counted row, its terms weighted; else 0
 
     @property
     def total(self) -> Tensor:
-        """The weighted loss, summed over the counted rows."""
+        """The loss, summed over the counted rows; the hop's own weight is left out."""
         return self.loss_R.sum()
 
     @property
@@ -103,7 +107,7 @@ class Score:
 class Scores:
     """The results of all hops."""
 
-    total: Tensor  # weighted sum over hops, terms and counted rows; differentiable
+    total: Tensor  # sum over hops, terms and counted rows, all weighted; differentiable
     hops: list[Score]
 
 
@@ -131,15 +135,15 @@ class Logits:
         return self.logits_CV.log_softmax(-1)
 
     @cached_property
-    def best_CK(self) -> Tensor:
+    def best_CB(self) -> Tensor:
         """The columns of the `BEST` most likely tokens, the best first."""
         count = min(BEST, self.logits_CV.shape[-1])
         return self.logits_CV.topk(count).indices
 
     @cached_property
-    def best_softmax_CK(self) -> Tensor:
+    def best_softmax_CB(self) -> Tensor:
         """The probabilities of the `BEST` most likely tokens."""
-        return self.softmax_CV.gather(1, self.best_CK)
+        return self.softmax_CV.gather(1, self.best_CB)
 
 
 def cross_entropy(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
@@ -153,9 +157,9 @@ def top_k(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
 
     Not renormalized (HASS, section 3.1).
     """
-    log_draft_CK = draft.log_softmax_CV.gather(1, target.best_CK[row_C])
-    product_CK = target.best_softmax_CK[row_C] * log_draft_CK
-    return -product_CK.sum(-1)
+    log_draft_CB = draft.log_softmax_CV.gather(1, target.best_CB[row_C])
+    product_CB = target.best_softmax_CB[row_C] * log_draft_CB
+    return -product_CB.sum(-1)
 
 
 def l1(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
@@ -169,10 +173,10 @@ def list_mle(draft: Logits, target: Logits, row_C: Tensor) -> Tensor:
 
     ListMLE, as in the official code of ViSpec.
     """
-    score_CK = draft.logits_CV.gather(1, target.best_CK[row_C])
-    reversed_CK = score_CK.flip(-1)
-    tail_CK = reversed_CK.logcumsumexp(-1).flip(-1)
-    return (tail_CK - score_CK).sum(-1)
+    score_CB = draft.logits_CV.gather(1, target.best_CB[row_C])
+    reversed_CB = score_CB.flip(-1)
+    tail_CB = reversed_CB.logcumsumexp(-1).flip(-1)
+    return (tail_CB - score_CB).sum(-1)
 
 
 TERMS: dict[str, Callable[[Logits, Logits, Tensor], Tensor]] = {
@@ -200,7 +204,7 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        """Scale them by the gradient of the scalar."""
+        """Scale the remembered gradients by the gradient of the scalar."""
         (scale,) = outer
         scaled = [scale.to(gradient.dtype) * gradient for gradient in ctx.gradients]
         return None, None, *scaled
@@ -226,7 +230,7 @@ class Objective:
         names = [name for name, weight in weights.items() if weight]
         values = [weights[name] for name in names]
         weight_L = torch.tensor(values, dtype=dtype)
-        # It compares probabilities, and knows the share of those that have no column.
+        # `confidence` needs no column: `LossChunk.covered_U` stands for the tokens without one.
         without_L = torch.tensor([name == "confidence" for name in names])
         return cls(names, place(weight_L, device), place(without_L, device))
 
@@ -235,8 +239,8 @@ class Objective:
 class HopRows:
     """The N rows of a chunk that count at a hop, on the drafter's device."""
 
-    index_N: Tensor  # among all rows
-    token_N: Tensor  # the token that the hop is compared with, among the chunk's
+    index_N: Tensor  # the row's index among all rows
+    unique_N: Tensor  # the index of its target token among the chunk's U tokens
     last_N: Tensor  # the id of the token before the guess
 
 
@@ -249,11 +253,11 @@ class LossChunk:
 
     rows: TargetRows
     first: int  # the chunk's first row
-    token_HC: Tensor  # index of each hop's token among the U tokens below
+    unique_HC: Tensor  # index of each hop's token among the U tokens below
     hidden_UD: Tensor
     middle_UD: Tensor | None
-    logits: Logits  # float32, U rows; over the draft vocabulary if there is one
-    share_U: Tensor  # the target's probability of all tokens that have a column
+    target: Logits  # float32, U rows; over the draft vocabulary if there is one
+    covered_U: Tensor  # the target's probability of the tokens with a column, together
     best_U: Tensor  # column of the best token; -1: it has none
 
     @classmethod
@@ -269,17 +273,17 @@ class LossChunk:
         last = len(rows.hidden_TD) - 1
         token_HC = rows.token_R[chunk] + hop_H[:, None]
         token_HC = token_HC.clamp(max=last)
-        token_U, index_HC = torch.unique(token_HC, return_inverse=True)
+        token_U, unique_HC = torch.unique(token_HC, return_inverse=True)
         token_U = place(token_U, rows.hidden_TD.device)
         hidden_UD = rows.hidden_TD[token_U]
         logits_UV = F.linear(hidden_UD, lm_head_VD).float()
         best_U = logits_UV.argmax(-1)
-        share_U = logits_UV.new_ones(len(logits_UV))
+        covered_U = logits_UV.new_ones(len(logits_UV))
         if vocabulary_K is not None:
             logits_UK = logits_UV[:, vocabulary_K]
             lse_U = logits_UV.logsumexp(-1)
-            log_share_U = logits_UK.logsumexp(-1) - lse_U
-            share_U = log_share_U.exp()
+            log_covered_U = logits_UK.logsumexp(-1) - lse_U
+            covered_U = log_covered_U.exp()
             column_U, has_column_U = _columns(best_U, vocabulary_K)
             best_U = torch.where(has_column_U, column_U, -1)
             logits_UV = logits_UK
@@ -287,31 +291,31 @@ class LossChunk:
         return cls(
             rows,
             chunk.start,
-            token_HC=index_HC,
+            unique_HC=unique_HC,
             hidden_UD=hidden_UD,
             middle_UD=middle_UD,
-            logits=Logits(logits_UV),
-            share_U=share_U,
+            target=Logits(logits_UV),
+            covered_U=covered_U,
             best_U=best_U,
         )
 
     def rows_at(self, hop: int, counts_R: Tensor) -> HopRows:
-        """The rows of `counts_R` (bool), which are all of this chunk, at a hop."""
+        """The rows of this chunk that count at a hop; `counts_R` (bool) marks no others."""
         row_N = counts_R.nonzero()[:, 0]
-        token_N = self.token_HC[hop, row_N - self.first]
-        last_N = self.rows.after(row_N, hop)
+        unique_N = self.unique_HC[hop, row_N - self.first]
+        last_N = self.rows.ids_at(row_N, hop)
         device = self.hidden_UD.device
-        return HopRows(*place_all([row_N, token_N, last_N], device))
+        return HopRows(*place_all([row_N, unique_N, last_N], device))
 
     def hop_losses(
         self,
         names: Sequence[str],
-        token_N: Tensor,
+        unique_N: Tensor,
         estimate_ND: Tensor,
         draft_NV: Tensor,
         confidence_N: Tensor | None,
     ) -> Tensor:
-        """The named terms of one hop against the chunk's tokens `token_N`: [N, L].
+        """The named terms of one hop against the chunk's tokens `unique_N`: [N, L].
 
         `draft_NV` are the logits of the estimates; `confidence_N` are the logits of the
         chance that a guess is accepted.
@@ -321,28 +325,28 @@ class LossChunk:
         losses = []
         for name in names:
             if name == "regression":
-                own_ND = estimate_ND[:, :width]
-                loss_N = regression(own_ND, self.hidden_UD[token_N])
+                state_ND = estimate_ND[:, :width]
+                loss_N = regression(state_ND, self.hidden_UD[unique_N])
             elif name == "middle":
                 assert self.middle_UD is not None, "this drafter has no middle state"
                 middle_ND = estimate_ND[:, width:]
-                loss_N = regression(middle_ND, self.middle_UD[token_N])
+                loss_N = regression(middle_ND, self.middle_UD[unique_N])
             elif name == "confidence":
                 assert confidence_N is not None, "this drafter has no confidence head"
-                loss_N = self._confidence_loss(draft, confidence_N, token_N)
+                loss_N = self._confidence_loss(draft, confidence_N, unique_N)
             else:
-                loss_N = TERMS[name](draft, self.logits, token_N)
+                loss_N = TERMS[name](draft, self.target, unique_N)
             losses.append(loss_N)
         return torch.stack(losses, dim=-1)
 
     def _confidence_loss(
-        self, draft: Logits, confidence_N: Tensor, token_N: Tensor
+        self, draft: Logits, confidence_N: Tensor, unique_N: Tensor
     ) -> Tensor:
         """Cross-entropy with the chance that a sampled guess is accepted (DSpark): [N]."""
-        share_N1 = self.share_U[token_N, None]
-        target_NV = self.logits.softmax_CV[token_N] * share_N1
-        own_NV = draft.softmax_CV.detach()
-        chance_N = own_NV.minimum(target_NV).sum(-1)
+        covered_N1 = self.covered_U[unique_N, None]
+        target_NV = self.target.softmax_CV[unique_N] * covered_N1
+        guess_NV = draft.softmax_CV.detach()
+        chance_N = guess_NV.minimum(target_NV).sum(-1)
         return F.binary_cross_entropy_with_logits(
             confidence_N.float(), chance_N, reduction="none"
         )
@@ -361,13 +365,13 @@ def accumulate_gradients(
     `gradients` are those of the estimates of all hops, [R, D], then those of the
     parameters. `inputs` are the estimates of this hop's rows, [N, D], then the parameters.
     """
-    estimate_ND, *of_parameters = torch.autograd.grad(
+    estimate_gradient_ND, *parameter_gradients = torch.autograd.grad(
         loss_NL, inputs, weight_NL, allow_unused=True
     )
-    gradients[hop][index_N] = estimate_ND
-    hops = len(gradients) - len(of_parameters)
-    totals = gradients[hops:]
-    for total, gradient in zip(totals, of_parameters, strict=True):
+    gradients[hop][index_N] = estimate_gradient_ND
+    hops = len(gradients) - len(parameter_gradients)
+    parameter_totals = gradients[hops:]
+    for total, gradient in zip(parameter_totals, parameter_gradients, strict=True):
         if gradient is not None:
             total += gradient
 
@@ -392,7 +396,7 @@ def no_confidence(estimate_ND: Tensor, last_N: Tensor) -> Tensor | None:
 def score(
     estimates: Sequence[Tensor],
     rows: TargetRows,
-    logits: DraftLogits,
+    draft_logits: DraftLogits,
     lm_head_VD: Tensor,
     weights: Mapping[str, float],
     *,
@@ -410,19 +414,20 @@ def score(
         estimates: The drafter's estimates of the target's states, [R, D] for each hop; with
             `rows.middle_TD` [R, 2D], those of the middle states last.
         rows: The target's side of the rows.
-        logits: Computes the drafter's logits.
+        draft_logits: Computes the drafter's logits.
         lm_head_VD: The target's LM head.
         weights: By the name of a term (`NAMES`) its weight; 0: it is not computed.
         confidence: Computes logits [N] of the chance that a guess is accepted, from the same
-            arguments as `logits`; None: the drafter has no such head.
-        parameters: What `logits` and `confidence` train.
+            arguments as `draft_logits`; None: the drafter has no such head.
+        parameters: What `draft_logits` and `confidence` train.
         decay: Hop n weighs `decay` ** n.
         pace: Above 0, hops weigh in addition as in `pace_weights`, with this smoothing.
-        keep_top: Above 0, a row stops counting at the first hop whose target token is not
-            among the drafter's `keep_top` best (HiViS, section 3.2).
-        vocabulary_K: The target's ids of the columns of `logits`, ascending; None: every
-            token has its own. The target's distribution is renormalized over them. A row
-            whose target token has no column never agrees, and has no loss but `confidence`.
+        keep_top: Above 0, a row counts up to, and without, the first hop whose target token
+            is not among the drafter's `keep_top` best (HiViS, section 3.2).
+        vocabulary_K: For each column of the logits its token id in the target's vocabulary,
+            ascending; None: every token has a column. The target's distribution is
+            renormalized over these tokens. A row whose target token has no column never
+            agrees, and has no loss but `confidence`; with `keep_top` it does not count.
         chunk_rows: Rows at a time; None: as many as `chunk_bytes` allows.
 
     Returns:
@@ -432,80 +437,84 @@ def score(
         KeyError: A term is unknown.
     """
     device = estimates[0].device
-    exact = torch.promote_types(lm_head_VD.dtype, torch.float32)
-    objective = Objective.of(weights, exact, device)
+    sum_dtype = torch.promote_types(lm_head_VD.dtype, torch.float32)
+    objective = Objective.of(weights, sum_dtype, device)
     inputs = [*estimates, *parameters]
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    gradients = [torch.zeros_like(x) for x in inputs] if learns else []
-    hops, count = rows.valid_HR.shape
-    terms = len(objective.names)
-    loss_HRL = torch.zeros(hops, count, terms, dtype=exact, device=device)
-    count_HR, agree_HR = torch.zeros(2, hops, count, dtype=torch.bool, device=device)
+    takes_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    gradients = [torch.zeros_like(x) for x in inputs] if takes_gradients else []
+    hops, row_count = rows.valid_HR.shape
+    shape = (hops, row_count, len(objective.names))
+    loss_HRL = torch.zeros(shape, dtype=sum_dtype, device=device)
+    counted_HR = torch.zeros(hops, row_count, dtype=torch.bool, device=device)
+    agree_HR = torch.zeros_like(counted_HR)
 
     row_bytes = 4 * len(lm_head_VD)
-    size = chunk_rows or max(1, chunk_bytes(device) // row_bytes)
+    chunk_size = chunk_rows or max(1, chunk_bytes(device) // row_bytes)
     decays = [decay**hop for hop in range(hops)]
-    decay_H = place(torch.tensor(decays, dtype=exact), device)
-    hop_weight_HR = decay_H[:, None].repeat(1, count)
+    decay_H = place(torch.tensor(decays, dtype=sum_dtype), device)
+    hop_weight_HR = decay_H[:, None].repeat(1, row_count)
     if pace:
-        chance_HR = _chances(estimates, rows, logits, vocabulary_K, size)
+        chance_HR = _response_chances(
+            estimates, rows, draft_logits, vocabulary_K, chunk_size
+        )
         valid_HR = place(rows.valid_HR, device)
-        hop_weight_HR *= pace_weights(chance_HR.to(exact), valid_HR, pace)
+        hop_weight_HR *= pace_weights(chance_HR.to(sum_dtype), valid_HR, pace)
 
-    # A checkpointed backward pass, written by hand: the logits of a chunk, [chunk, V], are
-    # the largest tensors of training. Their gradient is taken here, in the forward pass, so
-    # that they are freed before the next hop; `_WithGradient` hands it to autograd.
-    for start in range(0, count, size):
-        chunk_slice = slice(start, start + size)
+    # The logits of a chunk, [chunk, V], are the largest tensors of training. The gradients of
+    # the losses are taken here, in the forward pass, so that the drafter's logits of a hop are
+    # freed before the next hop; `_WithGradient` hands the gradients to autograd.
+    for start in range(0, row_count, chunk_size):
+        chunk_slice = slice(start, start + chunk_size)
         chunk = LossChunk.of(rows, chunk_slice, lm_head_VD, vocabulary_K)
-        counts_R = rows.valid_HR.new_zeros(count)
+        counts_R = rows.valid_HR.new_zeros(row_count)
         counts_R[chunk_slice] = True
         for hop, estimate_RD in enumerate(estimates):
             counts_R = counts_R & rows.valid_HR[hop]
             hop_rows = chunk.rows_at(hop, counts_R)
             index_N = hop_rows.index_N
-            token_N = hop_rows.token_N
-            estimate_ND = estimate_RD.detach()[index_N].requires_grad_(learns)
-            with torch.set_grad_enabled(learns):
-                draft_NV = logits(estimate_ND, hop_rows.last_N)
+            unique_N = hop_rows.unique_N
+            estimate_ND = estimate_RD.detach()[index_N].requires_grad_(takes_gradients)
+            with torch.set_grad_enabled(takes_gradients):
+                draft_NV = draft_logits(estimate_ND, hop_rows.last_N)
                 confidence_N = confidence(estimate_ND, hop_rows.last_N)
                 loss_NL = chunk.hop_losses(
-                    objective.names, token_N, estimate_ND, draft_NV, confidence_N
+                    objective.names, unique_N, estimate_ND, draft_NV, confidence_N
                 )
 
             draft_NV = draft_NV.detach()
-            best_N = chunk.best_U[token_N]
+            best_N = chunk.best_U[unique_N]
             kept_N = _kept(draft_NV, best_N, keep_top)
             has_column_N1 = (best_N >= 0)[:, None]
             has_loss_NL = has_column_N1 | objective.has_loss_without_column_L
             has_loss_NL = kept_N[:, None] & has_loss_NL
             counted_NL = loss_NL.detach() * has_loss_NL
-            loss_HRL[hop, index_N] = counted_NL.to(exact)
-            count_HR[hop, index_N] = kept_N
+            loss_HRL[hop, index_N] = counted_NL.to(sum_dtype)
+            counted_HR[hop, index_N] = kept_N
             draft_best_N = draft_NV.argmax(-1)
             agree_HR[hop, index_N] = draft_best_N == best_N
-            if learns:
+            if takes_gradients:
                 hop_weight_N1 = hop_weight_HR[hop, index_N, None]
                 weight_NL = hop_weight_N1 * objective.weight_L * has_loss_NL
                 weight_NL = weight_NL.to(loss_NL.dtype)
-                of_hop = [estimate_ND, *parameters]
+                hop_inputs = [estimate_ND, *parameters]
                 accumulate_gradients(
-                    gradients, hop, index_N, loss_NL, weight_NL, of_hop
+                    gradients, hop, index_N, loss_NL, weight_NL, hop_inputs
                 )
             if keep_top and hop + 1 < hops:
-                # A wait for a GPU. To go on with rows that no longer count costs more.
+                # On a GPU `place` waits for the logits; rows that no longer count cost more.
                 kept_N = place(kept_N, counts_R.device)
+                # The n-th row that counts so far gets the n-th value of `kept_N`.
                 counts_R = counts_R.masked_scatter(counts_R, kept_N)
 
     weighted_HR = loss_HRL @ objective.weight_L
     total = (weighted_HR * hop_weight_HR).sum()
-    if learns:
+    if takes_gradients:
         total = _WithGradient.apply(total, gradients, *inputs)  # type: ignore[no-untyped-call]
     scores = []
     for hop in range(hops):
         sums_L = loss_HRL[hop].sum(0)
         sums = dict(zip(objective.names, sums_L, strict=True))
-        hop_score = Score(sums, count_HR[hop], agree_HR[hop], weighted_HR[hop])
+        hop_score = Score(sums, counted_HR[hop], agree_HR[hop], weighted_HR[hop])
         scores.append(hop_score)
     return Scores(total, scores)
 
@@ -515,8 +524,8 @@ def _kept(draft_NV: Tensor, best_N: Tensor, keep_top: int) -> Tensor:
     if not keep_top:
         return torch.ones_like(best_N, dtype=torch.bool)
     count = min(keep_top, draft_NV.shape[-1])
-    best_NK = draft_NV.topk(count).indices
-    return (best_NK == best_N[:, None]).any(-1)
+    best_NB = draft_NV.topk(count).indices
+    return (best_NB == best_N[:, None]).any(-1)
 
 
 def _columns(ids_N: Tensor, vocabulary_K: Tensor) -> tuple[Tensor, Tensor]:
@@ -527,27 +536,27 @@ def _columns(ids_N: Tensor, vocabulary_K: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _chances(
+def _response_chances(
     estimates: Sequence[Tensor],
     rows: TargetRows,
-    logits: DraftLogits,
+    draft_logits: DraftLogits,
     vocabulary_K: Tensor | None,
-    size: int,
+    chunk_size: int,
 ) -> Tensor:
     """The drafter's probabilities of the response's own tokens; 0 without a column: [H, R]."""
     device = estimates[0].device
     chance_HR = torch.zeros(rows.valid_HR.shape, device=device)
     row_R = torch.arange(len(rows.token_R), device=rows.token_R.device)
     for hop, estimate_RD in enumerate(estimates):
-        for row_N in torch.split(row_R, size):
-            last_N = rows.after(row_N, hop)
-            own_N = rows.after(row_N, hop + 1)
-            index_N, last_N, own_N = place_all([row_N, last_N, own_N], device)
-            draft_NV = logits(estimate_RD[index_N], last_N)
+        for row_N in torch.split(row_R, chunk_size):
+            last_N = rows.ids_at(row_N, hop)
+            response_N = rows.ids_at(row_N, hop + 1)
+            index_N, last_N, response_N = place_all([row_N, last_N, response_N], device)
+            draft_NV = draft_logits(estimate_RD[index_N], last_N)
             softmax_NV = draft_NV.softmax(-1)
-            column_N = own_N
+            column_N = response_N
             if vocabulary_K is not None:
-                column_N, has_column_N = _columns(own_N, vocabulary_K)
+                column_N, has_column_N = _columns(response_N, vocabulary_K)
                 softmax_NV = softmax_NV * has_column_N[:, None]
             chance_N1 = softmax_NV.gather(1, column_N[:, None])
             chance_HR[hop, index_N] = chance_N1[:, 0].to(chance_HR.dtype)

@@ -50,7 +50,7 @@ def as_batch(samples: PackedSamples, dtype: str) -> Batch:
 class MicroBatches:
     """The micro-batches of one optimizer step, on the device."""
 
-    samples: list[PackedSamples]
+    packed: list[PackedSamples]
     batches: list[Batch | None]  # None: a rank without samples at the end of an epoch
     state: dict[str, Any]  # of the reader, after them
     waited: float  # seconds for the reader

@@ -97,7 +97,7 @@ class Optimizer:
                 loss = unrolled.total * loss_scale.to(unrolled.total.dtype)
                 sums_H3 += torch.stack([score.sums for score in unrolled.scores])
                 if observe is not None:
-                    observe(step.samples[micro].keys, unrolled)
+                    observe(step.packed[micro].keys, unrolled)
             self._engine.backward(loss, scale_wrt_gas=False)
             if micro == last and meanwhile is not None:
                 meanwhile()

@@ -64,7 +64,7 @@ class Run:
         return micro_batches, max(1, tokens // (world * micro_batches))
 
     @property
-    def how(self) -> dict[str, Any]:
+    def rank_options(self) -> dict[str, Any]:
         """Options that must be the same on all ranks and are none of the drafter's settings."""
         names = (
             "zero",

@@ -24,8 +24,8 @@ class Schedule:
         end = round(steps_per_epoch * sum(epochs[: number + 1]))
         return end - end_before
 
-    def share(self, number: int) -> str:
-        """How much of the run a stage is, as text."""
+    def length_of(self, number: int) -> str:
+        """The steps or epochs of a stage, as text."""
         if self.config.steps:
             return f"{self.steps(number)} of {self.config.steps} steps"
         return f"{self.stages[number].epochs:g} epochs"

@@ -1,8 +1,8 @@
 """The trainer: reads a store, writes a drafter folder, on one process or many.
 
 All random draws depend on (seed, step) alone, so an interrupted run continues bit for bit on the same number
-of ranks, as far as the device computes the same twice: a CPU does, the attention kernels of GPUs may not
-unless `torch.use_deterministic_algorithms` is on. Rank 0 decides what to continue; only its disk is written.
+of ranks if the device computes the same twice. A CPU does; the attention kernels of GPUs do for certain only
+with `torch.use_deterministic_algorithms`. Rank 0 decides what to continue, and only rank 0 writes.
 """
 
 import logging
@@ -62,11 +62,13 @@ def train(
 ) -> Path:
     """Train a drafter to the end of its schedule and return its folder; `on_step` is called on rank 0.
 
-    A folder that already holds this very run is left as it is; a half-done run is continued, on any number
-    of ranks. With `force` the run starts over, and the files of an earlier run of that name are removed once
-    the new one can begin. TrainingError when the store lacks what the drafter needs or has nothing to train
-    on, when another run is in the way, when a loss is not finite, or when the ranks differ in what they see.
-    StoppedError after SIGINT or SIGTERM, which write a checkpoint first.
+    If the folder holds the drafter of a finished run with the same settings and samples, nothing is done; a
+    half-done run is continued, on any number of ranks. With `force` the run starts over: the checkpoint of an
+    earlier run of that name is deleted once the new engine is built, its drafter right before the first step.
+
+    TrainingError when the store lacks what the drafter needs or has nothing to train on, when the folder
+    holds a run with other settings or samples, when a loss is not finite, or when settings or data differ
+    between ranks. StoppedError after SIGINT or SIGTERM: each makes the run write a checkpoint first.
     """
     with Signals() as signals, ranks.guarded(), cpu.tuned():
         data = _open_data(run, force)
@@ -81,10 +83,10 @@ def train(
 
 
 def _open_data(run: Run, force: bool) -> RunData:
-    """The data of the run; TrainingError on all ranks if one would train something else."""
+    """The data of the run; TrainingError on all ranks if settings or data differ between them."""
     ranks.join()
-    # These decide which exchanges between the ranks follow, so they are compared first.
-    ranks.same(run.how | {"force": force}, "train the same")
+    # Ranks whose options differ would not make the same exchanges after this, and would wait forever.
+    ranks.same(run.rank_options | {"force": force}, "train the same")
     with ranks.all_or_none():
         data = RunData.of(run)
     provenance = content_hash(data.store.provenance.to_dict())
@@ -98,7 +100,8 @@ def _begin(
     """A trainer that stands where the run's last checkpoint was written, or at its first step."""
     source = _batch_source(run, data)
     choose_kernels(source.device)
-    # The engine copies the weights, and a checkpoint then replaces all of them.
+    # A warm start comes before the engine, which copies the weights. A checkpoint comes after it, and
+    # replaces all weights. The draft vocabulary may come last: the engine does not copy buffers.
     drafter, warm_start = _initial_drafter(run, data, source)
     engine = deepspeed_engine.build(
         Unroll(drafter, run.config.training).to(source.device),
@@ -140,6 +143,7 @@ def _begin(
     )
     signals.wait_for_step(trainer.where)
     if force:
+        # On all ranks: any of them may have been rank 0 of an earlier run, and hold its drafter.
         shutil.rmtree(run.out, ignore_errors=True)
     return trainer
 
@@ -166,7 +170,7 @@ def _batch_source(run: Run, data: RunData) -> BatchSource:
 def _initial_drafter(
     run: Run, data: RunData, source: BatchSource
 ) -> tuple[Drafter, WarmStart | None]:
-    """The drafter before its first step, and what it begins with of another drafter."""
+    """The drafter before its first step, and what it took from the drafter of `--init`, if any."""
     info = data.store.info
     if data.initial:
         info = data.initial.info(info)
@@ -184,12 +188,16 @@ def _initial_drafter(
 
 
 def _log_start(run: Run, data: RunData, warm_start: WarmStart | None) -> None:
-    """Log what the drafter begins with, and that nothing is held out although a share was asked for."""
-    for line in warm_start.lines() if warm_start else ():
-        log.info("%s", line)
-    if run.held_out == 0 or not data.samples or data.samples[-1].held_out:
+    """Log what a warm start took; warn if a share is to be held out and no sample falls into it."""
+    if warm_start:
+        for line in warm_start.lines():
+            log.info("%s", line)
+    if not data.samples:
         return
-    count = len(data.samples[-1].trained)
+    last_split = data.samples[-1]
+    if run.held_out == 0 or last_split.held_out:
+        return
+    count = len(last_split.trained)
     log.warning(
         "none of %s samples is held out at a share of %g, so that no agreement is measured on others and "
         "no tau predicted: --held-out 0.2 holds out about %s",
@@ -252,39 +260,44 @@ class _Trainer:
     def _train_stage(self, stage: Stage) -> None:
         self.planned_steps = self._plan_steps()
         self._warn_of_empty_stage(stage)
-        # A signal may have stopped the run right before this validation.
+        # A signal stops a run between a step and its validation (`_stop`), which is made up for here.
         self._validate_if_due(stage)
-        while not self._is_over(stage):
-            if not self._train_epoch(stage):
-                break
+        has_batches = True
+        while has_batches and not self._is_over(stage):
+            has_batches = self._train_epoch(stage)
         self._validate(stage)
         self.position.end_stage(stage.name)
 
     def _train_epoch(self, stage: Stage) -> bool:
-        """One pass over the samples, or as much of it as the stage allows; False: nothing to read."""
+        """Train on one epoch of samples, or on as much of it as the stage allows; False: it has no batches.
+
+        Each call ends an epoch, so that a stage that counts epochs comes to its end even without a step.
+        """
         position = self.position
         seed = self._epoch_seed()
         ramp = self.schedule.ramp(position)
         keys = self.data.samples[position.stage].draw(stage, ramp, seed)
         reader = self.source.epoch(keys, seed, position.reader)
-        batches = reader.whole
-        read = batches - len(reader)
+        batches = reader.epoch_batches
+        batches_read = batches - len(reader)
         is_last = self.schedule.is_last_epoch(position, batches)
         observe = self.sample_stats.add if is_last else None
-        batches_left = self.schedule.batches_left(position, batches, read)
+        batches_left = self.schedule.batches_left(position, batches, batches_read)
         steps = Prefetched(self.source.steps(reader, batches_left))
-        # Batches for another device can be on their way while it computes.
+        # A GPU computes the gradients of a step while the CPU fetches the batches of the next.
         meanwhile = None if self.source.device.type == "cpu" else steps.fetch
         began = time.perf_counter()
         for step in steps:
             # Train step
-            learning_rate = self.schedule.learning_rate(position, read / batches)
+            epoch_share = batches_read / batches
+            learning_rate = self.schedule.learning_rate(position, epoch_share)
             result = self.optimizer.step(
                 position.total, stage, step, learning_rate, observe, meanwhile
             )
             self._require_finite(result, step)
-            read += len(step.samples)
-            epoch_passes = read / batches * len(keys) / len(self.data.keys)
+            batches_read += len(step.packed)
+            # As passes over all samples of the run: an epoch may draw only some of them.
+            epoch_passes = batches_read / batches * len(keys) / len(self.data.keys)
             position.end_step(step.state, epoch_passes)
 
             # Report, stop, validate, save
@@ -321,17 +334,17 @@ class _Trainer:
         return self.data.samples[stage].draw(self.schedule.stages[stage], ramp, 0)
 
     def _warn_of_empty_stage(self, stage: Stage) -> None:
-        number = self.position.stage
-        if ranks.is_first() and not self._draw(number, 0.0):
+        stage_index = self.position.stage
+        if ranks.is_first() and not self._draw(stage_index, 0.0):
             log.warning(
                 "stage %s has no samples in %s: its %s are left out",
                 stage.name,
                 self.run.store,
-                self.schedule.share(number),
+                self.schedule.length_of(stage_index),
             )
 
     def _is_over(self, stage: Stage) -> bool:
-        """Whether a stage has come to its end, or had `patience` validations without a better one."""
+        """Whether a stage has come to its end, or its best validation is `patience` validations ago."""
         if self.schedule.progress(self.position) >= 1:
             return True
         patience = self.run.config.training.patience
@@ -347,10 +360,11 @@ class _Trainer:
         norm = result.gradient_norm
         if isfinite(norm + loss):
             return
-        number = self.position.total + 1
-        advice = advice_on_step(step.samples, self.data.store, self.data.needs)
+        step_number = self.position.total + 1
+        advice = advice_on_step(step.packed, self.data.store, self.data.needs)
         raise TrainingError(
-            f"step {number} has a loss of {loss:g} and a gradient of norm {norm:g}: {advice} ({self.where()})"
+            f"step {step_number} has a loss of {loss:g} and a gradient of norm {norm:g}: {advice} "
+            f"({self.where()})"
         )
 
     def _report(
@@ -388,8 +402,8 @@ class _Trainer:
     def _validate(self, stage: Stage) -> None:
         """Measure agreement on held-out samples, once for each step.
 
-        All stages take the samples of the last stage, so that the measurements of a run compare. If the run
-        validates, the weights are kept unless an earlier step had weights as good.
+        In every stage these are the held-out samples of the last stage, so that the measurements of a run
+        compare. With `validate_every`, rank 0 keeps the weights if they are better than all before.
         """
         held_out = self.data.samples[-1].held_out
         history = self.position.history
@@ -419,7 +433,9 @@ class _Trainer:
         try:
             self._save()
         except TrainingError as error:
+            # The run stops all the same, as the signal asked.
             raise StoppedError(str(error), signal) from None
+        # An error, not a warning: another machine that goes on with the copy would lose these steps.
         if self.checkpoints.copy_error:
             raise TrainingError(f"{self.checkpoints.copy_error}; {self.where()}")
         raise StoppedError(self.where(), signal)
@@ -434,7 +450,7 @@ class _Trainer:
         """Write the drafter's folder, and the statistics of each sample to the store."""
         self.sample_stats.gather()
         ranks.first(self._write_drafter)
-        self.checkpoints.copy()  # with the last figures
+        self.checkpoints.copy()  # the logs have grown since the last checkpoint
         if self.checkpoints.copy_error:
             raise TrainingError(
                 f"{self.checkpoints.copy_error}; the drafter is done, in {self.run.out}"

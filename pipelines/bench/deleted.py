@@ -31,7 +31,9 @@ def deleted(workspace: Workspace, results: Iterable[PromptResult]) -> set[str]:
     return keys - prompt_table.keys(workspace.prompts)
 
 
-def add(workspace: Workspace, unfinished: Unfinished, decoded: Decoded) -> None:
+def add_unless_deleted(
+    workspace: Workspace, unfinished: Unfinished, decoded: Decoded
+) -> None:
     """Append a prompt to an unfinished evaluation, unless it was deleted."""
     file = lock_file(workspace.reports)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +43,7 @@ def add(workspace: Workspace, unfinished: Unfinished, decoded: Decoded) -> None:
             unfinished.add(decoded)
 
 
-def write(
+def write_undeleted(
     workspace: Workspace, evaluations: Iterable[Evaluation], unfinished: Unfinished
 ) -> list[Evaluation]:
     """Write evaluations without the responses to deleted prompts, and end the unfinished one."""

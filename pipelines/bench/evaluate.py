@@ -69,8 +69,8 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluate drafters and add a record to `reports/` for each.
 
-    With several trees each has a record of its own, `<name>@<tree>`. `title` names the evaluation. An
-    interrupted evaluation continues after its last prompt.
+    With several trees, a drafter has a record for each tree, `<name>@<tree>`. `title` names the evaluation.
+    An interrupted evaluation continues after its last prompt.
 
     DataError if there are no prompts, TrainingError if a drafter is missing or was trained for another
     target.
@@ -84,7 +84,7 @@ def evaluate(
     unfinished = run.unfinished
     del run  # another process needs the memory of the target and the drafters
     evaluations = _decoded_again(plan, evaluations)
-    return deleted.write(workspace, evaluations, unfinished)
+    return deleted.write_undeleted(workspace, evaluations, unfinished)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _EvaluationRun:
     threads: int
     decoders: Sequence[_Decoder]
     unfinished: Unfinished
-    decoded: dict[tuple[float, int], Decoded]  # by temperature and number
+    decoded: dict[tuple[float, int], Decoded]  # by `Decoded.place`
 
     @classmethod
     def start(cls, plan: EvaluationPlan, on_prompt: Progress) -> "_EvaluationRun":
@@ -121,7 +121,9 @@ class _EvaluationRun:
             plan.workspace.reports, _conditions(plan, target, machine)
         )
         decoded = unfinished.read()
-        threads_before = next((one.threads for one in decoded.values()), 0)
+        threads_before = 0
+        if decoded:
+            threads_before = next(iter(decoded.values())).threads
         threads = use_threads(
             plan.settings.threads or threads_before,
             target,
@@ -131,15 +133,18 @@ class _EvaluationRun:
         for trained, drafter in zip(plan.drafters, loaded, strict=True):
             decoders += _decoders(plan, trained, drafter, target, on_prompt)
         labels = {decoder.label for decoder in decoders}
-        complete = {
+        # The search of `--tree auto` may have chosen other trees then, which the labels name.
+        by_same_decoders = {
             place: prompt
             for place, prompt in decoded.items()
             if prompt.results.keys() == labels
         }
-        return cls(plan, target, machine, threads, decoders, unfinished, complete)
+        return cls(
+            plan, target, machine, threads, decoders, unfinished, by_same_decoders
+        )
 
     def decode_missing(self, on_prompt: Progress) -> None:
-        """Decode the prompts that were not decoded yet with all decoders, and keep each at once."""
+        """Decode each prompt that was not decoded yet with all decoders, and keep it once it is done."""
         from vlmdistill.pipelines.bench.side_by_side import SideBySide
 
         plan = self.plan
@@ -147,10 +152,13 @@ class _EvaluationRun:
         total = len(plan.prompts) * len(settings.temperatures)
         missing = len(self.decoded) < total
         calibration = self._calibrate() if missing else None
+        decoder_by_label = {
+            decoder.label: (decoder.drafter, decoder.tree) for decoder in self.decoders
+        }
         for temperature in settings.temperatures:
             bench = SideBySide(
                 self.target,
-                {one.label: (one.drafter, one.tree) for one in self.decoders},
+                decoder_by_label,
                 temperature=temperature,
                 max_new_tokens=settings.max_new_tokens,
                 seed=settings.seed,
@@ -164,14 +172,14 @@ class _EvaluationRun:
 
     def _keep(self, decoded: Decoded) -> None:
         self.decoded[decoded.place] = decoded
-        deleted.add(self.plan.workspace, self.unfinished, decoded)
+        deleted.add_unless_deleted(self.plan.workspace, self.unfinished, decoded)
 
     def _calibrate(self) -> Calibration:
         first = self.plan.prompts[0]
         return calibrate(self.target, self.target.encode(first.messages))
 
     def records(self) -> list[Evaluation]:
-        """A record for each decoder, compared with the last evaluation under the same conditions."""
+        """A record for each decoder, with the baseline of the last evaluation under the same conditions."""
         calibrations = [
             prompt.calibration for prompt in self.decoded.values() if prompt.calibration
         ]
@@ -234,7 +242,7 @@ class _EvaluationRun:
 def _conditions(
     plan: EvaluationPlan, target: "VisionLanguageTarget", machine: Hardware
 ) -> dict[str, object]:
-    """What must stay the same for an interrupted evaluation to continue."""
+    """The facts that identify an evaluation: one that was interrupted is continued if all are unchanged."""
     settings = plan.settings
     numbers = [settings.max_new_tokens, settings.seed, settings.threads]
     fingerprint = str(target.fingerprint)
@@ -256,7 +264,7 @@ def _decoders(
     target: "VisionLanguageTarget",
     on_prompt: Progress,
 ) -> list[_Decoder]:
-    """A drafter with each of its trees, which the label names if several were asked for."""
+    """A drafter with each of its trees; the label names the tree if several were asked for."""
     trees = choose_trees(
         trained,
         drafter,
@@ -276,8 +284,12 @@ def _decoders(
 def _decoded_again(
     plan: EvaluationPlan, evaluations: Sequence[Evaluation]
 ) -> list[Evaluation]:
-    """With the calls that a process needs which has seen no response, or why there are none."""
+    """The evaluations with how many calls a new process needs for the same prompts, or why that is not known.
+
+    It has seen no response, so that none of its drafts can be copied from one.
+    """
     settings = plan.settings
+    # It decodes greedily: at other temperatures its responses are not the same.
     if 0 not in settings.temperatures:
         return [*evaluations]
     gc.collect()
@@ -312,9 +324,8 @@ def kept(
 ) -> list[Evaluation]:
     """The latest existing evaluations of these drafters; empty unless all can be reused.
 
-    They can if the drafters have not changed since, the settings are the same with at most one tree, on the
-    same hardware and software, and one process measured them all: numbers of several processes are less
-    comparable.
+    They can be reused if the drafters have not changed since, settings, hardware and software are the same,
+    there is at most one tree, and one process measured them all: numbers of several processes compare less.
     """
     if len(settings.trees) > 1:
         return []
@@ -322,15 +333,16 @@ def kept(
         reuse = _Reuse.of(workspace, drafters, settings)
     except (DataError, TrainingError):
         return []
-    # By the moment of measuring, which the drafters of one process share.
-    run_of: dict[str, dict[str, Evaluation]] = {}
+    # By the time of measuring, which all evaluations of one process share, then by drafter.
+    runs: dict[str, dict[str, Evaluation]] = {}
     for file in records.files_in(workspace.reports):
         with suppress(DataError):  # what cannot be read is not reused
             evaluation = records.read(file)
             if reuse.allows(evaluation):
-                run_of.setdefault(evaluation.measured, {})[evaluation.name] = evaluation
+                run = runs.setdefault(evaluation.measured, {})
+                run[evaluation.name] = evaluation
     names = [drafter.name for drafter in drafters]
-    for _, run in sorted(run_of.items(), reverse=True):
+    for _, run in sorted(runs.items(), reverse=True):
         if run.keys() == set(names):
             return [run[name] for name in names]
     return []
@@ -338,7 +350,7 @@ def kept(
 
 @dataclass(frozen=True, kw_only=True)
 class _Reuse:
-    """What a new evaluation would be of, to be compared with existing ones."""
+    """The facts of a new evaluation; an existing one with the same facts is reused instead."""
 
     settings: Settings
     drafters: dict[str, Trained]
@@ -354,7 +366,7 @@ class _Reuse:
         """DataError or TrainingError when the drafters cannot be evaluated together."""
         described = {drafter.name: Description.of(drafter) for drafter in drafters}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        prompts = held_out(workspace.prompts, settings.limit)
+        prompts = held_out(workspace.prompts, settings.limit, workspace.model)
         return cls(
             settings=settings.trained_as(trained_thinking(described)),
             drafters={drafter.name: drafter for drafter in drafters},
@@ -365,7 +377,7 @@ class _Reuse:
         )
 
     def allows(self, evaluation: Evaluation) -> bool:
-        """Whether an evaluation is what a new one would be."""
+        """Whether an existing evaluation has the facts of the new one."""
         return (
             evaluation.name in self.drafters
             and self._has_same_drafter(evaluation)
@@ -387,7 +399,7 @@ class _Reuse:
 
     def _has_same_settings(self, evaluation: Evaluation) -> bool:
         settings = self.settings
-        temperatures = {at.temperature for at in evaluation.temperatures}
+        measured_temperatures = {at.temperature for at in evaluation.temperatures}
         return (
             evaluation.keys == self.keys
             and evaluation.max_new_tokens == settings.max_new_tokens
@@ -395,14 +407,15 @@ class _Reuse:
             and evaluation.attention == settings.attention
             and evaluation.compiled == settings.compiled
             and evaluation.thinking == settings.thinking
-            and temperatures >= set(settings.temperatures)
+            and measured_temperatures >= set(settings.temperatures)
         )
 
     def _has_same_machine(self, evaluation: Evaluation) -> bool:
         dtype = self.settings.how.get("dtype", "auto")
+        any_number = 0  # of threads
         return (
             evaluation.hardware == self.hardware
-            and self.settings.threads in (0, evaluation.threads)
+            and self.settings.threads in (any_number, evaluation.threads)
             and dtype in ("auto", evaluation.dtype)
             and evaluation.software.installed == self.software
         )

@@ -1,4 +1,4 @@
-"""The plan of an evaluation: which prompts, which drafters, and what is known of these before they decode."""
+"""The plan of an evaluation: its prompts, its drafters, and what is known of both before any decodes."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,7 +21,7 @@ from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
 
-SEARCHED = 32  # prompts of a search for the fastest tree, at most
+SEARCH_PROMPTS = 32  # at most, of a search for the fastest tree
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Provenance:
 
 @dataclass(frozen=True)
 class Description:
-    """The parts of a drafter's `config.json` that its evaluation repeats."""
+    """The parts of a drafter's `config.json` that are copied into the record of its evaluation."""
 
     drafter: str
     config: TrainedSettings
@@ -56,14 +56,14 @@ class EvaluationPlan:
     """What an evaluation decodes, and what its records say before anything is decoded."""
 
     workspace: Workspace
-    settings: Settings  # with the reasoning that the drafters were trained with
+    settings: Settings  # as stated, or with the reasoning of the drafters' training
     title: str
     prompts_file: Path
     prompts: Sequence[Prompt]
-    asked: tuple[str, ...]  # the keys of the prompts that are to be measured
+    asked: tuple[str, ...]  # keys that must be measured, to audit those that are
     drafters: Sequence[Trained]
     described: dict[str, Description]  # by drafter
-    weights_of: dict[str, str | None]  # by drafter; hashed before they are loaded
+    weights_of: dict[str, str | None]  # hashes by drafter, from before they are loaded
     leak_of: dict[str, Leak | None]  # by drafter
     software: Software
 
@@ -76,11 +76,12 @@ class EvaluationPlan:
         prompts_file: Path | None,
         title: str,
     ) -> "EvaluationPlan":
-        """DataError if there are no prompts, TrainingError if a folder is not of a drafter."""
-        software = of_this_process()  # before its files can change
+        """DataError if there are no prompts, TrainingError if the `config.json` of a drafter is invalid."""
+        # First: packages may be updated during the evaluation.
+        software = of_this_process()
         file = prompts_file or workspace.prompts
         chosen = held_out(file, settings.limit, workspace.model)
-        # Read anew, so that the audit can tell whether all prompts of the file were chosen.
+        # Not from `chosen`: the audit shall notice if a prompt was lost on the way.
         listed = prompt_table.load(file, workspace.model, "eval").facts["key"].sort()
         described = {drafter.name: Description.of(drafter) for drafter in drafters}
         return cls(
@@ -99,19 +100,21 @@ class EvaluationPlan:
 
     @cached_property
     def search_prompts(self) -> list[Prompt]:
-        """Some prompts that are not evaluated, held-out ones first, to search for a tree.
+        """Some prompts that are not evaluated, to search for a tree.
 
-        DataError if there are none.
+        They are of one file and split, the first that has any: of the evaluated file, then of the workspace,
+        the held-out ones before the others. DataError if there are none.
         """
         evaluated = pl.Series([prompt.key for prompt in self.prompts])
         workspace = self.workspace
-        for source in dict.fromkeys((self.prompts_file, workspace.prompts)):
+        files = dict.fromkeys((self.prompts_file, workspace.prompts))  # often the same
+        for file in files:
             for split in ("eval", "all"):
                 with suppress(DataError):  # the file has no prompts of this split
-                    loaded = prompt_table.load(source, workspace.model, split)
+                    loaded = prompt_table.load(file, workspace.model, split)
                     others = loaded.without(evaluated)
                     if len(others):
-                        return _first(others, SEARCHED)
+                        return _first(others, SEARCH_PROMPTS)
         raise DataError(
             f"--tree auto needs prompts that are not evaluated, and all {len(evaluated)} are: give a lower "
             "--limit, or import more"
@@ -119,7 +122,7 @@ class EvaluationPlan:
 
 
 def trained_thinking(described: dict[str, Description]) -> dict[str, Thinking]:
-    """The reasoning that drafters were trained with, of those that were trained."""
+    """By drafter, the reasoning of its training; drafters that need no training are left out."""
     return {
         name: description.provenance.thinking
         for name, description in described.items()
@@ -128,12 +131,15 @@ def trained_thinking(described: dict[str, Description]) -> dict[str, Thinking]:
 
 
 def held_out(file: Path, limit: int, model: str = "M") -> list[Prompt]:
-    """The first `limit` prompts of the eval split, by key; DataError if there are none."""
+    """The first `limit` prompts of the eval split, in order of their keys; DataError if there are none.
+
+    `model` is the target that the error names.
+    """
     return _first(prompt_table.load(file, model, "eval"), limit)
 
 
 def _first(prompts: Prompts, count: int) -> list[Prompt]:
-    """The first prompts by key."""
+    """The first `count` prompts in order of their keys."""
     rows = prompts.facts["key"].arg_sort()[:count]
     return [prompts[int(row)] for row in rows]
 
@@ -145,11 +151,14 @@ def oversized_trees(drafters: Iterable[Trained], settings: Settings) -> list[str
     for drafter in drafters:
         if not drafter.shaped:
             continue
-        own = Description.of(drafter).config.tree
-        for tree in settings.trees or trees_of([own]):
-            if isinstance(tree, Tree) and tree.depth + 1 > room:
+        drafter_tree = Description.of(drafter).config.tree
+        for tree in settings.trees or trees_of([drafter_tree]):
+            if not isinstance(tree, Tree):  # `auto`
+                continue
+            levels = tree.depth + 1  # `depth` levels follow the first one
+            if levels > room:
                 warnings[str(tree)] = (
-                    f"tree {tree} drafts {tree.depth + 1} tokens in a row, and a response of "
+                    f"tree {tree} drafts {levels} tokens in a row, and a response of "
                     f"--max-new-tokens {settings.max_new_tokens} has {room} after its first: the rest is "
                     "drafted in vain"
                 )

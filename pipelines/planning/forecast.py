@@ -19,6 +19,7 @@ from vlmdistill.drafters.training.run import Run, RunData, finished
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.pipelines.bench.evaluate import Settings, held_out
+from vlmdistill.pipelines.bench.records import PromptResult
 from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.prompts.prompt_table import facts_of
@@ -46,7 +47,8 @@ from vlmdistill.stores.store import Store
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.describe import TargetDescription
 
-LARGER = "use a larger machine, or --target-dtype bfloat16"
+MEMORY_ADVICE = "use a larger machine, or --target-dtype bfloat16"
+ID_BYTES = 4  # of the id of a token in a file of responses
 STAGES = ("responses", "features", "train")
 
 
@@ -60,7 +62,7 @@ class Speeds:
     @classmethod
     def of(cls, root: Path, stated: Sequence[str]) -> "Speeds":
         """Of texts such as `features=3000`; DataError on other texts."""
-        rates = dict[str, float]()
+        rate_of_stage = dict[str, float]()
         for text in stated:
             stage, _, number = text.partition("=")
             is_number = re.fullmatch(r"\d+(\.\d+)?", number) is not None
@@ -69,8 +71,8 @@ class Speeds:
                     f"--rate {text}: write one of {', '.join(STAGES)} and its tokens per second, such as "
                     "features=3000"
                 )
-            rates[stage] = float(number)
-        return cls(root, rates)
+            rate_of_stage[stage] = float(number)
+        return cls(root, rate_of_stage)
 
     def seconds(
         self, stage: str, tokens: float | None, engine: str = "transformers"
@@ -80,9 +82,10 @@ class Speeds:
             return None
         if not tokens:
             return 0.0
-        verb = stage.partition(" ")[0]  # of a training, whatever its method
-        if verb in self.stated:
-            return tokens / self.stated[verb]
+        # `train wren` and other trainings share the rate that is stated for `train`.
+        stated_stage, _, _ = stage.partition(" ")
+        if stated_stage in self.stated:
+            return tokens / self.stated[stated_stage]
         if self.root is None:
             return None
         rate = rates.known(self.root, stage, engine)
@@ -102,12 +105,12 @@ class CaptureForecast:
     to_generate: int
     most_tokens: int  # to generate at most
     likely_tokens: int | None  # to generate
-    samples: int  # of these prompts that exist
+    samples: int  # of these prompts, in the store
     to_capture: int  # at most: filters may drop some of the responses to come
     text_tokens: int | None  # to capture
     visual_tokens: int | None
     features: tuple[str, ...]
-    bytes: int | None  # in the dtype of two bytes; a store of int8 takes half
+    bytes: int | None  # of the features in bfloat16; a store of int8 takes half
     free_bytes: int | None  # where the store lies; None behind a URL
     weights_bytes: int | None  # of the target's files
     response_memory: Memory
@@ -118,15 +121,14 @@ class CaptureForecast:
     def check_responses(self, out: Path) -> None:
         """DataError if the responses cannot be generated here."""
         if self.to_generate:
-            check("responses", self.response_memory, 4 * self.most_tokens, out, LARGER)
+            disk_bytes = ID_BYTES * self.most_tokens
+            check("responses", self.response_memory, disk_bytes, out, MEMORY_ADVICE)
 
     def check(self, responses: Path, store: str) -> None:
         """DataError if the responses and features cannot be made here."""
         self.check_responses(responses)
         if self.to_capture:
-            advice = (
-                f"name another --store, or fewer methods in --for; for memory, {LARGER}"
-            )
+            advice = f"name another --store, or fewer methods in --for; for memory, {MEMORY_ADVICE}"
             check("features", self.feature_memory, self.bytes, store, advice)
 
 
@@ -153,7 +155,7 @@ class _PlannedResponses:
             return 0
         if not len(self.facts):
             return None
-        return round(self.missing * self._sum(self.facts, "tokens") / len(self.facts))
+        return round(self.missing * _sum(self.facts, "tokens") / len(self.facts))
 
     @property
     def longest_sequence(self) -> int:
@@ -162,35 +164,36 @@ class _PlannedResponses:
         return int(longest_prompt) + self.max_tokens  # type: ignore[arg-type]
 
     def tokens_with(self, waiting: pl.DataFrame) -> tuple[int, int] | None:
-        """Text and visual tokens of the responses in `waiting` and of those to generate.
+        """Text and visual tokens, with prompts, of the responses in `waiting` and of those to generate.
 
-        Each of these counts as much as the mean of those that exist; None if there are none.
+        A response to generate counts as much as the mean of those that exist; None if none exists.
         """
         if self.missing and not len(self.facts):
             return None
-        to_come = self.missing / len(self.facts) if self.missing else 0.0
+        missing_per_existing = self.missing / len(self.facts) if self.missing else 0.0
 
         def total(column: str) -> int:
-            future = round(to_come * self._sum(self.facts, column))
-            return self._sum(waiting, column) + future
+            to_generate = round(missing_per_existing * _sum(self.facts, column))
+            return _sum(waiting, column) + to_generate
 
         visual = total("visual_tokens")
-        text = total("prompt_tokens") - visual + total("tokens")
-        return text, visual
+        prompt_text = total("prompt_tokens") - visual  # which counts both
+        return prompt_text + total("tokens"), visual
 
-    @staticmethod
-    def _sum(rows: pl.DataFrame, column: str) -> int:
-        return int(rows[column].sum())
+
+def _sum(rows: pl.DataFrame, column: str) -> int:
+    return int(rows[column].sum())
 
 
 @dataclass(frozen=True)
 class _PlannedCapture:
-    """The samples that a store, or an annex of it, would get; tokens None if no response exists."""
+    """The samples that a store, or an annex of it, would get."""
 
     features: frozenset[Feature]
     samples: int
-    text_tokens: int | None
+    text_tokens: int | None  # None: there is no response to estimate them by
     visual_tokens: int | None
+    waiting_tokens: int  # of those whose responses exist
 
     @classmethod
     def of(
@@ -201,7 +204,10 @@ class _PlannedCapture:
         job: CaptureJob,
         needed: Sequence[str],
     ) -> "_PlannedCapture":
-        """Of one store of a job, which lacks the responses `waiting`; a new store gets `needed` features."""
+        """The samples of the responses in `waiting`, which the store lacks, and of those to generate.
+
+        `needed` are the features that a new store gets.
+        """
         if store.base:
             features = store.select(job.settings.drafters, store.base.info)
         else:
@@ -209,7 +215,8 @@ class _PlannedCapture:
         samples = len(waiting) + planned.missing
         tokens = planned.tokens_with(waiting)
         text, visual = tokens or (None, None)
-        return cls(features, samples, text, visual)
+        waiting_tokens = _sum(waiting, "prompt_tokens") + _sum(waiting, "tokens")
+        return cls(features, samples, text, visual, waiting_tokens)
 
     @property
     def tokens(self) -> int | None:
@@ -225,7 +232,7 @@ class _PlannedCapture:
         size = SampleSize(
             text=self.text_tokens or 0,
             visual=self.visual_tokens or 0,
-            images=self.samples if self.visual_tokens else 0,
+            images=self.samples if self.visual_tokens else 0,  # an estimate: one each
         )
         return feature_cost(self.features, size, hidden_size).bytes
 
@@ -234,39 +241,56 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
     """Forecast responses and features; no weights are loaded and nothing is written."""
     speeds = speeds or Speeds()
     engine = job.workers.engine
-    target = _described(job.workspace.model, job.settings.drafters)
+    description = _described(job.workspace.model, job.settings.drafters)
     planned = _PlannedResponses.of(job)
+    needed = description.together.features
     captures = [
-        _PlannedCapture.of(store, waiting, planned, job, target.together.features)
+        _PlannedCapture.of(store, waiting, planned, job, needed)
         for store, waiting in job.waiting(planned.facts)
     ]
+    # A sample that the store and its annexes lack counts once, though each of them gets features of it.
     largest = max(captures, key=lambda capture: capture.samples)
-    captured = _captured_features(captures)
+    missing_keys = set(facts_of(job.missing())["key"])
+    in_one_pass = job.captures_while_generating(missing_keys)
+    features = _captured_features(captures)
     prompt_keys = {*facts_of(job.prompts)["key"]}
-    response_tokens = planned.likely_tokens
     return CaptureForecast(
         prompts=len(job.prompts),
         responses=len(planned.facts),
         to_generate=planned.missing,
         most_tokens=planned.missing * planned.max_tokens,
-        likely_tokens=response_tokens,
+        likely_tokens=planned.likely_tokens,
         samples=len(prompt_keys & job.store.keys()),
         to_capture=largest.samples,
         text_tokens=largest.text_tokens,
         visual_tokens=largest.visual_tokens,
-        features=tuple(captured),
-        bytes=_capture_bytes(captures, target.target.hidden_size),
+        features=tuple(features),
+        bytes=_capture_bytes(captures, description.target.hidden_size),
         free_bytes=free_disk(job.store.path),
-        weights_bytes=target.weights_bytes,
-        response_memory=_response_memory(job, target, planned),
-        feature_memory=_feature_memory(job, target, captured),
-        response_seconds=speeds.seconds("responses", response_tokens, engine),
-        feature_seconds=speeds.seconds("features", largest.tokens, engine),
+        weights_bytes=description.weights_bytes,
+        response_memory=_response_memory(job, description, planned),
+        feature_memory=_feature_memory(job, description, features),
+        response_seconds=speeds.seconds("responses", planned.likely_tokens, engine),
+        feature_seconds=speeds.seconds(
+            "features", _tokens_to_run(captures, in_one_pass), engine
+        ),
     )
 
 
+def _tokens_to_run(
+    captures: Sequence[_PlannedCapture], in_one_pass: bool
+) -> float | None:
+    """The tokens that the target runs to capture features for the store, then for each annex.
+
+    In one pass, responses that are generated come into the store without another run. None: not known.
+    """
+    own, *annexes = captures
+    own_tokens = own.waiting_tokens if in_one_pass else own.tokens
+    return _total(own_tokens, *(annex.tokens for annex in annexes))
+
+
 def _captured_features(captures: Sequence[_PlannedCapture]) -> list[str]:
-    """The names of the features that some sample gets."""
+    """The names of the features that any sample gets."""
     names = set[str]()
     for capture in captures:
         if capture.samples:
@@ -282,27 +306,31 @@ def _capture_bytes(captures: Sequence[_PlannedCapture], hidden_size: int) -> int
 
 
 def _response_memory(
-    job: CaptureJob, target: "TargetDescription", planned: _PlannedResponses
+    job: CaptureJob, description: "TargetDescription", planned: _PlannedResponses
 ) -> Memory:
     """A process that generates responses."""
+    # On a GPU, free memory decides how large batches are; they are forecast as on a CPU.
     responses = min(job.batch or CPU_BATCH, planned.missing)
-    batch = _response_batch(target.target, responses, planned.longest_sequence)
-    return _worker_memory(target, _dtype(job), batch)
+    batch = _response_batch(description.target, responses, planned.longest_sequence)
+    return _worker_memory(description, _dtype(job), batch)
 
 
 def _feature_memory(
-    job: CaptureJob, target: "TargetDescription", features: Sequence[str]
+    job: CaptureJob, description: "TargetDescription", features: Sequence[str]
 ) -> Memory:
     """A process that captures features."""
-    batch = {"pass": rows(target.target, job.settings.batch_tokens, features)}
-    return _worker_memory(target, _dtype(job), batch)
+    batch = {"pass": rows(description.target, job.settings.batch_tokens, features)}
+    return _worker_memory(description, _dtype(job), batch)
 
 
 def _worker_memory(
-    target: "TargetDescription", dtype: str, batch: Mapping[str, int]
+    description: "TargetDescription", dtype: str, batch: Mapping[str, int]
 ) -> Memory:
-    """A process with a target that may be spread over GPUs; `batch` are the numbers of its batches."""
-    return on_target(target.parameters.all, dtype, batch=batch, spread=True)
+    """A process with a target that may be spread over GPUs.
+
+    `batch` is how many numbers a batch takes beside the weights, by what they are.
+    """
+    return on_target(description.parameters.all, dtype, batch=batch, spread=True)
 
 
 def _dtype(job: CaptureJob) -> str:
@@ -310,20 +338,24 @@ def _dtype(job: CaptureJob) -> str:
 
 
 def _response_batch(info: TargetInfo, responses: int, tokens: int) -> dict[str, int]:
-    """The numbers of a batch of responses, each of so many tokens with its prompt."""
+    """How many numbers a batch of responses takes, each of `tokens` tokens with its prompt."""
     return {
         "kv_cache": kv_cache(info, responses * tokens),
-        "logits": 2 * responses * info.vocab_size,
+        "logits": 2 * responses * info.vocab_size,  # and their probabilities
     }
 
 
 def _described(
     model: str, drafters: Sequence[str] | None = None
 ) -> "TargetDescription":
-    """The target. It alone needs transformers, which takes longer to import than a forecast of training."""
+    """The target, and what `drafters` need of it; None: all methods.
+
+    Only here, as transformers takes longer to import than a forecast of training takes in all.
+    """
     from vlmdistill.pipelines.targets.describe import describe
 
-    return describe(model, 0, 0, drafters=drafters)
+    # The size of a sample is not asked for.
+    return describe(model, text=0, visual=0, drafters=drafters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,28 +391,29 @@ def needs_of_training(
     _, tokens = run.packing(world)
     features = len(run.config.model.needs(info))
     memory = of_training(info, weights, run.precision, tokens, features)
-    return weights, memory, (SAVED + 1) * 4 * weights
+    saved_floats = (SAVED + 1) * weights  # of the checkpoints, and of the drafter
+    return weights, memory, 4 * saved_floats
 
 
 PLANNED_TOKENS = 2048  # of a prompt with its response, in `fits`
 
 
 def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
-    """The memory of a process of each stage in bfloat16, beside that of so many GPUs of a size.
+    """By stage, the memory of one process in bfloat16, to be compared with that of GPUs.
 
-    Stages run with their defaults, responses with `PLANNED_TOKENS` for each prompt; a training of each method
-    is one rank per GPU, before ZeRO.
+    Stages run with their defaults, responses with `PLANNED_TOKENS` for each prompt. A training, of each
+    method, has a rank on each GPU, and its memory is that without ZeRO.
     """
-    target = _described(model)
-    info = target.target
-    weights = target.parameters.all
+    description = _described(model)
+    info = description.target
+    weights = description.parameters.all
     dtype = "bfloat16"
     responses = _response_batch(info, CPU_BATCH, PLANNED_TOKENS)
-    one_pass = rows(info, CaptureSettings.batch_tokens, target.together.features)
+    one_pass = rows(info, CaptureSettings.batch_tokens, description.together.features)
     one_response = kv_cache(info, PLANNED_TOKENS)
     stages = {
-        "responses": _worker_memory(target, dtype, responses),
-        "features": _worker_memory(target, dtype, {"pass": one_pass}),
+        "responses": _worker_memory(description, dtype, responses),
+        "features": _worker_memory(description, dtype, {"pass": one_pass}),
         "eval, serve": on_target(weights, dtype, batch={"kv_cache": one_response}),
     }
     for name in filter(catalogue.is_trained, catalogue.NAMES):
@@ -407,7 +440,10 @@ def check_training(run: Run, world: int = 1) -> None:
 
 
 def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainForecast:
-    """Forecast a training; nothing is written. Raises what the training would of its store and settings."""
+    """Forecast a training; nothing is written.
+
+    It raises what the training itself would raise when its store and settings are checked.
+    """
     speeds = speeds or Speeds()
     data = RunData.of(run)
     micro, budget = run.packing(world)
@@ -434,7 +470,7 @@ def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainFor
     seconds = speeds.seconds(f"train {run.drafter}", steps_left * batch_tokens)
     samples = data.samples[-1]  # of the last stage
     shares = {
-        stage.name: schedule.share(number)
+        stage.name: schedule.length_of(number)
         for number, stage in enumerate(schedule.stages)
     }
     return TrainForecast(
@@ -467,7 +503,7 @@ class EvalForecast:
 
     def check(self, reports: Path) -> None:
         """DataError if the target does not fit here."""
-        check("eval", self.memory, None, reports, LARGER)
+        check("eval", self.memory, None, reports, MEMORY_ADVICE)
 
 
 def evaluation(
@@ -481,7 +517,7 @@ def evaluation(
 ) -> EvalForecast:
     """Forecast an evaluation, its time only if it is to be `timed`; nothing is decoded or written.
 
-    DataError if there are no prompts, TrainingError if a drafter is missing unless `untrained` ones may be.
+    DataError if there are no prompts, TrainingError if a drafter is missing, unless some may be `untrained`.
     """
     settings.check()
     if not untrained:
@@ -527,11 +563,10 @@ def _decoding_seconds(
     """The time of so many responses, plain and of each drafter, by the latest measurements here."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = hardware.of(device).name
-    latest = {
-        result.drafter: result.measurement.prompts
-        for result in reversed(selection.read(workspace.reports).own)
-        if result.evaluation.hardware == machine
-    }
+    latest: dict[str, Sequence[PromptResult]] = {}
+    for result in selection.read(workspace.reports).drafter_results:  # the latest first
+        if result.evaluation.hardware == machine:
+            latest.setdefault(result.drafter, result.measurement.prompts)
     if not {*drafters} <= latest.keys():
         return None
     measured = [latest[name] for name in drafters]
@@ -593,6 +628,7 @@ def run(
     speeds: Speeds,
 ) -> RunForecast:
     """Forecast the flow from the forecasts of its stages; nothing is written."""
+    # One method is named so that the needs of the others are not computed.
     info = _described(model, ["wren"]).target
     trainings = {
         name: PlannedTraining.of(training, info, speeds)
@@ -609,11 +645,11 @@ def run(
     )
 
 
-def _total(*stages: float | None) -> float | None:
+def _total(*amounts: float | None) -> float | None:
     """The sum; None if one of them is not known."""
     total = 0.0
-    for seconds in stages:
-        if seconds is None:
+    for amount in amounts:
+        if amount is None:
             return None
-        total += seconds
+        total += amount
     return total

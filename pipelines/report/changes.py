@@ -288,7 +288,7 @@ def _read(where: Path, conditions: Sequence[str]) -> list[DrafterResult]:
     if not files:
         raise DataError(f"no evaluations in {folder}: {needed}")
     results = of_drafters(map(records.read, files))
-    return Kept(results).where(conditions).latest.own
+    return Kept(results).where(conditions).latest.drafter_results
 
 
 def _by_name(results: Sequence[DrafterResult]) -> dict[str, dict[float, DrafterResult]]:

@@ -267,11 +267,11 @@ def read(
     """
     reports = workspace.reports
     selected = selection.latest(reports, workspace.model, where)
-    served = sorted(selected.served, key=lambda result: result.evaluation.name)
+    served = sorted(selected.server_results, key=lambda result: result.evaluation.name)
     return ReportPage(
         page=out or reports / "index.html",
         title=workspace.root.name,
-        views=_views(workspace, selected.own),
+        views=_views(workspace, selected.drafter_results),
         served=served,
         runs=trainings.read(workspace),
         interim=interim(reports),

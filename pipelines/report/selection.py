@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 from pathlib import Path
 from typing import Final
 
@@ -21,88 +22,97 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.views import expressions
 
 LISTED: Final = (
-    *("name", "measured", "drafter", "prompts", "dataset"),
-    *("temperature", "tree", "tau", "speedup", "machine"),
+    "name",
+    "measured",
+    "drafter",
+    "prompts",
+    "dataset",
+    "temperature",
+    "tree",
+    "tau",
+    "speedup",
+    "machine",
 )
 """The columns that `eval --list` prints."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Results of drafters, then those of servers; of each, the latest first."""
+    """Results of evaluations: those of drafters, then those of servers, of each the latest first."""
 
     results: Sequence[DrafterResult | ServerResult]
 
     @property
-    def own(self) -> list[DrafterResult]:
-        """Those of drafters."""
+    def drafter_results(self) -> list[DrafterResult]:
+        """The results of drafters."""
         return [result for result in self.results if isinstance(result, DrafterResult)]
 
     @property
-    def served(self) -> list[ServerResult]:
-        """Those of servers."""
+    def server_results(self) -> list[ServerResult]:
+        """The results of servers."""
         return [result for result in self.results if isinstance(result, ServerResult)]
 
     @property
     def table(self) -> pl.DataFrame:
-        """A row of columns for each."""
+        """A row for each result, with all columns that any of them has."""
         rows = [result.facts for result in self.results]
         return pl.DataFrame(rows, infer_schema_length=None)
 
     def where(self, conditions: Sequence[str]) -> "Kept":
-        """Those for which all expressions are true (`stores.views.expressions`).
+        """The results for which all expressions are true (`stores.views.expressions`).
 
         Raises:
             StoreError: An expression has a mistake.
-            DataError: None is left.
+            DataError: No result is left.
         """
         if not conditions:
             return self
         table = self.table
-        selected = [True] * len(self.results)
-        if selected:
-            for text in conditions:
-                expression = expressions.where(
-                    text, table.columns, listed="eval --list --json"
-                )
-                matches = expression.keep(table)
-                selected = [
-                    before and bool(match)
-                    for before, match in zip(selected, matches, strict=True)
-                ]
-        if not any(selected):
-            raise DataError(
-                f"--where: none of the {len(selected)} measurements matches: see `eval --list`"
+        is_selected = [True] * len(self.results)
+        # Without results the table has no columns that an expression could name.
+        for text in conditions if self.results else ():
+            expression = expressions.where(
+                text, table.columns, listed="eval --list --json"
             )
-        pairs = zip(self.results, selected, strict=True)
-        return Kept([result for result, is_selected in pairs if is_selected])
+            matches = expression.keep(table)
+            is_selected = [
+                before and bool(match)
+                for before, match in zip(is_selected, matches, strict=True)
+            ]
+        if not any(is_selected):
+            raise DataError(
+                f"--where: none of the {len(self.results)} measurements matches: see `eval --list`"
+            )
+        return Kept([*compress(self.results, is_selected)])
 
     @property
     def latest(self) -> "Kept":
-        """The latest of each kind."""
-        last = {result.kind: result for result in reversed(self.results)}
-        return Kept([result for result in self.results if last[result.kind] is result])
+        """The latest result of each kind."""
+        latest: dict[tuple[object, ...], DrafterResult | ServerResult] = {}
+        for result in self.results:  # the latest first
+            latest.setdefault(result.kind, result)
+        return Kept([*latest.values()])
 
 
 def read(reports: Path) -> Kept:
     """All evaluations that a workspace keeps; DataError if a JSON file there is not an evaluation."""
-    own = map(records.read, records.files_in(reports))
-    servers = map(served_records.read, records.files_in(reports / "served"))
-    return Kept([*of_drafters(own), *of_servers(servers)])
+    evaluations = map(records.read, records.files_in(reports))
+    served = map(served_records.read, records.files_in(reports / "served"))
+    return Kept([*of_drafters(evaluations), *of_servers(served)])
 
 
 def last_of_each(reports: Path) -> dict[str, list[DrafterResult]]:
-    """The results of the last evaluation of each drafter; of the others only the headings are read.
+    """The results of the last evaluation of each drafter; of other evaluations only the headings are read.
 
-    DataError as of `read`.
+    DataError if a JSON file among the reports is not an evaluation.
     """
-    headings = [(records.heading(file), file) for file in records.files_in(reports)]
+    headed_files = [(records.heading(file), file) for file in records.files_in(reports)]
     last_measured: dict[str, str] = {}
-    for heading, _ in headings:
+    for heading, _ in headed_files:
         before = last_measured.get(heading.drafter, "")
         last_measured[heading.drafter] = max(before, heading.measured)
     results: dict[str, list[DrafterResult]] = {name: [] for name in last_measured}
-    for heading, file in headings:
+    for heading, file in headed_files:
         if heading.measured == last_measured[heading.drafter]:
             results[heading.drafter] += of_drafters([records.read(file)])
     return results
@@ -127,21 +137,23 @@ def latest(reports: Path, model: str, where: Sequence[str] = ()) -> Kept:
 def distinguished(
     sides: Sequence[Sequence[DrafterResult]],
 ) -> list[list[DrafterResult]]:
-    """The same results, each named by its drafter and the facts that distinguish its results.
+    """The results, each named by its drafter and by facts that tell the evaluations of that drafter apart.
 
-    Results are told apart within a side only: those of one drafter on both sides get the same name, so
+    Facts tell apart what is on one side: evaluations that differ only by their side get the same name, so
     that they can be compared.
     """
-    labels: dict[int, str] = {}  # by the id of an evaluation
-    for drafter in {result.drafter for side in sides for result in side}:
-        own_sides = [_evaluations_of(drafter, side) for side in sides]
-        facts = distinguishing_facts(own_sides)
-        for evaluation in (evaluation for side in own_sides for evaluation in side):
-            labels[id(evaluation)] = labelled(evaluation, facts)
+    results = [result for side in sides for result in side]
+    label_of: dict[int, str] = {}  # by the id of an evaluation
+    for drafter in {result.drafter for result in results}:
+        drafter_sides = [_evaluations_of(drafter, side) for side in sides]
+        facts = distinguishing_facts(drafter_sides)
+        for evaluation in chain.from_iterable(drafter_sides):
+            label_of[id(evaluation)] = labelled(evaluation, facts)
+    # One renamed evaluation for all results that share it.
     renamed: dict[int, Evaluation] = {}
-    for result in (result for side in sides for result in side):
+    for result in results:
         evaluation = result.evaluation
-        label = labels[id(evaluation)]
+        label = label_of[id(evaluation)]
         if label != evaluation.name and id(evaluation) not in renamed:
             renamed[id(evaluation)] = replace(evaluation, name=label)
     return [[_renamed(result, renamed) for result in side] for side in sides]
@@ -158,36 +170,43 @@ def _renamed(result: DrafterResult, renamed: dict[int, Evaluation]) -> DrafterRe
 
 
 def distinguishing_facts(sides: Sequence[Sequence[Evaluation]]) -> list[str]:
-    """The facts that tell a drafter's evaluations apart within each side, as few as possible.
+    """The names of facts that tell a drafter's evaluations apart within each side.
 
-    A fact is added, in the order of `_labels`, if it splits evaluations that those before it do not.
+    A fact is taken, in the order of `_labels`, if it tells evaluations apart that the facts before it do not.
     """
     labels = [[_labels(evaluation) for evaluation in side] for side in sides]
-    names = dict.fromkeys(name for side in labels for one in side for name in one)
+    names: dict[str, None] = {}  # in order, each once
+    for evaluation_labels in chain.from_iterable(labels):
+        names |= dict.fromkeys(evaluation_labels)
     facts: list[str] = []
     for name in names:
-        if _groups(labels, [*facts, name]) != _groups(labels, facts):
+        if _distinct(labels, [*facts, name]) != _distinct(labels, facts):
             facts.append(name)
     return facts
 
 
-def _groups(
+def _distinct(
     sides: Sequence[Sequence[dict[str, str]]], facts: Sequence[str]
 ) -> list[int]:
-    """How many different evaluations of each side these facts tell apart."""
-    return [len({tuple(map(labels.get, facts)) for labels in side}) for side in sides]
+    """For each side, how many different evaluations it has if only these facts count."""
+    counts = []
+    for side in sides:
+        different = {tuple(map(labels.get, facts)) for labels in side}
+        counts.append(len(different))
+    return counts
 
 
 def labelled(evaluation: Evaluation, facts: Sequence[str]) -> str:
-    """The drafter's name with these facts; a name that has its tree keeps it."""
+    """The drafter's name with these facts; the tree stays if the evaluation's name has it."""
     drafter, at, _ = evaluation.name.partition("@")
     shown_facts = {*facts, "tree"} if at else {*facts}
     labels = _labels(evaluation)
-    return drafter + "".join(labels[name] for name in labels if name in shown_facts)
+    shown_labels = [labels[name] for name in labels if name in shown_facts]
+    return drafter + "".join(shown_labels)
 
 
 def _labels(evaluation: Evaluation) -> dict[str, str]:
-    """Each fact that can distinguish evaluations of a drafter, as its name shows it; the plainest first."""
+    """By fact, the text that adds it to a drafter's name; the facts that say most to a reader first."""
     settings = conditions(evaluation)
     labels = {"title": f" ({evaluation.title})" if evaluation.title else ""}
     labels["tree"] = f"@{evaluation.tree}"

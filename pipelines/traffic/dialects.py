@@ -4,8 +4,8 @@
 - `BatchRequest` and `BatchAnswer`: the input and the output files of OpenAI's batch API.
 - `LiteLLMLine`: the standard logging payload of LiteLLM (docs.litellm.ai/docs/proxy/logging_spec).
 
-A line of any other form is refused, and an error names the field: what is not read could hide a value that a
-policy denies.
+A line of any other form is refused. So is a field that is not declared here, by its name: it could hold a
+value that a policy denies. Only LiteLLM's payload may have other fields, which its specification describes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +19,18 @@ from msgspec import Meta
 from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
 
-BODY_NAMES = ("user", "model")  # what a policy may name of the request's body
-HIDING = ("headers", "extra_headers", "request_headers", "header_names")
-OK = 200  # status of HTTP
-LITELLM_HEADERS = "x-"  # begins the names of headers that LiteLLM logs
-CHAT = ("chat/completions", "/responses")  # the URLs of requests that are read
+BODY_NAMES = ("user", "model")  # fields of a request that a policy may name
+# Fields of a request in which clients send headers, out of a policy's sight.
+HEADER_FIELDS = ("headers", "extra_headers", "request_headers", "header_names")
+HTTP_OK = 200
+LITELLM_PREFIX = "x-"  # LiteLLM logs only headers whose names begin with it
+CHAT_URLS = (
+    "chat/completions",
+    "/responses",
+)  # ends of the URLs of requests that are read
 
 Seconds = Annotated[float, Meta(ge=1e9, lt=1e11)]
-"""Since 1970: a time after 2001, and no milliseconds."""
+"""Since 1970. The bounds, in the years 2001 and 5138, refuse milliseconds."""
 Headers = Mapping[str, str | Sequence[str]]
 
 
@@ -34,18 +38,18 @@ Headers = Mapping[str, str | Sequence[str]]
 class Exchange:
     """One request and the response to it, as they were logged."""
 
-    row: Row  # where it stands
+    row: Row  # the line of the log
     request: Mapping[str, Any]
     response: Mapping[str, Any]
     time: float | None = None  # in seconds since 1970
     headers: Mapping[str, Sequence[str]] | None = None
     """Of the request, by name in lower case; None: not logged."""
     logs_header: Callable[[str], bool] = lambda name: True
-    """Whether a header of this name would have been logged."""
+    """Whether the log would have a header of this name if the request had it."""
 
     @property
     def messages(self) -> Any:
-        """The conversation that was sent; the row is bad if it is not a list."""
+        """The messages that were sent, `instructions` first. What is no list is refused by who reads it."""
         messages = self.request.get("messages", self.request.get("input"))
         system = self.request.get("instructions")
         if isinstance(messages, list) and isinstance(system, str):
@@ -61,30 +65,32 @@ class Exchange:
         return _choice_of_responses_api(self.response)
 
     def values(self, name: str) -> Sequence[str] | None:
-        """The values that a policy's list meets: of the `user`, the `model`, or a header in lower case.
+        """The values of a name that a policy lists: `user`, `model`, or a header in lower case.
 
         Empty if the request has none of this name; None if the log does not tell.
         """
-        is_body_name = name in BODY_NAMES
-        body_value = self.request.get(name) if is_body_name else None
+        in_body = name in BODY_NAMES
+        body_value = self.request.get(name) if in_body else None
         if not isinstance(body_value, str | int | float | NoneType):
             return None
         values = [] if body_value is None else [str(body_value)]
         if self.headers is not None and self.logs_header(name):
+            # A header may be called `user`, too: a policy that denies a user denies both.
             return [*values, *self.headers.get(name, [])]
-        return values if is_body_name else None
+        return values if in_body else None
 
 
 def _choice_of_responses_api(response: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message of a response of the responses API, as a choice; BadRowError if it is not one message."""
+    """A response of the responses API as a choice; BadRowError unless its output is one message."""
     output = response.get("output")
     if not isinstance(output, list) or len(output) != 1:
         raise BadRowError("no response")
     message = output[0]
     if not isinstance(message, Mapping) or message.get("type") != "message":
         raise BadRowError("no response")
-    finish = "stop" if response.get("status") == "completed" else "length"
-    return {"message": message, "finish_reason": finish}
+    # A message with another status is incomplete, as one that was cut off by its length.
+    finish_reason = "stop" if response.get("status") == "completed" else "length"
+    return {"message": message, "finish_reason": finish_reason}
 
 
 class RecordedLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -94,8 +100,10 @@ class RecordedLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     response: dict[str, Any]
     time: Seconds | None = None
     headers: dict[str, str | list[str]] | None = None
-    header_names: list[str] | None = None  # that would have been logged; None: all
-    decoding: Any = None  # facts of our server
+    header_names: list[str] | None = (
+        None  # the only ones that are logged; None: all are
+    )
+    decoding: Any = None  # figures of our server, which are not read
 
     def exchange(self, row: Row) -> Exchange:
         """The exchange of a line; BadRowError if its request has headers of its own."""
@@ -118,14 +126,14 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     custom_id: str
     body: dict[str, Any]
-    url: str = CHAT[0]
+    url: str = CHAT_URLS[0]
     method: str = "POST"
 
 
 class BatchResponse(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The response of HTTP in the output of a batch."""
 
-    status_code: int = OK
+    status_code: int = HTTP_OK
     request_id: str | None = None
     body: dict[str, Any] | None = None
 
@@ -144,7 +152,7 @@ class BatchAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise BadRowError("failed request")
         if self.response is None:
             raise BadRowError("no response")
-        if self.response.status_code != OK:
+        if self.response.status_code != HTTP_OK:
             raise BadRowError("failed request", f"status {self.response.status_code}")
         if self.response.body is None:
             raise BadRowError("no response")
@@ -154,18 +162,19 @@ class BatchAnswer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The exchange of a line and its request; BadRowError if the request failed."""
         body = self.body()
         _require_no_headers(request)
-        time = body.get("created", body.get("created_at"))
-        return Exchange(row, request, body, time=_converted(time, Seconds | None))
+        created = body.get("created", body.get("created_at"))
+        time: float | None = _typed(created, Seconds | None)
+        return Exchange(row, request, body, time=time)
 
 
 class LiteLLMMetadata(msgspec.Struct, kw_only=True):
-    """Facts that LiteLLM logs of the client."""
+    """What LiteLLM logs of the requester."""
 
     requester_custom_headers: dict[str, str] | None = None
 
 
 class LiteLLMLine(msgspec.Struct, kw_only=True):
-    """A standard logging payload. Of its many fields, only those that are read are declared."""
+    """A standard logging payload. Only the fields that are read are declared."""
 
     status: str
     messages: list[Any] | dict[str, Any] | str | None
@@ -177,56 +186,60 @@ class LiteLLMLine(msgspec.Struct, kw_only=True):
     end_user: str | None = None
 
     def exchange(self, row: Row) -> Exchange:
-        """The exchange of a line; BadRowError if it failed, or its parts are not those of a chat."""
+        """The exchange of a line; BadRowError if the request failed, has headers, or has two users."""
         if self.status != "success":
             raise BadRowError("failed request")
         if not isinstance(self.response, dict):
             raise BadRowError("no response")
         _require_no_headers(self.model_parameters)
-        body = {**self.model_parameters, "messages": self.messages, "model": self.model}
+        request = {
+            **self.model_parameters,
+            "messages": self.messages,
+            "model": self.model,
+        }
         metadata = self.metadata or LiteLLMMetadata()
         headers: dict[str, list[str]] | None = None
         if metadata.requester_custom_headers is not None:
             headers = _by_lower_name(metadata.requester_custom_headers)
         if self.end_user:
-            body.setdefault("user", self.end_user)
-            if body["user"] != self.end_user:
+            user = request.setdefault("user", self.end_user)
+            if user != self.end_user:
                 raise BadRowError("unreadable line", "user and end_user differ")
         return Exchange(
             row,
-            body,
+            request,
             self.response,
             time=self.start_time,
             headers=headers,
-            logs_header=lambda name: name.startswith(LITELLM_HEADERS),
+            logs_header=lambda name: name.startswith(LITELLM_PREFIX),
         )
 
 
 def is_batch_request(value: Any) -> bool:
-    """Whether a row is a request of a batch, which is answered elsewhere."""
+    """Whether a row is a request of a batch, whose answer is in another file."""
     if not isinstance(value, Mapping) or "response" in value:
         return False
     return "custom_id" in value and "body" in value
 
 
 def read_batch_request(value: Any) -> BatchRequest:
-    """The request of a batch; BadRowError if it is none for a chat."""
-    request: BatchRequest = _converted(value, BatchRequest)
-    if not request.url.endswith(CHAT):
+    """The request of a batch; BadRowError if it is not for a chat."""
+    request: BatchRequest = _typed(value, BatchRequest)
+    if not request.url.endswith(CHAT_URLS):
         raise BadRowError("no conversation", f"a request to {request.url}")
     return request
 
 
 def read_line(value: Any) -> RecordedLine | BatchAnswer | LiteLLMLine:
-    """The line of a log in its form; BadRowError names the field that is wrong, or says that no form fits."""
+    """A line of a log, in its form; BadRowError names the field that is wrong, or says that no form fits."""
     if not isinstance(value, Mapping):
         raise BadRowError("not an object")
-    line: RecordedLine | BatchAnswer | LiteLLMLine = _converted(value, _form_of(value))
+    line: RecordedLine | BatchAnswer | LiteLLMLine = _typed(value, _form_of(value))
     return line
 
 
 def _form_of(value: Mapping[str, Any]) -> type[msgspec.Struct]:
-    """The form of a line by its names."""
+    """The form of a line, by the names of its fields."""
     if "custom_id" in value:
         return BatchAnswer
     if "startTime" in value:
@@ -238,8 +251,8 @@ def _form_of(value: Mapping[str, Any]) -> type[msgspec.Struct]:
     )
 
 
-def _converted(value: Any, form: Any) -> Any:
-    """A value in a form; BadRowError names the field that is wrong, and never what it holds."""
+def _typed(value: Any, form: Any) -> Any:
+    """A value as an object of a form; BadRowError names a field that is wrong, without its private value."""
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
@@ -247,7 +260,7 @@ def _converted(value: Any, form: Any) -> Any:
 
 
 def _by_lower_name(headers: Headers) -> dict[str, list[str]]:
-    """The values of headers by name in lower case; an empty list is a value, too."""
+    """The values of headers by name in lower case; a header without a value has an empty one."""
     values: dict[str, list[str]] = {}
     for name, value in headers.items():
         listed = [value] if isinstance(value, str) else [*value] or [""]
@@ -258,10 +271,10 @@ def _by_lower_name(headers: Headers) -> dict[str, list[str]]:
 
 
 def _require_no_headers(body: Mapping[str, Any]) -> None:
-    """BadRowError if a body has headers, or a name that a policy is about in another spelling."""
+    """BadRowError if a body has headers, or `user` or `model` in a spelling that no policy would meet."""
     for name in body:
-        plain = name.strip().lower().replace("-", "_")
-        if plain in HIDING:
+        plain_name = name.strip().lower().replace("-", "_")
+        if plain_name in HEADER_FIELDS:
             raise BadRowError("headers in the request", f"'{name}': put them beside it")
-        if plain in BODY_NAMES and name != plain:
-            raise BadRowError("unreadable line", f"'{name}': write {plain}")
+        if plain_name in BODY_NAMES and name != plain_name:
+            raise BadRowError("unreadable line", f"'{name}': write {plain_name}")

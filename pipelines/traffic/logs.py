@@ -1,7 +1,7 @@
 """The files of logs, on disks and at URLs, and the exchanges in them.
 
-`dialects.py` has the forms of lines. A line that cannot be used has a problem; a file that cannot be read
-raises DataError.
+`dialects.py` has the forms of lines. A line that cannot be used is yielded with its problem; a file that
+cannot be read raises DataError.
 """
 
 import errno
@@ -36,23 +36,23 @@ from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, naming, one_line
 from vlmdistill.stores.input_files import read_bytes
 
-FILES = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
-MOST_SHOWN = 3  # unread files in a line
+LOG_ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
+MOST_SHOWN = 3  # unread files that `unread_line` names
 
 BadLine = tuple[Row, BadRowError]
 FileState = tuple[int, int]
-"""Bytes, and the time of the last change in ns (0 at a URL): what changes when a file grows."""
+"""Bytes, and the time of the last change in ns (0 at a URL): a file with another state has changed."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of files at URLs, which are removed after use: a log is not ours to keep."""
+    """Copies files at URLs for as long as they are used: a log is not ours to keep."""
 
-    workspace: Workspace  # in which they lie meanwhile
+    workspace: Workspace  # where the copies are meanwhile
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[Path]:
-        """A file on this machine; MediaError if it cannot be copied."""
+        """The path of a file, or of a copy of a URL; MediaError if it cannot be copied."""
         if not is_url(name):
             yield Path(name)
             return
@@ -68,7 +68,7 @@ class LogFile:
 
     name: str  # path or URL
     state: FileState
-    folder: str  # path or URL, to which paths in the file are relative
+    folder: str  # path or URL: paths in the file are relative to it
     copies: Copies
 
     def rows(self) -> Iterator[Row]:
@@ -94,6 +94,7 @@ class LogFile:
 
     def _media_url(self, name: str) -> str:
         url = name if is_url(name) else f"{self.folder}/{name}"
+        # `copy_of` refuses a URL with `..`, which would lead out again.
         if not url.startswith(f"{self.folder}/"):
             raise BadRowError("media outside of the log")
         return url
@@ -118,38 +119,38 @@ class _Place:
 
 
 class BatchRequests:
-    """The requests of batches by their ids, in a temporary file: a batch may be larger than memory."""
+    """The requests of batches by their ids, in a temporary file, as a batch may be larger than memory."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed, and gone, with this object)
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
         weakref.finalize(self, self._file.close)
-        self._places: dict[str, _Place | None] = {}
+        self._place_of: dict[str, _Place | None] = {}  # None: several differ
 
     def add(self, request: BatchRequest) -> None:
-        """Keep a request. If several have one id, as batches that count from 1 do, none of them is kept."""
+        """Keep a request, unless requests with one id differ, as in batches that count from 1: then none."""
         content = json.dumps(request.body, sort_keys=True).encode()
         digest = hashlib.sha256(content).digest()
-        number = request.custom_id
-        if number not in self._places:
+        custom_id = request.custom_id
+        if custom_id not in self._place_of:
             start = self._file.seek(0, os.SEEK_END)
             with naming(tempfile.gettempdir()):
                 self._file.write(content)
-            self._places[number] = _Place(start, len(content), digest)
+            self._place_of[custom_id] = _Place(start, len(content), digest)
             return
-        place = self._places[number]
+        place = self._place_of[custom_id]
         if place is not None and place.digest != digest:
-            self._places[number] = None
+            self._place_of[custom_id] = None
 
     def of(self, answer: BatchAnswer) -> Mapping[str, Any]:
-        """The body of the request that is answered; BadRowError if there is none, or several."""
-        number = answer.custom_id
-        if number not in self._places:
+        """The body of the request that is answered; BadRowError if there is none, or several that differ."""
+        custom_id = answer.custom_id
+        if custom_id not in self._place_of:
             raise BadRowError("no request", "name the batch's input file, too")
-        place = self._places[number]
+        place = self._place_of[custom_id]
         if place is None:
             raise BadRowError(
                 "several requests",
-                f"batches share the id {number}: harvest one at a time",
+                f"batches share the id {custom_id}: harvest one at a time",
             )
         self._file.seek(place.start)
         body: dict[str, Any] = json.loads(self._file.read(place.length))
@@ -166,7 +167,7 @@ class Log:
 
     @classmethod
     def open(cls, names: Sequence[str], workspace: Workspace) -> "Log":
-        """The files of these paths and URLs; DataError if one has none."""
+        """The files at these paths and URLs; DataError if there is none at one of them."""
         copies = Copies(workspace)
         unread: dict[str, str] = {}
         files = [file for name in names for file in _files(name, copies, unread)]
@@ -174,10 +175,10 @@ class Log:
 
     @cached_property
     def _batch_requests(self) -> BatchRequests:
-        """The requests of batches in all files: an answer may stand in any other file."""
+        """The requests of batches in all files: an answer may be in another file than its request."""
         requests = BatchRequests()
         for file in self.files:
-            with suppress(*FOR_USER):  # which `read` of that file raises, too
+            with suppress(*FOR_USER):  # `read` of that file raises it again
                 for row in file.rows():
                     if row.problem is None and is_batch_request(row.value):
                         with suppress(BadRowError):
@@ -185,7 +186,7 @@ class Log:
         return requests
 
     def read(self, file: LogFile) -> Iterator[Exchange | BadLine]:
-        """The exchanges of a file, and the rows that are none with the problem."""
+        """The exchanges of a file; in place of one that cannot be used, its row and the problem."""
         for row in file.rows():
             try:
                 exchange = self._exchange(row)
@@ -198,19 +199,24 @@ class Log:
     def _exchange(self, row: Row) -> Exchange | None:
         """The exchange of a row; None for a request of a batch. BadRowError if it is neither."""
         if row.problem:
+            # Without the detail, which may quote the line.
             raise BadRowError(row.problem.reason)
         if is_batch_request(row.value):
-            read_batch_request(row.value)
+            read_batch_request(row.value)  # only to check it
             return None
         line = read_line(row.value)
         if isinstance(line, BatchAnswer):
-            line.body()  # first: a request that failed needs no input file
+            # A request that failed is told as such, also if the batch's input file is not there.
+            line.body()
             return line.exchange(row, self._batch_requests.of(line))
         return line.exchange(row)
 
 
 def _files(name: str, copies: Copies, unread: dict[str, str]) -> list[LogFile]:
-    """The files of a path or URL, by name; DataError if there is none. `unread` gets what cannot be read."""
+    """The logs at a path or URL, sorted by name; DataError if there is none.
+
+    Files and folders that cannot be read are added to `unread`.
+    """
     if is_url(name):
         return _remote_files(name.rstrip("/"), copies)
     if "://" in name:
@@ -233,7 +239,7 @@ def _files_below(folder: Path, copies: Copies, unread: dict[str, str]) -> list[L
         try:
             if error:
                 raise error
-            if path.name.lower().endswith(FILES):
+            if path.name.lower().endswith(LOG_ENDINGS):
                 files.append(_local_file(path, folder.resolve(), copies))
         except OSError as reason:
             unread[str(path)] = reason.strerror or str(reason)
@@ -241,7 +247,7 @@ def _files_below(folder: Path, copies: Copies, unread: dict[str, str]) -> list[L
         raise DataError(unread_line(unread))
     if not files:
         raise DataError(
-            f"{folder} holds no log: its files end in none of {', '.join(FILES)}"
+            f"{folder} holds no log: its files end in none of {', '.join(LOG_ENDINGS)}"
         )
     return files
 
@@ -257,7 +263,7 @@ def _remote_files(url: str, copies: Copies) -> list[LogFile]:
     parent, _, leaf = url.rpartition("/")
     try:
         size = open_backend(parent).size(leaf)
-        if size is None:
+        if size is None:  # no object has this name
             folder = url
             sizes = open_backend(url).list_files("")
         else:
@@ -268,17 +274,18 @@ def _remote_files(url: str, copies: Copies) -> list[LogFile]:
     files = [
         LogFile(f"{folder}/{name}", (length, 0), folder, copies)
         for name, length in sorted(sizes.items())
-        if name.lower().endswith(FILES)
+        if name.lower().endswith(LOG_ENDINGS)
     ]
     if not files:
         raise DataError(
-            f"{url} holds no log: there is no object whose name ends in {', '.join(FILES)}"
+            f"{url} holds no log: there is no object whose name ends in {', '.join(LOG_ENDINGS)}"
         )
     return files
 
 
 def unread_line(unread: Mapping[str, str]) -> str:
     """Which files and folders of a log could not be read, and why, in a line."""
+    # Some reasons name the file already.
     problems = [
         reason if name in reason else f"{name} cannot be read: {reason}"
         for name, reason in unread.items()

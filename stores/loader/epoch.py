@@ -137,7 +137,7 @@ class Epoch(Iterator[PackedSamples]):
         self._world = world
         self._steps = 0
         self._batches = level(batches, world)[rank::world]
-        self.whole = self._whole(share)
+        self.epoch_batches = self._epoch_batches(share)
         """Batches of one rank in the whole epoch, as if its ranks and budget had always been the present."""
         self._next = 0
         self._depth = LOCAL_DEPTH if store.backend.is_local else REMOTE_DEPTH
@@ -161,7 +161,7 @@ class Epoch(Iterator[PackedSamples]):
             for budget, ranks, steps in state["history"]
         ]
 
-    def _whole(self, share: Fraction) -> int | float:
+    def _epoch_batches(self, share: Fraction) -> int | float:
         """The batches of the whole epoch, of which `share` remains."""
         whole = Fraction(sum(steps for _, _, steps in self._history))
         if share:

@@ -14,7 +14,7 @@ from tests.cli.conftest import dialogues
 from tests.cli.test_overview import printed, responded
 from tests.drafters import synthetic
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.planning import resources
+from vlmdistill.pipelines.planning import forecast, resources
 from vlmdistill.pipelines.workspace import rates
 from vlmdistill.stores.errors import DataError
 
@@ -89,6 +89,26 @@ def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> N
     for text in ("features", "features=0", "feature=3", "features=-1"):
         assert main([*FEATURES, "--rate", text]) == 1
         assert "such as features=3000" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("prompts")
+def test_what_one_pass_captures_takes_no_time_of_its_own(capsys: Output) -> None:
+    stated = ("--rate", "features=50", "--rate", "responses=2.5")
+    responded(4, tokens=11)
+    vllm = printed(capsys, *FEATURES, *stated, "--engine", "vllm")
+    assert vllm["feature_seconds"] == pytest.approx(4 * (9 + 11) / 50)
+    here = printed(capsys, *FEATURES, *stated)
+    assert here["feature_seconds"] == pytest.approx(here["text_tokens"] / 50)
+    assert vllm["response_seconds"] == here["response_seconds"]
+
+
+def test_store_and_annex_take_a_pass_of_the_target_each() -> None:
+    own = forecast._PlannedCapture(frozenset(), 2, 30, 10, waiting_tokens=25)
+    annex = forecast._PlannedCapture(frozenset(), 3, 45, 15, waiting_tokens=60)
+    assert forecast._tokens_to_run([own, annex], in_one_pass=False) == 40 + 60
+    assert forecast._tokens_to_run([own, annex], in_one_pass=True) == 25 + 60
+    unknown = forecast._PlannedCapture(frozenset(), 3, None, None, waiting_tokens=0)
+    assert forecast._tokens_to_run([own, unknown], in_one_pass=True) is None
 
 
 @pytest.mark.usefixtures("prompts")

@@ -7,7 +7,7 @@ need. The worker that computes a shard writes it and returns counts; a rerun cap
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -130,6 +130,18 @@ class CaptureJob:
             return ()
         return dataset.without_response(self.prompts, self.responses)
 
+    def captures_while_generating(self, missing_keys: Collection[str]) -> bool:
+        """Whether the engine captures the features of these responses while it generates them.
+
+        vLLM keeps the states of what it generates, but one pass adds no prompt that the store has already.
+        """
+        is_vllm = self.workers.engine != "transformers"
+        return (
+            is_vllm
+            and bool(missing_keys)
+            and self.store.keys().isdisjoint(missing_keys)
+        )
+
     def generated(self) -> pl.DataFrame:
         """The facts of the responses that exist; see `dataset.facts`."""
         facts = dataset.facts(self.responses)
@@ -170,10 +182,12 @@ class CaptureSummary:
     tokens_per_second: float
     seconds: float
 
-    def after(self, seconds: float, stored: int, tokens: int) -> "CaptureSummary":
-        """The summary of this run and of an earlier pass, which took `seconds` for `tokens`.
+    def with_one_pass(
+        self, seconds: float, tokens: int, stored: int
+    ) -> "CaptureSummary":
+        """The summary of this run and of the generation before it, which captured `tokens` in `seconds`.
 
-        `stored` samples were in the store before that pass.
+        `stored` samples were in the store before that.
         """
         total_seconds = seconds + self.seconds
         total_tokens = tokens + self.tokens_per_second * self.seconds

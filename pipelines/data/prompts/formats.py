@@ -38,12 +38,14 @@ Format = Literal["auto", "llava", "sharegpt", "chat", "hf"]
 Columns = Mapping[str, Any]
 
 MESSAGES = "messages"
-CONVERSATIONS = ("conversations", "conversation")  # may be JSON text
-OTHER_TURNS = ("items", "texts", "prompt")  # may hold a question instead
-SPEAKERS = {"role", "from", "user", "human", "assistant"}
+CONVERSATIONS = ("conversations", "conversation")
+"""Columns that always hold turns, maybe as JSON text."""
+OTHER_TURNS = ("items", "texts", "prompt")  # hold turns, or something else
+TURN_KEYS = {"role", "from", "user", "human", "assistant"}
 """Keys of a turn, or of a pair of turns."""
 SYSTEM_COLUMN = columns.SYSTEM[0]
-CHAT_URLS = ("chat/completions", "/responses")  # of a batch: requests that are read
+CHAT_URLS = ("chat/completions", "/responses")
+"""Ends of the URLs that a batch's requests may have."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,20 @@ class Conversation:
     """Turns with known roles. Image and video parts hold `media` (path or bytes), not checked yet."""
 
     messages: list[Message]
-    trimmed: bool = False  # without assistant turns before the first question
+    trimmed: bool = False  # assistant turns before the first question were removed
     unread: tuple[str, ...] = ()
     """Columns with text, and keys of turns and parts, that were not used."""
     hidden: tuple[str, ...] = ()
-    """Those of them that hold or name images or videos."""
+    """Those of `unread` that hold or name images or videos."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of a row, and where they stand."""
+    """The turns of a row, and the columns that they were read from."""
 
-    row: Columns  # what holds them, and the images and videos
+    row: Columns  # or the body of a request: what holds the turns, images and videos
     turns: list[Any]
-    read: set[str]  # columns
+    read_columns: set[str]
 
 
 class RowFormat(Protocol):
@@ -72,7 +74,7 @@ class RowFormat(Protocol):
 
     format: Format
 
-    def reads(self, row: Columns) -> bool:
+    def matches(self, row: Columns) -> bool:
         """Whether a row is of this format; BadRowError if it is, and cannot be read."""
 
     def turns(self, row: Columns) -> Turns:
@@ -84,7 +86,7 @@ class OpenAIBatch:
 
     format: Format = "chat"
 
-    def reads(self, row: Columns) -> bool:
+    def matches(self, row: Columns) -> bool:
         """Whether a row is a request."""
         return isinstance(row.get("body"), Mapping) and "custom_id" in row
 
@@ -96,11 +98,11 @@ class OpenAIBatch:
         body = {name: value for name, value in row["body"].items() if name != "model"}
         if isinstance(body.get("instructions"), str):
             body = {SYSTEM_COLUMN: body.pop("instructions"), **body}
-        if isinstance(body.get("input"), list):
-            body = {MESSAGES: body.pop("input"), **body}
-        for inner in FORMATS[1:]:
-            if inner.reads(body):
-                return inner.turns(body)
+        if MESSAGES not in body and isinstance(body.get("input"), list):
+            body[MESSAGES] = body.pop("input")
+        for body_format in FORMATS[1:]:
+            if body_format.matches(body):
+                return body_format.turns(body)
         raise _no_conversation(body)
 
 
@@ -109,7 +111,7 @@ class Chat:
 
     format: Format = "chat"
 
-    def reads(self, row: Columns) -> bool:
+    def matches(self, row: Columns) -> bool:
         """Whether a row has messages."""
         return _list_of_turns(row, MESSAGES) is not None
 
@@ -123,7 +125,7 @@ class ShareGPT:
 
     format: Format = "sharegpt"
 
-    def reads(self, row: Columns) -> bool:
+    def matches(self, row: Columns) -> bool:
         """Whether a row has turns."""
         return self._column(row) is not None
 
@@ -145,9 +147,9 @@ class LLaVA(ShareGPT):
 
     format: Format = "llava"
 
-    def reads(self, row: Columns) -> bool:
+    def matches(self, row: Columns) -> bool:
         """Whether a row has turns, and a column for media."""
-        return has_media_columns(row) and super().reads(row)
+        return has_media_columns(row) and super().matches(row)
 
 
 class Questions:
@@ -155,7 +157,7 @@ class Questions:
 
     format: Format = "hf"
 
-    def reads(self, row: Columns) -> bool:
+    def matches(self, row: Columns) -> bool:
         """Whether a row has a question."""
         return columns.has_question(row)
 
@@ -175,14 +177,17 @@ FORMATS: tuple[RowFormat, ...] = (
 
 
 def format_of(row: Columns) -> RowFormat | None:
-    """The format of a row, the first that reads it; None if none does. BadRowError if it is damaged."""
-    return next((known for known in FORMATS if known.reads(row)), None)
+    """The first format that a row matches; None if it matches none. BadRowError if it is damaged."""
+    for row_format in FORMATS:
+        if row_format.matches(row):
+            return row_format
+    return None
 
 
 def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Format:
     """The format of a source; DataError if it does not exist or has no known format.
 
-    With `ask`, its images and videos need no question.
+    With `ask`, rows with images or videos need no question of their own.
     """
     path = sources.check(source, hub=wanted == "hf")
     if wanted != "auto":
@@ -203,57 +208,64 @@ class _FormatSearch:
 
     source: str
     decided: Format | None = None
-    first: Row | None = None
-    problem: BadRowError | None = None
-    has_images: bool = False
-    has_turns: bool = False  # ShareGPT, unless a later row has images
+    first_row: Row | None = None
+    damaged: tuple[Row, BadRowError] | None = None  # the first row with a problem
+    has_media: bool = False  # columns for images or videos
+    has_turns: bool = (
+        False  # which are ShareGPT's, unless a later row makes them LLaVA's
+    )
 
     def look(self, row: Row, ask: str | None) -> None:
         """Take one more row into account."""
-        self.first = self.first or row
+        self.first_row = self.first_row or row
         if not isinstance(row.value, Mapping):
             return
         try:
-            form = format_of(row.value)
+            row_format = format_of(row.value)
         except BadRowError as error:
-            self.problem = self.problem or error
+            self.damaged = self.damaged or (row, error)
             return
-        shows = has_media_columns(row.value)
-        self.has_images |= shows
-        if form is None:
-            if shows and ask:
-                self.decided = "sharegpt" if self.has_turns else "hf"
-        elif form.format == "sharegpt":
+        row_has_media = has_media_columns(row.value)
+        self.has_media |= row_has_media
+        if row_format is None:
+            name: Format | None = "hf" if row_has_media and ask else None
+        else:
+            name = row_format.format
+        if name == "sharegpt":
             self.has_turns = True
-        elif form.format == "hf" and self.has_turns:
+        elif name == "hf" and self.has_turns:
             self.decided = "sharegpt"
         else:
-            self.decided = form.format
+            self.decided = name
 
     def undecided(self) -> Format:
         """The format when no row decides; DataError if there is none."""
         if self.has_turns:
             return "sharegpt"
-        if self.problem:
-            raise DataError(f"{self.source}: {self.first}: {self.problem}")
-        if self.has_images:
+        if self.damaged:
+            row, problem = self.damaged
+            raise DataError(f"{self.source}: {row}: {problem}")
+        if self.has_media:
             raise DataError(
                 f"{self.source} has images and no questions: ask one, --ask 'Describe the image.'"
             )
         raise DataError(
             f"{self.source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a "
-            f"'question': {self.first or 'it has no rows'}. `vlmdistill prompts --help` shows a row of each "
-            "format"
+            f"'question': {self.first_row or 'it has no rows'}. `vlmdistill prompts --help` shows a row of "
+            "each format"
         )
 
 
 def conversation(
-    row: Row, kind: Format, sampling: Sampling | None = None, ask: str | None = None
+    row: Row,
+    source_format: Format,
+    sampling: Sampling | None = None,
+    ask: str | None = None,
 ) -> Conversation:
     """The checked conversation of a row; BadRowError if the row cannot be used.
 
-    A `sampling` that is not empty overrides that in the row. `ask` is the question about the images and
-    videos of a row that has none. `kind` is the format of the whole source.
+    A `sampling` that is not empty overrides that in the row. `ask` is the question about images and videos
+    in rows without a question.
     """
     if row.problem:
         raise row.problem
@@ -262,25 +274,29 @@ def conversation(
             "not an object", f"{type(row.value).__name__} instead of a JSON object"
         )
     located_turns = _with_system(_turns_of(row.value, ask))
-    media = RowMedia(located_turns.row, sampling, has_tags=kind == "llava")
-    reader = MessageReader(media, counts_from_text=kind != "chat")
+    # In LLaVA, <image> is a placeholder even in a row without images. In a chat, whose parts show its images,
+    # <image 1> is ordinary text in such a row.
+    media = RowMedia(located_turns.row, sampling, has_tags=source_format == "llava")
+    reader = MessageReader(media, counts_from_text=source_format != "chat")
     messages = [reader.message(turn) for turn in located_turns.turns]
     users = [message for message in messages if message["role"] == "user"]
     if not users:
         raise BadRowError("no user turn")
     media.place_numbered()
-    users[0]["content"] = media.parts_without_placeholder() + users[0]["content"]
+    first_user = users[0]
+    first_user["content"] = media.parts_without_placeholder() + first_user["content"]
     unread = _unread(located_turns, media)
-    if not any(part["type"] in KINDS for turn in messages for part in turn["content"]):
+    parts = [part for message in messages for part in message["content"]]
+    if not any(part["type"] in KINDS for part in parts):
         _require_nothing_hidden(located_turns.row, unread, reader)
-    return _ordered(messages, unread)
+    return _trimmed(messages, unread)
 
 
 def _turns_of(row: Columns, ask: str | None) -> Turns:
-    """The turns of a row; with `ask` also of one that has images or videos alone."""
-    form = format_of(row)
-    if form is not None:
-        return form.turns(row)
+    """The turns of a row; with `ask`, a row with images or videos needs no question."""
+    row_format = format_of(row)
+    if row_format is not None:
+        return row_format.turns(row)
     if ask and has_media(row):
         return Questions().turns({**row, "question": ask})
     raise _no_conversation(row)
@@ -299,7 +315,7 @@ def _with_system(located_turns: Turns) -> Turns:
     return Turns(
         located_turns.row,
         [first, *located_turns.turns],
-        located_turns.read | set(system),
+        located_turns.read_columns | set(system),
     )
 
 
@@ -307,12 +323,14 @@ def _unread(located_turns: Turns, media: RowMedia) -> Unread:
     """What no prompt includes: columns of the row, then keys of its turns and parts."""
     unread = Unread()
     unread.add(
-        unread_names(located_turns.row, located_turns.read | media.columns),
+        unread_names(located_turns.row, located_turns.read_columns | media.columns),
         located_turns.row,
     )
-    if located_turns.read.isdisjoint((MESSAGES, *CONVERSATIONS)):
-        asked_as_text = [name for name in columns.DETAILS if name in located_turns.read]
-        unread.look_into(asked_as_text, located_turns.row)
+    if located_turns.read_columns.isdisjoint((MESSAGES, *CONVERSATIONS)):
+        # A detail that became text of the question may be the path of an image.
+        details = located_turns.read_columns.intersection(columns.DETAILS)
+        in_order = [name for name in columns.DETAILS if name in details]
+        unread.look_into(in_order, located_turns.row)
     unread.extend(media.unread)
     return unread
 
@@ -320,8 +338,13 @@ def _unread(located_turns: Turns, media: RowMedia) -> Unread:
 def _require_nothing_hidden(
     row: Columns, unread: Unread, reader: MessageReader
 ) -> None:
-    """HiddenMediaError if a row without images and videos has one elsewhere; BadRowError on a placeholder."""
-    for name, kind in unread.hidden.items():
+    """Refuse a row that seems to have images or videos, where none was read.
+
+    HiddenMediaError if a column that was not read holds one, or if a column is named after one; BadRowError
+    if the text has a placeholder for one.
+    """
+    if unread.hidden:
+        name, kind = next(iter(unread.hidden.items()))
         raise HiddenMediaError(kind, name)
     for name, value in row.items():
         if named := kind_of_column(str(name), value):
@@ -332,8 +355,11 @@ def _require_nothing_hidden(
         )
 
 
-def _ordered(messages: list[Message], unread: Unread) -> Conversation:
-    """Check that roles alternate; remove assistant turns before the first question."""
+def _trimmed(messages: list[Message], unread: Unread) -> Conversation:
+    """The conversation without assistant turns before the first question.
+
+    BadRowError if roles do not alternate, or if a system turn comes late.
+    """
     system = [message for message in messages if message["role"] == "system"]
     spoken = [message for message in messages if message["role"] != "system"]
     if system and messages[: len(system)] != system:
@@ -349,7 +375,10 @@ def _ordered(messages: list[Message], unread: Unread) -> Conversation:
     kept = spoken[first_question:]
     require_alternating(kept)
     return Conversation(
-        system + kept, first_question > 0, (*unread.names,), (*unread.hidden,)
+        messages=system + kept,
+        trimmed=first_question > 0,
+        unread=tuple(unread.names),
+        hidden=tuple(unread.hidden),
     )
 
 
@@ -362,21 +391,24 @@ def _turns_in(row: Columns, name: str) -> list[Any]:
 def _list_of_turns(row: Columns, name: str) -> list[Any] | None:
     """The list in a column that holds turns; None if the column holds something else.
 
-    BadRowError if text in the place of turns looks like them, and is no JSON.
+    An empty list has turns, of which there are none, unless the column may hold something else. BadRowError
+    if text in the place of turns looks like them, and is no JSON.
     """
     items = _decoded(name, row.get(name))
     if not isinstance(items, list):
         return None
+    if not items:
+        return None if name in OTHER_TURNS else items
     has_objects = any(isinstance(item, Mapping) for item in items)
-    return items if has_objects or not items else None
+    return items if has_objects else None
 
 
 def _decoded(name: str, value: Any) -> Any:
-    """The turns that JSON text or a list for each key stands for; any other value as it is.
+    """The turns that JSON text, or one object of lists, stands for; any other value as it is.
 
-    `datasets` writes a sequence of objects as one object of lists.
+    `datasets` writes a list of objects as one object, with a list for each key.
     """
-    if isinstance(value, Mapping) and value.keys() & SPEAKERS:
+    if isinstance(value, Mapping) and value.keys() & TURN_KEYS:
         return _objects_of_lists(value)
     if not (isinstance(value, str) and re.match(r"\s*\[\s*\{", value)):
         return value
@@ -393,11 +425,11 @@ def _decoded(name: str, value: Any) -> Any:
 
 
 def _is_turn(item: Any) -> bool:
-    return isinstance(item, Mapping) and bool(item.keys() & SPEAKERS)
+    return isinstance(item, Mapping) and bool(item.keys() & TURN_KEYS)
 
 
 def _objects_of_lists(lists: Columns) -> Any:
-    """The objects of an object of lists; any other value as it is."""
+    """One object for each place of the lists in an object; any other value as it is."""
     if not all(isinstance(items, list) for items in lists.values()):
         return lists
     if len({len(items) for items in lists.values()}) > 1:

@@ -12,7 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap, Fed, Shown, StepRows
+from vlmdistill.pipelines.vllm.plugin.entry_map import (
+    EntryMap,
+    FeedingDrafter,
+    ImageSpan,
+    StepRows,
+)
 
 
 class Reading(NamedTuple):
@@ -47,7 +52,7 @@ class Feed:
     kept_K: Tensor
     index_K: Tensor
     """Of each entry, in the drafter's KV cache."""
-    turned_K: Tensor
+    rotary_shift_K: Tensor
     """Rotary position less the index."""
     request_K: Tensor
     lengths_B: np.ndarray[Any, Any]
@@ -66,7 +71,7 @@ class Feed:
 class Feeder:
     """Drops the entries of visual tokens, compresses images, and pairs entries with states."""
 
-    def __init__(self, drafter: Fed, device: torch.device) -> None:
+    def __init__(self, drafter: FeedingDrafter, device: torch.device) -> None:
         self.drafter = drafter
         self.device = device
         self._requests: dict[str, _Request] = {}
@@ -100,16 +105,16 @@ class Feeder:
         dropped_N = np.concatenate([step.dropped_N for step in steps])
         dropped_K = self.tensor(dropped_N)[kept_K]
         if self.drafter.config.positions == "compact":
-            turned_K = torch.zeros_like(dropped_K)
+            rotary_shift_K = torch.zeros_like(dropped_K)
         else:
-            turned_N = np.concatenate([step.turned_N for step in steps])
-            turned_K = dropped_K + self.tensor(turned_N)[kept_K]
+            rotary_shift_N = np.concatenate([step.rotary_shift_N for step in steps])
+            rotary_shift_K = dropped_K + self.tensor(rotary_shift_N)[kept_K]
         lengths_B = np.array([int(step.kept_N.sum()) for step in steps])
         return Feed(
             steps=steps,
             kept_K=kept_K,
             index_K=position_N[kept_K] - dropped_K,
-            turned_K=turned_K,
+            rotary_shift_K=rotary_shift_K,
             request_K=self.tensor(np.repeat(np.arange(len(steps)), lengths_B)),
             lengths_B=lengths_B,
             dropped_B=self.tensor(np.array([step.dropped for step in steps])),
@@ -146,7 +151,7 @@ class Feeder:
         if not read.features:
             return _Request(read.features, None)
         visual_P = np.zeros(read.prompt, dtype=bool)
-        images = list[Shown]()
+        images = list[ImageSpan]()
         sources = list[tuple[str, int]]()
         for feature in read.features:
             place = feature.mm_position
@@ -155,7 +160,7 @@ class Feeder:
                 visual_L = place.is_embed.cpu().numpy()
             visual_P[place.offset : place.offset + place.length] |= visual_L
             for start, end in _runs(visual_L):
-                images.append(Shown(place.offset + start, end - start))
+                images.append(ImageSpan(place.offset + start, end - start))
                 sources.append((feature.identifier, int(visual_L[:start].sum())))
         entries = EntryMap.of(visual_P, self.drafter, images)
         return _Request(read.features, entries, sources)
@@ -212,10 +217,10 @@ class Feeder:
         """
         kept_K = np.flatnonzero(step.kept_N)
         image_K = step.image_N[kept_K]
-        query_K = step.query_N[kept_K]
+        carried_K = step.carried_N[kept_K]
         for image in np.unique(image_K[image_K >= 0]).tolist():
             of_image_K = image_K == image
-            carrying_X = np.flatnonzero(of_image_K & (query_K >= 0))
+            carrying_X = np.flatnonzero(of_image_K & (carried_K >= 0))
             to_join = joined_KD is not None and image not in request.joined
             if len(carrying_X) or to_join:
                 visual_LD = self._visual(request, image, first, hidden_ND, embeds)
@@ -226,7 +231,7 @@ class Feeder:
                 entry_QD = self._compressed(visual_LD)
                 if joined_KD is not None:
                     request.joined[image] = entry_QD[-1]
-                yield carrying_X.tolist(), entry_QD[query_K[carrying_X].tolist()]
+                yield carrying_X.tolist(), entry_QD[carried_K[carrying_X].tolist()]
             if joined_KD is not None:
                 joined_KD[self.tensor(of_image_K)] = request.joined[image]
 

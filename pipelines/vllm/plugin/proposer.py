@@ -162,7 +162,7 @@ class ServedProposer(ChosenProposer):
         count = len(feed.kept_K)
         self.input_ids[:count] = self.input_ids[feed.kept_K]
         self.hidden_states[:count] = self.hidden_states[feed.kept_K]
-        self.positions[:count] = feed.index_K + feed.turned_K
+        self.positions[:count] = feed.index_K + feed.rotary_shift_K
         slot_K = _slots(feed.index_K, feed.request_K, batch, self.block_size)
         moved_B = feed.row_N[sampled_B.long()].to(sampled_B.dtype)
         return count, moved_B, _without_dropped(batch, feed, slot_K)

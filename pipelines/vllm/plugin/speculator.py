@@ -168,7 +168,7 @@ class ServedSpeculator(WithoutGraphs, ChosenSpeculator):
                 input_batch = self._drop(feed, input_batch, next_prefill_tokens)
                 last_hidden_states = hidden_ND[feed.kept_K]
                 attn_metadata, slot_mappings = self._attention(input_batch)
-                block.ahead_N = feed.turned_K
+                block.ahead_N = feed.rotary_shift_K
                 if self._feeder.drafter.config.positions == "expanded":
                     self._ahead_B = feed.dropped_B
         drafted: Tensor = super().propose(

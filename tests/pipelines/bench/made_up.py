@@ -211,6 +211,6 @@ def newest(reports: Path, name: str) -> Evaluation:
     """The latest evaluation of a name."""
     return next(
         one.evaluation
-        for one in selection.read(reports).own
+        for one in selection.read(reports).drafter_results
         if one.evaluation.name == name
     )

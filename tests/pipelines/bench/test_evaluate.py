@@ -387,7 +387,7 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
     )  # of two processes at their start, and of one at its end
     kept_there = [
         one.evaluation
-        for one in selection.read(elsewhere.reports).own
+        for one in selection.read(elsewhere.reports).drafter_results
         if one.temperature
     ]
     assert kept_there == [made, eager, fifth]

@@ -500,6 +500,7 @@ def test_a_prompt_with_a_video_is_refused_by_name(
         ["--engine", "openai:http://127.0.0.1:1", "--compile"],
         ["--engine", "vllm"],
         ["lookahead", "--engine", "vllm", "--tree", "chain-4"],
+        ["lookahead", "--engine", "vllm", "--anyway"],
         ["lookahead", "--engine", "vllm", "--baseline", "http://127.0.0.1:1"],
         ["lookahead", "--engine", "sglang"],
     ],

@@ -28,11 +28,12 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.traffic import harvest as traffic
 from vlmdistill.pipelines.traffic.dialects import Exchange
 from vlmdistill.pipelines.traffic.harvest import MEDIA, Harvest, harvest
-from vlmdistill.pipelines.traffic.logs import Log
+from vlmdistill.pipelines.traffic.logs import Copies, Log, LogFile
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -238,6 +239,16 @@ def test_images_are_kept_by_hash_within_the_budget_and_those_of_dropped_rows_are
     served = harvest(workspace, [str(beside)])
     assert (served.kept, served.media) == (2, 0)
     assert served.dropped == {"media outside of the log": 1}
+
+
+def test_no_media_url_leads_out_of_the_folder_of_a_log(workspace: Workspace) -> None:
+    folder = "memory://logs/served"
+    file = LogFile(f"{folder}/a.jsonl", (0, 0), folder, Copies(workspace))
+    for name in ("../secret.png", f"{folder}/../secret.png", f"{folder}/a/../../b.png"):
+        with pytest.raises(BadRowError, match="names no object that can be copied"):
+            file.media(name, 1000)
+    with pytest.raises(BadRowError, match="media outside of the log"):
+        file.media("memory://logs/secret.png", 1000)
 
 
 def test_what_is_dropped_takes_no_room_from_what_is_kept_later(

@@ -153,7 +153,10 @@ class Served:
                 read, ends = {"one": Reading(features, prompt, first)}, [0, len(slot_K)]
                 feed = feeder.feed(read, ends, slot_K, state_KD, self, embeds, {"one"})
                 if feed is not None:
-                    slot_K, position_K = feed.index_K, feed.index_K + feed.turned_K
+                    slot_K, position_K = (
+                        feed.index_K,
+                        feed.index_K + feed.rotary_shift_K,
+                    )
                     embed_KD, state_KD, bare_K = (
                         x[feed.kept_K] for x in (embed_KD, state_KD, bare_K)
                     )

@@ -222,14 +222,14 @@ def test_an_epoch_is_as_long_on_the_same_ranks_and_scaled_on_others(
     store: Store,
 ) -> None:
     start = Epoch(store, TEXT, token_budget=20, world=2)
-    whole = start.whole
+    whole = start.epoch_batches
     assert whole == len(start)
     for _ in range(2):
         next(start)
     again = Epoch(store, TEXT, token_budget=20, world=2, start_state=start.state)
-    assert (again.whole, len(again)) == (whole, whole - 2)
+    assert (again.epoch_batches, len(again)) == (whole, whole - 2)
     other = Epoch(store, TEXT, token_budget=40, start_state=start.state)
-    assert len(other) / other.whole == pytest.approx(1 - 2 / whole)
+    assert len(other) / other.epoch_batches == pytest.approx(1 - 2 / whole)
     start.close()
 
 

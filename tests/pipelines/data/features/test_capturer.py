@@ -21,6 +21,7 @@ import torch
 from tests import tiny
 from tests.pipelines.targets.test_thinking import with_switch
 from vlmdistill.cli.main import main
+from vlmdistill.pipelines import flow
 from vlmdistill.pipelines.cluster.engine_environment import VARIABLE
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features import capture_store as capture_store
@@ -37,13 +38,14 @@ from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters
-from vlmdistill.pipelines.data.responses.responder import respond
+from vlmdistill.pipelines.data.responses.responder import ResponseSummary, respond
 from vlmdistill.pipelines.flow import capture_features
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import (
     checkpoint as checkpoint_of,
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.integrity.verify import verify
@@ -536,6 +538,47 @@ def test_settings_that_are_stated_are_checked_though_nothing_is_missing(
     assert run(given, stored, ["sparrow"]).captured == 0
     with pytest.raises(DataError, match="max_new_tokens 10, not 11"):
         capture_features(given.job(stored, CaptureSettings(drafters=["sparrow"]), 11))
+
+
+def test_the_time_of_one_pass_is_in_one_rate(
+    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = given.job(tmp_path / "store", CaptureSettings(drafters=["sparrow"]), 10)
+    job = replace(job, workers=WorkerOptions(workers=0, engine="vllm"))
+    tokens = sum(
+        row.prompt_tokens + len(row.ids) for row in dataset.read(given.responses)
+    )
+    generated = ResponseSummary(
+        out=given.responses,
+        prompts=12,
+        generated=12,
+        kept=12,
+        dropped=Counter(),
+        failed={},
+        mean_tokens=10.0,
+        tokens_per_second=3.0,
+        seconds=40.0,
+    )
+    captured = CaptureSummary(
+        store=job.store.path,
+        features=("hidden.text",),
+        samples=12,
+        captured=0,
+        no_response=0,
+        dropped=Counter(),
+        failed={},
+        samples_per_second=0.0,
+        tokens_per_second=0.0,
+        seconds=0.0,
+    )
+    monkeypatch.setattr(CaptureJob, "missing", lambda job: job.prompts)
+    monkeypatch.setattr(flow, "_generate", lambda job, work, bar: generated)
+    monkeypatch.setattr(flow, "_capture", lambda job, bar: captured)
+    summary = capture_features(job, anyway=True).features
+    rated = [rates.known(tmp_path, name, "vllm") for name in ("responses", "features")]
+    assert [rate and rate.tokens for rate in rated] == [120.0, None]
+    assert (summary.captured, summary.seconds) == (12, 40.0)
+    assert summary.tokens_per_second == tokens / 40
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,17 @@ from tests.pipelines.data.prompts.rows import (
 )
 from tests.pipelines.data.prompts.test_sources import tar
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.data.prompts import archives, parquet_rows, sources, unpacking
+from vlmdistill.pipelines.data.prompts import (
+    archives,
+    formats,
+    parquet_rows,
+    sources,
+    unpacking,
+)
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
+from vlmdistill.pipelines.data.prompts.row import Row
+from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError
 
 
@@ -46,6 +54,34 @@ def two_pictures(out: Path) -> None:
 
 def as_text(out: Path) -> str:
     return base64.b64encode((out.parents[1] / "1.jpg").read_bytes()).decode()
+
+
+def test_an_unknown_format_is_explained_by_the_row_that_is_damaged(
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [{"note": "nothing asked"}, {"conversations": "[{cut off", "id": "1"}]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match="row 2 has the columns conversations, id"):
+        formats.detect(str(source))
+
+
+def test_an_empty_list_beside_a_question_holds_no_turns() -> None:
+    row = Row("rows.json", "rows", 1, {"texts": [], "question": "What is this?"})
+    (message,) = formats.conversation(row, "hf").messages
+    assert message["content"] == [{"type": "text", "text": "What is this?"}]
+    empty = Row("rows.json", "rows", 1, {"messages": [], "question": "What is this?"})
+    with pytest.raises(BadRowError, match="no user turn"):
+        formats.conversation(empty, "chat")
+
+
+def test_a_request_with_messages_and_input_loses_neither() -> None:
+    messages = [{"role": "user", "content": "What is this?"}]
+    body = {"messages": messages, "input": [{"role": "user", "content": "And this?"}]}
+    request = {"custom_id": "1", "url": "/v1/chat/completions", "body": body}
+    conversation = formats.conversation(Row("rows.json", "rows", 1, request), "chat")
+    assert len(conversation.messages) == 1
+    assert conversation.unread == ("input",)
 
 
 @pytest.mark.parametrize(
