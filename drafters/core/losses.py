@@ -54,7 +54,7 @@ def chunk_of(free: int) -> int:
 class TargetRows:
     """The target's side of the drafter's rows.
 
-    Tokens and rows are whole numbers: they are on the CPU if they have come from there.
+    `ids_T`, `token_R` and `valid_HR` are on the CPU if the batch has come from there.
 
     Args:
         hidden_TD: The target's last hidden states.
@@ -226,7 +226,7 @@ class Objective:
         names = [name for name, weight in weights.items() if weight]
         values = [weights[name] for name in names]
         weight_L = torch.tensor(values, dtype=dtype)
-        # It compares probabilities, and knows the share of those that have no column.
+        # `confidence` compares probabilities among all tokens; see `LossChunk.share_U`.
         without_L = torch.tensor([name == "confidence" for name in names])
         return cls(names, place(weight_L, device), place(without_L, device))
 

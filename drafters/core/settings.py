@@ -53,8 +53,8 @@ def _is_list_of_stages(value: Any) -> bool:
 def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
     """Read what `to_dict` wrote.
 
-    `paper` has the paper's settings of that drafter, which stand for missing ones.
-    DataError names a setting that the drafter does not have, or a value that does not fit.
+    Missing settings are taken from `paper`, those of the drafter's paper. DataError names
+    a setting that the drafter does not have, or a value that does not fit.
     """
     values = {**to_dict(paper), **values}
     try:

@@ -1,4 +1,4 @@
-"""When a run saves, what it continues from, and which weights it keeps as its best."""
+"""The checkpoints of a run, its copies of them, and its best weights."""
 
 import shutil
 

@@ -166,7 +166,7 @@ def _batch_source(run: Run, data: RunData) -> BatchSource:
 def _initial_drafter(
     run: Run, data: RunData, source: BatchSource
 ) -> tuple[Drafter, WarmStart | None]:
-    """The drafter before its first step, and what it begins with of another drafter."""
+    """The drafter before its first step, and the weights that it took from another one."""
     info = data.store.info
     if data.initial:
         info = data.initial.info(info)
