@@ -111,7 +111,8 @@ class Cache:
             if not self._failed:
                 log.warning(
                     "the cache %s is not written to: %s",
-                    *(self.folder, error.strerror or error),
+                    self.folder,
+                    error.strerror or error,
                 )
             self._failed = True
 

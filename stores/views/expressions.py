@@ -219,7 +219,7 @@ def _nan_to_null(operand: pl.Expr, rows: pl.DataFrame) -> pl.Expr:
 
 
 def _latest(name: str, columns: Sequence[str]) -> bool:
-    """Whether a column has the latest value of several runs: it must know all of them."""
+    """Whether a column has the latest value of several runs, of which all must be readable."""
     return any(column.endswith(f".{name}") for column in columns)
 
 
