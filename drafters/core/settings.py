@@ -112,7 +112,7 @@ def _assign(values: Any, path: list[str], value: Any, key: str) -> None:
     """Assign to the setting at `path` within `values`; `key` is the whole path, for errors."""
     name = path[0]
     deeper = path[1:]
-    if isinstance(values, list | tuple):
+    if _is_list_of_stages(values):
         stages = []
         for number, stage in enumerate(values):
             if name in ("*", str(number), stage.get("name")):

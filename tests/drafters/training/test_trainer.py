@@ -602,6 +602,7 @@ def test_settings_survive_json_and_wrong_ones_are_named() -> None:
         ("clip=-1", "clip"),
         ("stages.text.epochs=Infinity", "epochs"),
         ("stages.text.visual=[2,3]", "visual"),
+        ("stages.text.visual.0=0.5", r"visual\.0"),
         ('stages.text.losses={"cross_entropy":0}', "weight above 0"),
     ]:
         with pytest.raises(DataError, match=message):
