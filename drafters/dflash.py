@@ -521,9 +521,7 @@ class DFlash(FrequentTokens, Drafter):
         if learned or self.config.context == "text":
             # vLLM without the plugin refuses a tensor that it does not know. Without this
             # one it would load the drafter and draft other tokens.
-            weights[KEY] = torch.empty(0)
-            if learned:
-                weights[KEY] = self.mask_D
+            weights[KEY] = self.mask_D if learned else torch.empty(0)
         return weights
 
 

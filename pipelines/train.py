@@ -43,7 +43,7 @@ def planned(
 
     The recipe is by default `demo` for the embedded targets, else `paper`. DataError as `recipes.resolve`.
     """
-    if recipe is None:
+    if not recipe:
         recipe = "demo" if workspace.model in EMBEDDED else "paper"
     if name is None:
         name = drafter

@@ -14,7 +14,7 @@ SAME_SAMPLE = ("key", f"{XXH3}{TOKENS.name}", "visual_tokens")
 
 
 def annex_folder(names: Collection[str]) -> str:
-    """The folder of the annex of these features: every process that adds them adds them there."""
+    """The folder of the annex of these features, the same for every process that adds them."""
     return f"{ANNEXES}/{content_hash(sorted(names))}"
 
 

@@ -137,7 +137,8 @@ class SampleReader:
         ids_T, position_T, rope_T, response_T = tokens_4T
         spans = [Span(span["start"], span["length"]) for span in line["spans"]]
         values = {"dataset": line["dataset"]} if line["dataset"] else {}
-        values |= {name: line[name] for name in meta if line[name] is not None}
+        # A merged index may lack a column: it is read from a cache, without records.
+        values |= {name: line[name] for name in meta if line.get(name) is not None}
         return Sample(
             key=line["key"],
             ids_T=ids_T,
@@ -156,9 +157,8 @@ class SampleReader:
         buffers: dict[Feature, Array],
     ) -> PackedSamples:
         """Several samples, one after the other; their features are in `buffers`, replaced when too small."""
-        bounds: dict[
-            Rows, list[int]
-        ] = {}  # where the rows of each sample begin and end
+        # Where the rows of each sample begin and end.
+        bounds: dict[Rows, list[int]] = {}
         for kind in KINDS:
             counts = [rows_of(kind, line) for line in lines]
             bounds[kind] = [0, *np.cumsum(counts)]

@@ -27,9 +27,8 @@ CHUNK_FILE = "c/0/0"  # the one file of rows in the folder of an array
 
 Array = npt.NDArray[Any]
 Where = Literal["text", "visual", "span"]
-Rows = Literal[
-    "text", "visual", "span", "sample"
-]  # one row of an array is for each of these
+Rows = Literal["text", "visual", "span", "sample"]
+"""A row of an array is for one of these."""
 Meta = Mapping[str, str | int | float | bool | None]
 TIME = "time"
 """The meta column that says when a sample was asked, in seconds since 1970: `store gc --older-than`."""
@@ -271,9 +270,8 @@ class FrozenTables:
     embed_VD: Array  # bf16 as uint16
     lm_head_VD: Array
     dtype: str  # bfloat16, float16 or float32
-    generation: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the target's generation config: informative
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """The target's generation configuration: informative."""
 
     @property
     def tied(self) -> bool:
@@ -289,9 +287,8 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weights_hash: Label
     processor_hash: Label
     template_hash: Label
-    features: Annotated[
-        tuple[Label, ...], Bounds(max_length=1000)
-    ]  # names of those captured, sorted
+    features: Annotated[tuple[Label, ...], Bounds(max_length=1000)]
+    """Names of the captured features, sorted."""
     dtype: Label  # of the stored features: bfloat16, float16 or float32
     revision: Label  # never compared
     sampling: Label  # never compared: responses of several settings may share a store

@@ -1,14 +1,14 @@
 """The store: hidden states and their index, committed shard by shard.
 
     STORE/
-      store.json            provenance, target facts, layout, the frozen head's file; sealed
-      heads/<hash>/         the target's frozen embedding and LM head
+      store.json             provenance, target facts, layout, the frozen head's file; sealed
+      heads/<hash>/          the target's frozen embedding and LM head
       commits/<shard>.json   a shard counts when its record is here; sealed
       shards/<shard>-<hash>/ a Zarr v3 group of arrays, and index.arrow
-      views/, stats/        samples that filters keep; statistics from training
-      ledger/               a copy of each record, by which lost ones are noticed
-      annexes/<hash>/       a store, without heads/, of further features of the same samples
-      staging/              unfinished work
+      views/, stats/         samples that filters keep; statistics from training
+      ledger/                a copy of each record, by which lost ones are noticed
+      annexes/<hash>/        a store, without heads/, of further features of the same samples
+      staging/               unfinished work
 
 `docs/store-format.md` describes every file.
 """

@@ -165,7 +165,9 @@ def _kept(store: Store, view: str) -> tuple[int, int] | tuple[None, None]:
     except StoreError as error:
         log.warning(
             "the view '%s' cannot be read: %s. To do without it, remove %s and its copy in ledger/",
-            *(view, error, f"{store.path}/{VIEWS}/{view}.json"),
+            view,
+            error,
+            f"{store.path}/{VIEWS}/{view}.json",
         )
         return None, None
     return len(keys), len(store.index.join(keys, on="key", how="semi"))

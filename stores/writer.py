@@ -193,7 +193,9 @@ class Writer:
         if self._not_finite:
             log.warning(
                 "%d features of shard %s are not finite, the first %s: training on them fails",
-                *(len(self._not_finite), self.shard, self._not_finite[0]),
+                len(self._not_finite),
+                self.shard,
+                self._not_finite[0],
             )
 
         def publish() -> None:

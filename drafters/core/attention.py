@@ -38,15 +38,15 @@ class Block:
     reversed: bool = False
 
     def of(self, state_1HNd: Tensor, where: slice) -> Tensor:
-        """Its rows or keys of all, in the order in which they are counted: [1, H, L, d]."""
+        """The rows or keys `where` of a state, in the block's counting order: [1, H, L, d]."""
         return self.in_order(state_1HNd[:, :, where])
 
     def in_order(self, state_1HLd: Tensor) -> Tensor:
-        """Its rows or keys from the order in which they are counted to theirs, or back."""
+        """A state of the block's rows or keys, turned around if the block is `reversed`."""
         return state_1HLd.flip(2) if self.reversed else state_1HLd
 
     def add(self, total_1HNd: Tensor, where: slice, state_1HLd: Tensor) -> None:
-        """Add what was computed for its rows or keys to the total of all."""
+        """Add a state of the block's rows or keys to the total of all rows or keys."""
         total_1HNd[:, :, where] += self.in_order(state_1HLd)
 
 
@@ -55,7 +55,7 @@ Part = Sequence[Block]
 
 
 def blocks(first_R: Tensor, end_R: Tensor) -> list[Part]:
-    """Blocks in which row r sees the keys from `first_R[r]` up to, without, `end_R[r]`.
+    """Blocks in which row r sees the keys from `first_R[r]` up to, but not, `end_R[r]`.
 
     Each row sees at least one key. While each row sees one key more than the row before, two
     blocks serve them all; while it also sees one older key less, as in a window, three blocks
@@ -340,7 +340,7 @@ class _Flash:
 
 
 class _Plain:
-    """The same from matrix products, some rows at a time.
+    """The methods of `_Flash` from matrix products, some rows at a time.
 
     For devices and dtypes without a flash kernel.
     """

@@ -344,7 +344,7 @@ class Batch:
         return token_E, torch.cat(states, dim=-1)
 
     def _rows(self, where: Literal["text", "visual"]) -> slice:
-        """The tokens of a kind among those of text and, behind them, visual ones."""
+        """The slice of one kind in a tensor of text tokens and, behind them, visual tokens."""
         text = len(self.segment_T)
         return slice(0, text) if where == "text" else slice(text, None)
 

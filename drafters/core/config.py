@@ -77,7 +77,7 @@ class ModelConfig:
 
     @property
     def own_losses(self) -> frozenset[str]:
-        """Terms of the losses that need a part which few drafters have."""
+        """Which of the losses `confidence` and `middle` the drafter has the parts for."""
         return frozenset()
 
 

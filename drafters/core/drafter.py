@@ -31,7 +31,7 @@ from vlmdistill.stores.schema import TargetInfo
 
 
 class Proposer(nn.Module, ABC):
-    """What proposes tokens to a target: a trained `Drafter`, or a method without training."""
+    """Proposes tokens to a target: a trained `Drafter`, or a method without training."""
 
     Config: ClassVar[type[ModelConfig]] = ModelConfig
     """What it computes; the defaults are its paper's."""
@@ -60,7 +60,7 @@ class Proposer(nn.Module, ABC):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The target states that are concatenated to an entry's `hidden_ND` at hop 0."""
+        """The target states that, side by side, are an entry's `hidden_ND` at hop 0."""
         return ("hidden",)
 
     @property
@@ -116,11 +116,11 @@ class Drafter(Proposer, ABC):
         return state_ND
 
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
-        """Scores of the token after `last_N`, by estimates of the state there: float32 [N, V]."""
+        """Scores of the token after `last_N`, from estimates of its state: float32 [N, V]."""
         return nn.functional.linear(estimate_ND, self.lm_head_VD).float()
 
     def logits(self, state_ND: Tensor, last_N: Tensor, hop: int = 0) -> Tensor:
-        """Scores of the token after `last_N`, by states from `step` at `hop`: float32 [N, V]."""
+        """Scores of the token after `last_N`, from states of `step` at `hop`: float32 [N, V]."""
         return self.lm_logits(self.estimate(state_ND, hop), last_N)
 
     @property

@@ -196,8 +196,8 @@ class PackedKVCache:
     ) -> Tensor:
         """Attend to the prefix and to keys and values [R, J, K, d] of each row.
 
-        They are seen by the queries of a row from the given one on; `is_first` in a pass of
-        which the prefix may have grown.
+        Each of `own` is seen by the queries of its row from the number in it on. `is_first`:
+        the prefix may have grown since the last call.
         """
         count = len(tokens.at_rows().segment_N)
         if is_first or count != self._seen_rows:
@@ -426,9 +426,9 @@ class GrowingKVCache:
         return self._later_layers[number] if number else self
 
     def _extended(self, key_NKd: Tensor, end: int) -> _Buffers:
-        """Buffers that hold `end` entries: those that there are, or larger ones.
+        """The buffers, replaced by larger ones if they cannot hold `end` entries.
 
-        Their room is a power of two.
+        Larger ones have room for a power of two, at least for `capacity` entries.
         """
         if self._buffers is not None and end <= self._buffers.room:
             return self._buffers

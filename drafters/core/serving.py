@@ -65,7 +65,7 @@ class ServedDrafter:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further files, as torch saves them."""
     whole_block: bool = False
-    """It drafts all tokens of a block together: to ask for fewer changes the tokens."""
+    """All tokens of a block are drafted together: asking for fewer changes them."""
 
 
 @runtime_checkable

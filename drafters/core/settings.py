@@ -53,8 +53,8 @@ def _is_list_of_stages(value: Any) -> bool:
 def from_dict(paper: DrafterConfig, values: Mapping[str, Any]) -> DrafterConfig:
     """Read what `to_dict` wrote.
 
-    `paper` has the paper's settings of that drafter, which stand for missing ones.
-    DataError names a setting that the drafter does not have, or a value that does not fit.
+    Missing settings are taken from `paper`, those of the drafter's paper. DataError names
+    a setting that the drafter does not have, or a value that does not fit.
     """
     values = {**to_dict(paper), **values}
     try:
@@ -112,7 +112,7 @@ def _assign(values: Any, path: list[str], value: Any, key: str) -> None:
     """Assign to the setting at `path` within `values`; `key` is the whole path, for errors."""
     name = path[0]
     deeper = path[1:]
-    if isinstance(values, list | tuple):
+    if _is_list_of_stages(values):
         stages = []
         for number, stage in enumerate(values):
             if name in ("*", str(number), stage.get("name")):

@@ -23,7 +23,7 @@ from vlmdistill.stores.schema import TargetInfo
 
 
 class Stepper(Protocol):
-    """What a tree is grown with, step by step: the part of `Drafter` that is needed for it."""
+    """The part of `Drafter` with which a tree is grown, step by step."""
 
     info: TargetInfo
 

@@ -106,9 +106,8 @@ class Timed:
     """A decoded response."""
 
     cycles: list[Cycle]
-    seconds: (
-        float  # from the call of the decoder to its end, with queued work of the device
-    )
+    seconds: float
+    """From the call of the decoder to its end, with queued work of the device."""
     cpu_seconds: float
     """Of this thread in that time; on a CPU as much as `seconds`, unless other programs ran."""
 

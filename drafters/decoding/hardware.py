@@ -75,9 +75,8 @@ class Processor:
     cores: int = 1
     threads: int = 1  # of all cores
     caches: tuple[str, ...] = ()  # level, type and size of those of the first core
-    flags: tuple[
-        str, ...
-    ] = ()  # instruction sets for vectors and matrices; `hypervisor`: a virtual machine
+    flags: tuple[str, ...] = ()
+    """Instruction sets for vectors and matrices; `hypervisor`: a virtual machine."""
     max_mhz: float | None = None
     governor: str | None = None
 

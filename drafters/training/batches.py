@@ -99,7 +99,7 @@ class BatchSource:
         return self.batch(samples)
 
     def steps(self, reader: Epoch, batches: int) -> Iterator[MicroBatches]:
-        """The micro-batches of one optimizer step after the other, at most `batches` of them in all."""
+        """The micro-batches of each optimizer step in turn, at most `batches` of them in all."""
         while batches > 0 and len(reader):
             began = time.perf_counter()
             count = min(self.micro_batches, batches, len(reader))
@@ -112,7 +112,7 @@ class BatchSource:
 
 
 class Prefetched(Iterator[MicroBatches]):
-    """Micro-batches of which the next step's can be fetched before they are asked for."""
+    """The micro-batches of each step; those of the next step can be fetched ahead."""
 
     def __init__(self, steps: Iterator[MicroBatches]) -> None:
         self._steps = steps
@@ -193,7 +193,7 @@ def split(
 
 
 def _hash_share(key: str) -> float:
-    """A number from 0 to 1 that a key always has."""
+    """A number from 0 to 1 that depends on the key only."""
     digest = hashlib.sha256(key.encode()).hexdigest()
     return int(digest[:8], 16) / 2**32
 
@@ -213,8 +213,8 @@ def advice_on_step(
     """What to do about a step whose loss is not finite, by the samples of the step on all ranks."""
     keys = chain.from_iterable(samples.keys for samples in step)
     broken = [key for key in keys if not _is_finite(store, key, features)]
-    broken_anywhere = chain.from_iterable(found for _, found in ranks.of_each(broken))
-    if key := next(broken_anywhere, None):
+    broken_of_each = [rank_keys for _, rank_keys in ranks.of_each(broken)]
+    if key := next(chain.from_iterable(broken_of_each), None):
         return (
             f"features of sample {key} are not finite in {store.path}, so train on a --view without it, made "
             f"by `vlmdistill store filter --where \"key <> '{key}'\"`, or capture it again into another store"

@@ -67,7 +67,7 @@ class Checkpoints:
         )
 
     def save(self, position: Position) -> None:
-        """Write a checkpoint and try to copy it; TrainingError when it cannot be written."""
+        """Write a checkpoint; TrainingError when it cannot be written."""
         tensors = deepspeed_engine.state(self._engine) | self.best_weights
         _, world = ranks.join()
         checkpoint = Saved(
@@ -79,10 +79,12 @@ class Checkpoints:
         )
         ranks.first(lambda: saved.write(self._run.state, checkpoint, tensors))
         self.saved_step = position.total
-        self.copy()
 
     def copy(self) -> None:
-        """Copy checkpoint and logs if the run asks for it; a failure is kept in `copy_error`."""
+        """Copy checkpoint and logs if the run asks for it; a failure is kept in `copy_error`.
+
+        TrainingError when another machine has continued the run.
+        """
         if self._remote:
             self.copy_error = ranks.first(self._remote.send)
 

@@ -118,7 +118,7 @@ class Metrics:
         lines: list[bytes] = []
         if self._file.exists():
             lines = read_bytes(self._file).splitlines(keepends=True)
-        measured_steps = {entry.step for entry in history}
+        measured_steps = [entry.step for entry in history]
         kept = [line for line in lines if _is_kept(line, done, measured_steps)]
         with atomic_write(self._file, alone=True) as new:
             new.write_bytes(b"".join(kept))

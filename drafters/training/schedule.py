@@ -92,10 +92,9 @@ class Schedule:
 
 
 def _epochs_by_ramp(stage: Stage) -> Mapping[float, float]:
-    """How many epochs of a stage have the samples of which ramp.
+    """The epochs of a stage by `ramp`: how far the share of samples with images has moved.
 
-    Where the share of samples with images moves: the first epoch, the mean of those between, and the last,
-    which may be cut.
+    If it moves: the first epoch, those between, all at half of the way, and the last, which may be cut.
     """
     epochs = ceil(stage.epochs)
     start, end = stage.visual

@@ -422,11 +422,12 @@ class _Trainer:
             self.checkpoints.keep_best()
 
     def _save(self) -> None:
-        """Write a checkpoint; TrainingError on all ranks when it cannot be written."""
+        """Write a checkpoint and copy it; TrainingError on all ranks when it cannot be written."""
         try:
             self.checkpoints.save(self.position)
         except TrainingError as error:
             raise TrainingError(f"{error}; {self.where()}") from None
+        self.checkpoints.copy()
 
     def _stop(self, signal: int) -> None:
         """Write a checkpoint and end the run, as a signal asked."""

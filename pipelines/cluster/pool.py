@@ -382,9 +382,9 @@ class ActorPool(Generic[T, R]):
         machine = member.machine
         if machine is None:
             at_address = [
-                machine
-                for machine in self._machines.values()
-                if machine.address == address
+                candidate
+                for candidate in self._machines.values()
+                if candidate.address == address
             ]
             if len(at_address) == 1:
                 machine = at_address[0]
@@ -427,7 +427,9 @@ class ActorPool(Generic[T, R]):
                 )
                 self._refuse(member, member.names[1], error)
                 return
-            member.step, member.crashes, self._trouble = Step.idle, 0, ""
+            member.step = Step.idle
+            member.crashes = 0
+            self._trouble = ""
         else:
             self._queue.did(member, value)
 

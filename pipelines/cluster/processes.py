@@ -60,7 +60,7 @@ class FunctionLine:
     text: str
 
     def log(self, process: str) -> None:
-        """Log the line in this process, under the name of its own."""
+        """Log the line here, with the name of the process that it comes from."""
         line = f"{process}: {self.text}" if process else self.text
         logging.getLogger(self.logger).log(self.level, "%s", line)
 

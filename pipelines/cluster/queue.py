@@ -147,7 +147,7 @@ class Queue(Generic[T, R]):
         for running in list(self._again):
             self._assign_again(running)
         for member in self._members:
-            if self._next and member.step is Step.idle:
+            if self._next is not None and member.step is Step.idle:
                 member.begin(RunningTask(self._next))
                 self._next = next(self._fresh, None)
 

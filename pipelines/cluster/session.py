@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 MIB = 2**20
 WORKER_BYTES = 1536 * MIB  # of a worker without its target
 CPUS = 4  # of a worker beside its GPUs, if there are as many: it decodes media and writes meanwhile
-EXPANSION = (
-    3  # of weights on a CPU: 16-bit files become 32-bit tensors, plus activations
-)
+EXPANSION = 3
+"""Of weights on a CPU: 16-bit files become 32-bit tensors, plus activations."""
 FITS = 8192 * MIB  # of weights, which any GPU holds
 ROOM = 2048 * MIB  # of a GPU, kept free of weights
 GPU_SECONDS = 300.0  # to wait for a free GPU whose memory is measured
@@ -109,9 +108,8 @@ def _on_terminate(handler: Any) -> None:
 def leave(number: int, frame: FrameType | None) -> None:
     """A handler of SIGTERM that raises SystemExit."""
     del number, frame
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # a second one would interrupt the cleanup
+    # A second signal would interrupt the cleanup.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(128 + signal.SIGTERM)
 
 

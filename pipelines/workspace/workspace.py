@@ -41,7 +41,8 @@ from vlmdistill.stores.store import require_room
 
 log = logging.getLogger("vlmdistill.pipelines")
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
-NO_DRAFTER = (".rounds", ".adapt")  # what `adapt` keeps beside drafters
+NO_DRAFTER = (".rounds", ".adapt")
+"""Ends of the names of folders that `adapt` keeps beside drafters."""
 MOST_NAMED = 3  # workspaces in a line
 NAME = re.compile(r"\w[\w.-]*")
 """The name of a drafter or an evaluation: that of a file, never a path into another folder."""

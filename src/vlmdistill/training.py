@@ -56,8 +56,10 @@ class NewDrafter:
             TrainingError: It cannot be written; an earlier folder is then kept.
         """
         keys = self.keys
-        weights = [weight.detach().double() for weight in self.drafter.parameters()]
-        sums = [float(weight.sum()) for weight in weights]
+        sums: list[float] = []
+        for weight in self.drafter.parameters():
+            # One after the other: all weights in float64 may not fit.
+            sums.append(float(weight.detach().double().sum()))
         facts = {
             "signature": content_hash([self.method, steps, self.seed, sums]),
             "content": content_of(

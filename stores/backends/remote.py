@@ -106,9 +106,8 @@ class Remote(Backend):
             if error.errno != errno.EINVAL or (self.size(name) or 0) >= start + length:
                 raise
             data = b""
-        if (
-            len(data) > length
-        ):  # plain web servers ignore ranges and send the whole file
+        # Plain web servers ignore ranges and send the whole file.
+        if len(data) > length:
             if len(data) > BLOCK:  # each block would fetch all of it
                 raise StoreError(
                     f"{self.url}: this server ignores ranges, and sends all of a large file"

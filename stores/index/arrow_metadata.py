@@ -27,9 +27,8 @@ DICTIONARY_DATA = 1
 BATCH_BUFFERS = 2
 BATCH_COMPRESSION = 3
 DICTIONARY_BATCH = 2  # a type of header
-BLOCK_BYTES = (
-    24  # of an entry of the footer: offset, length of the metadata, length of the body
-)
+# Of an entry of the footer: offset, length of the metadata, length of the body.
+BLOCK_BYTES = 24
 CONTINUATION = -1  # marks a message of the present format
 
 

@@ -124,7 +124,7 @@ def _by_store(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def _linked_annexes(backend: Backend, files: Collection[str]) -> Iterator[Finding]:
-    """Annexes, or their folder, that a link leads to, or that are a file."""
+    """Annexes, or the folder of all annexes, that are links or files."""
     names = [name for name in backend.links(ANNEXES) if name.count("/") < 2]
     if ANNEXES in files:
         names = [ANNEXES]

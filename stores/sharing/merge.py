@@ -32,7 +32,7 @@ class Copied:
     """The result of a copy, in samples, and the differences that it found."""
 
     copied: int
-    present: int  # were there already, by key and content
+    present: int  # the target had them already, by key and content
     duplicates: int  # left out by a merge: the same content under another key
     conflicts: tuple[str, ...]
     """Keys that the target has with other content, which stays."""
@@ -161,12 +161,12 @@ def _like(
 def _require_features(
     store: Store, path: str | Path, features: tuple[str, ...]
 ) -> None:
-    if store.provenance.features != features:
-        own = ",".join(store.provenance.features)
+    own = store.provenance.features
+    if own != features:
         raise StoreError(
-            f"{path} was made for the features {own.replace(',', ', ')}, not {', '.join(features)}, and "
+            f"{path} was made for the features {', '.join(own)}, not {', '.join(features)}, and "
             "takes no others: copy these to a new store, or to this one only its own: store push --features "
-            f"{own}"
+            f"{','.join(own)}"
         )
 
 

@@ -325,7 +325,10 @@ class Mirror:
             (self.folder / name).rename(aside / name)
         log.warning(
             "%s was changed by another machine: %d files of %s that it does not have are now in %s",
-            *(self.url, len(names), self.folder, aside),
+            self.url,
+            len(names),
+            self.folder,
+            aside,
         )
 
     def publish(self, delete: bool = False) -> None:

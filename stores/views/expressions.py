@@ -108,7 +108,7 @@ def where(
     if missing:
         instead = _instead(missing, text, public, listed)
         raise StoreError(f"there is no column '{missing[0]}' (in \"{text}\"){instead}")
-    if expression.alias:
+    if expression.alias is not None:
         raise StoreError(
             f"cannot read the expression \"{text}\": unexpected '{expression.alias}' at the end"
         )
@@ -145,7 +145,7 @@ class _Expression:
 
     polars: pl.Expr
     names: set[str]  # of the columns that it reads
-    alias: str  # the word at its end that SQL takes for a new name; mostly none
+    alias: str | None  # the word at its end that SQL takes for a new name
 
 
 def _parse(text: str, public: Sequence[str], listed: str) -> _Expression:
@@ -158,7 +158,7 @@ def _parse(text: str, public: Sequence[str], listed: str) -> _Expression:
     except MISTAKES as error:
         why = f"({line_of(error)}). {_some(public, listed)}"
         raise StoreError(f'cannot read the expression "{text}" {why}') from error
-    return _Expression(expression, names, output if renamed else "")
+    return _Expression(expression, names, output if renamed else None)
 
 
 def _require_plain(text: str) -> None:
@@ -219,7 +219,7 @@ def _nan_to_null(operand: pl.Expr, rows: pl.DataFrame) -> pl.Expr:
 
 
 def _latest(name: str, columns: Sequence[str]) -> bool:
-    """Whether a column has the latest value of several runs: it must know all of them."""
+    """Whether a column has the latest value of several runs, of which all must be readable."""
     return any(column.endswith(f".{name}") for column in columns)
 
 

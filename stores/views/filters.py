@@ -212,9 +212,8 @@ class _Reasons:
     """Why rows were dropped."""
 
     of_rows: pl.Series  # of each row, null where it is kept
-    counts: dict[
-        str, int
-    ]  # the rows dropped for each reason, in the order of the filters
+    counts: dict[str, int]
+    """The rows dropped for each reason, in the order of the filters."""
 
 
 def _apply(steps: Sequence[Filter], rows: pl.DataFrame) -> _Reasons:

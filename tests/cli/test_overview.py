@@ -49,7 +49,9 @@ def test_the_printed_settings_are_a_recipe(capsys: Output) -> None:
     )
     Path("mine.toml").write_text(capsys.readouterr().out)
     assert resolve("wren", "mine.toml") == resolve("wren", "fair", ["steps=7"])
-    assert printed(capsys, "train", "wren", "--show-config")["steps"] == 600
+    for recipe in ((), ("--recipe", "")):  # an empty variable of a script
+        command = ("train", "wren", "--show-config", *recipe)
+        assert printed(capsys, *command)["steps"] == 600
     assert not Path("runs").exists()
 
 

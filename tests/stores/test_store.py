@@ -27,10 +27,12 @@ from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.index import merged
+from vlmdistill.stores.index.arrow import frame_of
+from vlmdistill.stores.index.tables import read_table, write_table
 from vlmdistill.stores.integrity.gc import collect
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.layout import widen
-from vlmdistill.stores.manifest import seal
+from vlmdistill.stores.manifest import CacheRecord, seal
 from vlmdistill.stores.schema import Array, Feature, Sample, Span
 from vlmdistill.stores.sharing.merge import send
 from vlmdistill.stores.store import Store
@@ -430,6 +432,18 @@ def test_a_cached_index_only_saves_time(
     assert not verify(store.path).damage  # it was made anew
     collect(store, grace=0)
     assert not verify(store.path).findings
+
+
+def test_a_cached_index_without_a_column_loses_no_more_than_that(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged, "WORTH", 2)
+    assert len(Store.open(store.path).index) == 12
+    record, table = read_table(store.backend, CacheRecord, "index")
+    name = sorted(store.meta)[0]
+    write_table(store.backend, record, frame_of(table).drop(name))
+    read = Store.open(store.path).read("k0003")
+    assert read.meta.items() == sample(3).meta.items() - {(name, sample(3).meta[name])}
 
 
 def test_a_cached_index_does_not_speak_for_a_shard_that_was_made_anew(

@@ -31,7 +31,7 @@ from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.errors import DataError, StoppedError, StoreError, TrainingError
 from vlmdistill.stores.manifest import digest, seal
 from vlmdistill.stores.schema import Feature
-from vlmdistill.stores.sharing.mirror import VersionedFolder
+from vlmdistill.stores.sharing.mirror import Mirror, VersionedFolder
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.views.filters import filter_store
 
@@ -434,6 +434,24 @@ def test_a_copy_that_fails_is_made_later_and_only_at_the_end_it_counts(
     ).read_bytes()
 
 
+def test_a_run_that_another_machine_has_continued_is_not_said_to_go_on_from_here(
+    store: Path, tmp_path: Path
+) -> None:
+    url, other = tmp_path / "copies", tmp_path / "other"
+    run = plan(store, tmp_path / "out", checkpoints=str(url))
+
+    def hear(progress: TrainingProgress) -> None:
+        if progress.step == 4:
+            mirror = Mirror(Local(url), other, tmp_path / "other.json")
+            mirror.update()
+            (other / "step4.safetensors").write_bytes(b"other")
+            mirror.publish()
+
+    with pytest.raises(TrainingError, match="step4") as caught:
+        train(run, hear)
+    assert "are done" not in str(caught.value)
+
+
 # A checkpoint that something has happened to
 
 
@@ -584,6 +602,7 @@ def test_settings_survive_json_and_wrong_ones_are_named() -> None:
         ("clip=-1", "clip"),
         ("stages.text.epochs=Infinity", "epochs"),
         ("stages.text.visual=[2,3]", "visual"),
+        ("stages.text.visual.0=0.5", r"visual\.0"),
         ('stages.text.losses={"cross_entropy":0}', "weight above 0"),
     ]:
         with pytest.raises(DataError, match=message):

@@ -271,6 +271,7 @@ def test_every_step_has_its_figures_once(store: Path, tmp_path: Path) -> None:
     run = plan(store, tmp_path / "out", settings=SETTINGS, **HOW)
     stopped(run, 7)
     with (run.state / "metrics.jsonl").open("a") as file:
+        file.write('{"step": [7]}\n')  # of another program
         file.write('{"step": 8, "sta')  # killed in the middle of a line
     train(run, seen.append)
     steps = [one for one in figures(run) if "train/loss" in one]

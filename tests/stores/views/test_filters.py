@@ -258,6 +258,7 @@ def test_statistics_that_cannot_be_joined_are_refused(many: Store) -> None:
         ("wrds > 5", "no column 'wrds'.*did you mean words.*Columns: key, dataset"),
         ("words >", "words >"),
         ("words > 5 garbage", "'garbage'"),
+        ('words > 5 ""', "unexpected ''"),
         ("words + 1", r"words \+ 1"),
         ("max(words) > 1", r"max\(words\) > 1"),
         ("dataset > 3", "dataset > 3"),
