@@ -60,7 +60,7 @@ class Speeds:
     @classmethod
     def of(cls, root: Path, stated: Sequence[str]) -> "Speeds":
         """Of texts such as `features=3000`; DataError on other texts."""
-        rates = dict[str, float]()
+        by_stage = dict[str, float]()
         for text in stated:
             stage, _, number = text.partition("=")
             is_number = re.fullmatch(r"\d+(\.\d+)?", number) is not None
@@ -69,8 +69,8 @@ class Speeds:
                     f"--rate {text}: write one of {', '.join(STAGES)} and its tokens per second, such as "
                     "features=3000"
                 )
-            rates[stage] = float(number)
-        return cls(root, rates)
+            by_stage[stage] = float(number)
+        return cls(root, by_stage)
 
     def seconds(
         self, stage: str, tokens: float | None, engine: str = "transformers"
@@ -80,9 +80,9 @@ class Speeds:
             return None
         if not tokens:
             return 0.0
-        verb = stage.partition(" ")[0]  # of a training, whatever its method
-        if verb in self.stated:
-            return tokens / self.stated[verb]
+        kind = stage.partition(" ")[0]  # `train` for the training of any method
+        if kind in self.stated:
+            return tokens / self.stated[kind]
         if self.root is None:
             return None
         rate = rates.known(self.root, stage, engine)
