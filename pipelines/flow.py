@@ -76,11 +76,11 @@ class Plan:
     held_out: float = 0.02  # share of the samples kept apart to validate on
     trackers: tuple[str, ...] = ()
     seed: int = 0
-    anyway: bool = False  # also where disk or memory will not suffice
+    anyway: bool = False  # run although disk or memory will not suffice
 
     @property
     def evaluation(self) -> evaluate.Settings:
-        """How it evaluates, where each drafter has its own tree."""
+        """The settings of the evaluation, in which each drafter has its own tree."""
         return evaluate.Settings(
             temperatures=self.temperatures,
             limit=self.eval_limit,
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def trained(self) -> list[str]:
-        """Its drafters that need training."""
+        """The drafters that need training."""
         return [name for name in self.drafters if catalogue.is_trained(name)]
 
     def trainings(self, workspace: Workspace) -> dict[str, Run]:
@@ -237,7 +237,7 @@ def capture_features(
     """Generate the missing responses, then capture the missing features, in one session.
 
     An engine does both in one pass. Ray does not start if nothing is missing. The rates are recorded in the
-    workspace. DataError if disk or memory will not suffice, unless it is to be done `anyway`.
+    workspace. DataError if disk or memory will not suffice, unless `anyway`.
     """
     if job.sampling:  # other settings are refused also if nothing is missing
         dataset.check_settings(job.responses, {"sampling": asdict(job.sampling)})
