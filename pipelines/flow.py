@@ -81,7 +81,7 @@ class Plan:
     held_out: float = 0.02  # share of the samples kept apart to validate on
     trackers: tuple[str, ...] = ()
     seed: int = 0
-    anyway: bool = False  # also where disk or memory will not suffice
+    anyway: bool = False  # run although disk or memory will not suffice
 
     @property
     def evaluation(self) -> evaluate.Settings:

@@ -73,7 +73,7 @@ def read(source: Any, choose: Choose) -> SampledFrames:
 
 
 def _array(source: Any, choose: Choose) -> SampledFrames:
-    """The frames of an array, or of what numpy makes one of."""
+    """The frames of an array, or of an object that numpy can convert into one."""
     try:
         frames_FHWC = np.asarray(source)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -146,8 +146,8 @@ def media_file(part: Mapping[str, Any]) -> Path:
     path = part["path"]
     if not is_url(path):
         return at_hand(path)
-    digest_then = part.get("digest")
-    is_stale = digest_then is None or digest(at_hand(path)) != digest_then
+    imported = part.get("digest")
+    is_stale = imported is None or digest(at_hand(path)) != imported
     return at_hand(path, again=is_stale)
 
 

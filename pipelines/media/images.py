@@ -21,10 +21,9 @@ KINDS = {
 }
 PLAIN_FORMATS = ("PNG", "JPEG", "WEBP")  # that all servers read
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
-PAGED = ("TIFF", "GIF", "WEBP", "PNG", "AVIF")  # that may hold more than one picture
-SUBFILE_TYPE = (
-    254  # tag of TIFF 6.0, page 36: bit 0 says "a reduced-resolution version"
-)
+PAGED = ("TIFF", "GIF", "WEBP", "PNG", "AVIF")  # that may hold several pictures
+SUBFILE_TYPE = 254
+"""Tag of TIFF 6.0, page 36: bit 0 says "a reduced-resolution version"."""
 ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

@@ -60,7 +60,7 @@ def shown(path: Path) -> str:
 def at_hand(name: str | Path, again: bool = False) -> Path:
     """The path of a file, or of a folder of images; of a URL that of its copy, which is fetched first.
 
-    A copy that exists is not fetched `again` otherwise. MediaError when the URL cannot be read.
+    If there is a copy, it is fetched only if `again`. MediaError when the URL cannot be read.
     """
     if not is_url(name):
         if "://" in str(name):

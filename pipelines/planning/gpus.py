@@ -17,7 +17,7 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class GpuClass:
-    """What a GPU has."""
+    """The memory and speed of a GPU."""
 
     gib: int
     """GiB of memory."""
@@ -70,7 +70,7 @@ class Gpus:
 
     @classmethod
     def here(cls) -> "Gpus | None":
-        """Those of this machine; None if it has none, or none of a known class."""
+        """The GPUs of this machine; None if it has none, or if their class is unknown."""
         if not torch.cuda.is_available():
             return None
         model = torch.cuda.get_device_name(0).upper().replace(" ", "")
@@ -80,5 +80,5 @@ class Gpus:
 
     @property
     def each(self) -> GpuClass:
-        """What one of them has."""
+        """The memory and speed of one GPU."""
         return CLASSES[self.name]

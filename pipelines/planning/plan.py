@@ -1,7 +1,7 @@
 """A plan: disk, memory and hours of a project before anything is downloaded or paid for.
 
-Hours follow from a rate. A rate is *measured* where the workspace has a run of the stage on this
-kind of GPU, else *assumed*: the arithmetic of the stage at the share of a GPU's peak that an H100 reached
+Hours follow from rates. A rate is *measured* if the workspace has a run of the stage on this kind of GPU,
+else *assumed*: the arithmetic of the stage at the share of the GPU's peak that an H100 reached
 (docs/measurements/gpu.md).
 """
 
@@ -70,7 +70,7 @@ class ProjectData:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What a stage takes."""
+    """The time, memory and disk of a stage."""
 
     hours: float
     rate: float  # tokens per second of all GPUs
@@ -88,7 +88,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodPlan:
-    """What a method takes, and what is known of it."""
+    """The store and training of a method, its published tau, and whether vLLM serves it."""
 
     store_bytes: int  # of the features that it alone needs
     training: StagePlan | None  # None: not trained
@@ -98,7 +98,7 @@ class MethodPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectPlan:
-    """What a project takes."""
+    """The time, memory and disk of a project."""
 
     target: TargetDescription
     data: ProjectData

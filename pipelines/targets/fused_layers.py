@@ -103,8 +103,8 @@ class FusedLayers:
                 if mask is not None:
                     score = score + mask
                 weight_S.add_(score.softmax(-1).mean((0, 1)))
-            has_many_keys = keys.shape[2] >= MANY_KEYS
-            if mask is not None and cache[layer].is_cuda and has_many_keys:
+            # The number of keys comes last: programs for a CPU do not depend on it.
+            if mask is not None and cache[layer].is_cuda and keys.shape[2] >= MANY_KEYS:
                 mixed = attend_few_rows(query[0], keys[0], values[0], mask, self.scale)
             else:
                 mixed = F.scaled_dot_product_attention(
@@ -151,8 +151,8 @@ class FusedLayers:
 
         Args:
             ids_N: Token ids.
-            rope_N: Rotary positions, below `last`.
-            last: The end of the rotary positions.
+            rope_N: Rotary positions, at most `last`.
+            last: The largest rotary position that the table of factors must have.
             attend: The attention, see `attend` and `attend_batch`.
             taps: The sources to keep, by the layer whose input they are.
         """

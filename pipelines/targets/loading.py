@@ -181,8 +181,7 @@ class _Source:
     def target(self) -> VisionLanguageTarget:
         """The loaded target.
 
-        TargetError if it fails its self-test, which families that are tested elsewhere
-        are spared.
+        Families that this project has not tested run a self-test; TargetError if it fails.
         """
         parts = self.load()
         if self.fused:

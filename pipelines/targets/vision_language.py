@@ -196,9 +196,9 @@ class VisionLanguageTarget(TargetModel):
 
     @torch.inference_mode()
     def without(self, keep_U: Tensor) -> Decoder:
-        """The last prompt with only some visual tokens (bool), as a second sequence.
+        """A second sequence over the same weights: the last prompt with only some visual tokens.
 
-        It is over the same weights.
+        `keep_U` (bool) marks the visual tokens that stay.
         """
         prompt = self._last_prompt
         embedded = self._embed([prompt], [Transcript.of(prompt)])

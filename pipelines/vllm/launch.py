@@ -86,7 +86,7 @@ def end(run: "subprocess.Popen[bytes]") -> None:
 
 
 def reason(log: str, status: int) -> str:
-    """Why a process has ended: a signal, the last error with a cause in its log, or the last line of that."""
+    """Why a process has ended: a signal, the last error in its log that names a cause, or its last line."""
     if status < 0:
         return f"it was killed by {signal.Signals(-status).name}"
     if NO_PLUGIN in log:

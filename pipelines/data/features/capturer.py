@@ -7,9 +7,9 @@ need. The worker that computes a shard writes it and returns counts; a rerun cap
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -311,12 +311,8 @@ class Capturer:
         ):
             written: Future[list[Sample]] | None = None
             for batch, prompts in encoded:
-                try:
+                with _numbered_in(task, batch):
                     captured = self._run(batch, prompts)
-                except PromptError as error:
-                    failed_key = batch[error.at].prompt.key
-                    number = task.keys.index(failed_key)
-                    raise PromptError(str(error), number) from None
                 if written:
                     written.result()
                 # The samplings alone: with the prompts, their pixels would be kept.
@@ -327,7 +323,8 @@ class Capturer:
             if self.engine:
                 # Before the shard is committed: one sample of the last batch.
                 responses = [item.response_ids for item in batch]
-                self.engine.check(prompts, responses, samples, self.dtype)
+                with _numbered_in(task, batch):
+                    self.engine.check(prompts, responses, samples, self.dtype)
         return CaptureResult(len(task.items), sum(item.tokens for item in task.items))
 
     def _run(
@@ -385,6 +382,17 @@ class Capturer:
             except DataError as error:
                 problems[item.prompt.key] = one_line(error)
         return problems
+
+
+@contextmanager
+def _numbered_in(task: CaptureTask, batch: Sequence[CaptureItem]) -> Iterator[None]:
+    """Let a PromptError number its prompt in the task, instead of in the batch."""
+    try:
+        yield
+    except PromptError as error:
+        failed_key = batch[error.at].prompt.key
+        number = task.keys.index(failed_key)
+        raise PromptError(str(error), number) from None
 
 
 def media_columns(prompt: Prompt, samplings: Sequence[Any]) -> dict[str, str | int]:

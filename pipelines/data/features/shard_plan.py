@@ -94,7 +94,7 @@ def missing_of(
 ) -> pl.DataFrame:
     """The facts of the responses to `prompts` whose keys are not `stored`.
 
-    A column `prompt` has the number of each one's prompt.
+    The column `prompt` is the number of the prompt that a response answers.
     """
     numbered = facts_of(prompts).select("key").with_row_index("prompt")
     answered = numbered.join(generated.facts, on="key", how="inner")

@@ -112,7 +112,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSummary:
-    """What an import did, and what the file holds after it."""
+    """The work of an import, and the contents of the file after it."""
 
     out: Path
     skipped_file: Path
@@ -125,7 +125,7 @@ class ImportSummary:
     unread_columns: Counter[str]
     """Columns with text, and keys of turns and parts, that were not used."""
     hidden_media: Counter[str]
-    """Those of them that hold or name images or videos, also of rows that are skipped for it."""
+    """Unread columns that hold or name images or videos, also of rows skipped for that reason."""
     total: int
     train: int
     eval: int
@@ -309,7 +309,7 @@ class _Import:
 
     @property
     def room(self) -> int:
-        """How many rows to read before the limit may be reached; a chunk of them at most."""
+        """The number of rows that can be read before the limit is reached, at most a chunk."""
         limit = self.choices.limit
         if limit is None:
             return CHUNK_ROWS

@@ -45,9 +45,8 @@ def check(source: str, hub: bool) -> Path:
     if path.exists() or (hub and not is_local):
         return path
     hint = "" if is_local else " (a Hugging Face dataset by name: add --format hf)"
-    siblings = []
-    if path.parent.is_dir():
-        siblings = [sibling.name for sibling in path.parent.iterdir()]
+    # `glob` finds nothing in a folder that does not exist or cannot be read.
+    siblings = [sibling.name for sibling in path.parent.glob("*")]
     similar = did_you_mean(path.name, siblings)
     raise DataError(f"there is no file {source}{similar or hint}")
 

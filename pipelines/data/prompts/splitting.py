@@ -55,12 +55,12 @@ def resplit(out: Path, eval_share: float, fixed: Collection[str] = ()) -> SplitS
         prompts = read(out)
         sides = Sides()
         ties = [ties_of_prompt(prompt) for prompt in prompts]
-        for prompt, its_ties in zip(prompts, ties, strict=True):
+        for prompt, prompt_ties in zip(prompts, ties, strict=True):
             is_fixed = prompt.key in fixed
-            sides.join(its_ties, prompt.split if is_fixed else None)
+            sides.join(prompt_ties, prompt.split if is_fixed else None)
         new_prompts = []
-        for prompt, its_ties in zip(prompts, ties, strict=True):
-            split = sides.of(its_ties[0], eval_share)
+        for prompt, prompt_ties in zip(prompts, ties, strict=True):
+            split = sides.of(prompt_ties[0], eval_share)
             new_prompts.append(dataclasses.replace(prompt, split=split))
         write(out, new_prompts)
     pairs = zip(prompts, new_prompts, strict=True)
@@ -68,7 +68,7 @@ def resplit(out: Path, eval_share: float, fixed: Collection[str] = ()) -> SplitS
     return SplitSummary(
         out=out,
         moved=sum(before.split != after.split for before, after in pairs),
-        kept=sum(sides.is_given(its_ties[0]) for its_ties in ties),
+        kept=sum(sides.is_given(prompt_ties[0]) for prompt_ties in ties),
         train=splits["train"],
         eval=splits["eval"],
     )

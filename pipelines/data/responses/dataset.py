@@ -41,7 +41,7 @@ PACKED = 256  # parts that are packed
 BATCH_ROWS = 1 << 12  # in memory
 COUNTS = ("prompt_tokens", "visual_tokens")
 DEFAULTS = {"engine": "transformers", "thinking": ""}
-"""Settings that a folder may lack, and what that means."""
+"""Values of settings that the file of a folder may lack."""
 T = TypeVar("T")
 
 
@@ -286,7 +286,7 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _first(rows: Any, seen: set[str]) -> Any:
-    """The rows whose keys were not seen before, which are added to those."""
+    """The rows whose keys are not in `seen`; their keys are added to it."""
     import pyarrow as pa
 
     is_new = []
@@ -310,7 +310,7 @@ def table(out: Path, columns: Sequence[str] | None = None) -> Any:
 
 
 def facts(out: Path) -> "pl.DataFrame":
-    """Of each response: `key`, `keep`, `reason`, and its numbers of tokens."""
+    """One row per response: `key`, `keep`, `reason`, and numbers of tokens."""
     names = ("key", "keep", "reason", *COUNTS)
 
     def read_all(paths: list[Path]) -> "pl.DataFrame":
@@ -410,7 +410,7 @@ class Responses:
         return pl.concat(facts).with_row_index("row"), spool
 
     def row(self, number: int) -> ResponseRow:
-        """One of the responses."""
+        """The response with this number in `facts`."""
         return ResponseRow(**self._spool.row(number))
 
 

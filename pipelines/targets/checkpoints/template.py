@@ -84,9 +84,9 @@ def served_otherwise(
     except ValueError:  # vLLM refuses it
         return ""
     served = next((variables[name] for name in VARIABLES if name in variables), None)
-    trained_on = trained.thinking == "on"
-    if trained.thinking in ("on", "off") and served != trained_on:
-        needed = json.dumps({VARIABLES[0]: trained_on})
+    reasoned = trained.thinking == "on"
+    if trained.thinking in ("on", "off") and served != reasoned:
+        needed = json.dumps({VARIABLES[0]: reasoned})
         return (
             f"the drafter was trained with thinking {trained.thinking}: {LOSS}. Start "
             f"the server with --default-chat-template-kwargs '{needed}', or set it in "

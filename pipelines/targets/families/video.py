@@ -37,7 +37,7 @@ from vlmdistill.stores.schema import Array
 CHUNK = 32  # frames resized at once
 # Pillow's numbers, as in configuration files.
 RESAMPLING = {2: "bilinear", 3: "bicubic"}
-# Of these files, the stock processor reads the first that has video settings.
+# Of these files, the stock processor reads the first that exists.
 SETTINGS = ("video_preprocessor_config.json", "preprocessor_config.json")
 
 

@@ -3,7 +3,8 @@
 Shapes: N rows of a feature, L positions, R tokens of a response, D hidden width, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -139,8 +140,12 @@ class EngineTarget:
 
         chosen = self._run(len(keys), receive)[checked_key]
         checked_prompt = by_key[checked_key]
-        self._check_logprobs(checked_prompt, chosen)
-        self.check([checked_prompt], [chosen.ids], checked_samples, dtype)
+        try:
+            self._check_logprobs(checked_prompt, chosen)
+            self.check([checked_prompt], [chosen.ids], checked_samples, dtype)
+        except PromptError as error:
+            # Callers run a batch again without the prompt of a PromptError: all would be kept twice.
+            raise TargetError(str(error)) from None
 
     def _run(
         self, sequences: int, receive: Callable[[Captured], Tensor]
@@ -192,7 +197,7 @@ class EngineTarget:
         self._engine.run()
         by_key = self._engine.chosen()
         chosen = [by_key[str(number)] for number in range(len(prompts))]
-        self._check_logprobs(prompts[checked], chosen[checked])
+        self._check_logprobs(prompts[checked], chosen[checked], checked)
         self._check_repeated(prompts, transcripts, chosen)
         return [self._target.response(tokens.ids) for tokens in chosen]
 
@@ -203,12 +208,20 @@ class EngineTarget:
         samples: Sequence[Sample],
         dtype: str,
     ) -> None:
-        """Compare one sample with the target's own capture; TargetError when they differ beyond rounding."""
+        """Compare one sample with the target's own capture; TargetError when they differ beyond rounding.
+
+        PromptError if the target itself cannot capture that sample.
+        """
         number = _to_check(prompts)
         sample = samples[number]
-        (expected,) = self._target.capture(
-            [prompts[number]], [responses[number]], self._features, dtype, [sample.key]
-        )
+        with _of_prompt(number):
+            (expected,) = self._target.capture(
+                [prompts[number]],
+                [responses[number]],
+                self._features,
+                dtype,
+                [sample.key],
+            )
         allowed = max(ALLOWED[dtype], ALLOWED[self._target.dtype_name])
         for feature in self._features:
             state_ND = as_torch(sample.features[feature], dtype).float()
@@ -339,16 +352,23 @@ class EngineTarget:
         self._engine.run()
         drawn_again = self._engine.chosen()
         for number in repeated:
-            self._check_logprobs(prompts[number], drawn_again[str(number)])
+            again = drawn_again[str(number)]
+            self._check_logprobs(prompts[number], again, number)
 
-    def _check_logprobs(self, prompt: EncodedPrompt, chosen: Chosen) -> None:
-        """The target gives the chosen tokens the log-probabilities that the engine gives them."""
-        (sample,) = self._target.capture(
-            [prompt], [chosen.ids], [HIDDEN_TEXT], "float32"
-        )
-        hidden_ND = as_torch(sample.features[HIDDEN_TEXT], "float32")
-        hidden_ND = hidden_ND.to(self._target.dtype)
-        self._target.check_finite(hidden_ND[-1:])
+    def _check_logprobs(
+        self, prompt: EncodedPrompt, chosen: Chosen, number: int = 0
+    ) -> None:
+        """The target gives the chosen tokens the log-probabilities that the engine gives them.
+
+        PromptError, with the `number` of the prompt, if its states are not finite.
+        """
+        with _of_prompt(number):
+            (sample,) = self._target.capture(
+                [prompt], [chosen.ids], [HIDDEN_TEXT], "float32"
+            )
+            hidden_ND = as_torch(sample.features[HIDDEN_TEXT], "float32")
+            hidden_ND = hidden_ND.to(self._target.dtype)
+            self._target.check_finite(hidden_ND[-1:])
         predicting_RD = hidden_ND[-len(chosen.ids) - 1 : -1]
         logprob_RV = self._target.logits(predicting_RD).log_softmax(-1)
         ids_R = torch.tensor(chosen.ids)
@@ -372,6 +392,16 @@ def loaded(model: str, how: Options, engine: EngineName) -> TargetModel:
     return load_for_capture(
         model, device="cpu", dtype=dtype, thinking=how.get("thinking", "")
     )
+
+
+@contextmanager
+def _of_prompt(number: int) -> Iterator[None]:
+    """Give a PromptError about a prompt that is run alone the number of that prompt."""
+    try:
+        yield
+    except PromptError as error:
+        error.at = number
+        raise
 
 
 def _to_check(prompts: Sequence[EncodedPrompt]) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from vlmdistill.pipelines.targets.encode import EncodedPrompt
 from vlmdistill.pipelines.targets.loading import load_for_capture
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.vllm.capture import engine_target
@@ -62,14 +63,17 @@ def generate(
 ) -> list[Any]:
     engine = Engine(target, broken)
     monkeypatch.setattr(engine_target, "EngineProcess", lambda *_: engine)
+    return EngineTarget(target, (), 512).generate(
+        encoded(target), max_new_tokens=4, temperature=0.0
+    )
+
+
+def encoded(target: TargetModel) -> list[EncodedPrompt]:
     texts = ("Hi", "What is the colour of the large circle?", "Name three shapes.")
-    prompts = [
+    return [
         target.encode([{"role": "user", "content": [{"type": "text", "text": text}]}])
         for text in texts
     ]
-    return EngineTarget(target, (), 512).generate(
-        prompts, max_new_tokens=4, temperature=0.0
-    )
 
 
 def test_a_prompt_with_logits_that_are_not_finite_is_refused(
@@ -89,3 +93,19 @@ def test_states_that_are_not_finite_are_refused_as_by_the_target_itself(
         target.model.get_input_embeddings().weight.fill_(math.nan)
     with pytest.raises(PromptError, match="not finite"):
         generate(target, {"0", "1", "2"}, monkeypatch)
+
+
+def test_the_error_names_the_prompt_whose_states_are_not_finite(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller generates the other prompts without it."""
+    ids = [set(prompt.ids_L.tolist()) for prompt in encoded(target)]
+    token = min(ids[2] - ids[0] - ids[1])
+
+    def spoil(module: Any, inputs: tuple[Any, ...], embed_BLD: Any) -> Any:
+        return embed_BLD.masked_fill((inputs[0] == token)[..., None], math.nan)
+
+    target.model.get_input_embeddings().register_forward_hook(spoil)
+    with pytest.raises(PromptError, match="not finite") as raised:
+        generate(target, {"2"}, monkeypatch)
+    assert raised.value.at == 2
