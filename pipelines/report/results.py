@@ -1,6 +1,6 @@
 """The results in a report: of a drafter at one temperature, and of a server under one load."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -228,7 +228,21 @@ class ServerResult:
     def warnings(self) -> list[str]:
         """Problems of its figures."""
         prefix = f"{self.drafter} at temperature {self.figures.temperature:g}"
-        return [f"{prefix}: {warning}" for warning in self.figures.warnings]
+        warnings = [*self.figures.warnings, *self._too_long]
+        return [f"{prefix}: {warning}" for warning in warnings]
+
+    @property
+    def _too_long(self) -> Iterator[str]:
+        """A warning of responses with more tokens than were asked for."""
+        limit = self.evaluation.max_new_tokens
+        for whose, run in (
+            ("server", self.load.server),
+            ("baseline", self.load.baseline),
+        ):
+            requests = run.requests if run else ()
+            count = sum((request.tokens or 0) > limit for request in requests)
+            if count:
+                yield f"{count} responses of the {whose} have more than {limit} tokens, the limit"
 
 
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
