@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.pipelines.bench.made_up import drafted, evaluation, measured
+from tests.pipelines.bench.test_plants import in_turn
 from vlmdistill.pipelines.bench.records import Check, Measurement
 from vlmdistill.pipelines.bench.statistics import advantage, figures
 from vlmdistill.pipelines.report.comparison import Ranking, rank
@@ -117,7 +118,7 @@ def test_cpu_seconds_rank_where_others_had_a_part_of_the_cpu() -> None:
             for one in quick.prompts
         ),
     )
-    found = ranking(wren=late, sparrow=slow)
+    found = ranking(wren=in_turn(late), sparrow=slow)
     by_clock = sorted(found.results, key=lambda one: -one.figures.speedup)
     assert [one.name for one in by_clock] == ["sparrow", "wren"]
     assert [one.name for one in found.results] == ["wren", "sparrow"]
