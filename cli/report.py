@@ -204,6 +204,7 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
     facts["measured"] = evaluation.measured
     facts["software"] = asdict(evaluation.software)
     facts["temperature"] = result.temperature
+    facts["not_ranked"] = result.unranked
     return {**facts, **asdict(result.figures)}
 
 

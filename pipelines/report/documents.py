@@ -149,6 +149,7 @@ def _own_row(
     row["parameters"] = evaluation.parameters
     row["comparison_group"] = group.number
     row |= {"by": by, "part": part_name}
+    row["not_ranked"] = "; ".join(part.unranked) or None
     row |= _numbers(asdict(part.figures))
     row |= conditions
     row["prompt_set"] = evaluation.prompt_set

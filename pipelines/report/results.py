@@ -47,7 +47,8 @@ class DrafterResult:
 
     evaluation: Evaluation
     measurement: Measurement
-    beside: tuple[str, ...] = ()  # doubts that other results of the same run raise
+    beside: tuple[str, ...] = ()
+    """Doubts that other results of the same run raise, or all prompts of a part."""
 
     def __repr__(self) -> str:
         """Its rates and their intervals; the numbers of each prompt are in `measurement`."""
@@ -153,7 +154,14 @@ class DrafterResult:
 
         of_run = audit.doubts_of_run(self.evaluation)
         of_training = audit.leaked(self.evaluation)
-        return [*self.figures.doubts, *self.beside, *of_run, *of_training]
+        doubts = [*self.figures.doubts, *self.beside, *of_run, *of_training]
+        return list(dict.fromkeys(doubts))
+
+    @cached_property
+    def unranked(self) -> list[str]:
+        """Why no verdict rests on it: failures, then doubts; empty if it is ranked."""
+        lossy = [] if self.evaluation.lossless else ["it is not lossless"]
+        return [*lossy, *self.failures, *self.doubts]
 
     @property
     def warnings(self) -> list[str]:
@@ -169,9 +177,13 @@ class DrafterResult:
         return audit.failures(self.evaluation)
 
     def by(self, label: Callable[[PromptResult], str]) -> "dict[str, DrafterResult]":
-        """Its results on the prompts of each label, such as their kind or dataset."""
+        """Its results on the prompts of each label, such as their kind or dataset.
+
+        What is doubtful of all prompts is so of some.
+        """
+        doubts = tuple(self.doubts)
         return {
-            name: DrafterResult(self.evaluation, measurement)
+            name: DrafterResult(self.evaluation, measurement, doubts)
             for name, measurement in self.measurement.by(label).items()
         }
 
