@@ -368,7 +368,7 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
     if now.against_stock and now.against_stock < 1 / SLOW:
         yield f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast"
         return
-    if earlier is None:
+    if earlier is None or _is_busy(evaluation):
         return
     if now.against_stock and earlier.against_stock:
         if now.against_stock * SLOW < earlier.against_stock:
@@ -533,9 +533,21 @@ def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
     for _, file in sorted(before, reverse=True):
         with suppress(DataError):
             past = records.read(file)
-            if not doubts_of_run(past):
+            if not _is_busy(past) and not doubts_of_run(past):
                 return baseline(past)
     return None
+
+
+def _is_busy(evaluation: Evaluation) -> bool:
+    """Whether other programs had a part of the CPU: caches are theirs then, too, and CPU seconds differ."""
+    sides = [
+        side
+        for measurement in evaluation.temperatures
+        for prompt in measurement.prompts
+        for side in (prompt.plain, prompt.drafted)
+    ]
+    cpu_share = cpu_share_of(sides)
+    return cpu_share is not None and cpu_share < BUSY
 
 
 def against_stock(evaluation: Evaluation) -> float | None:

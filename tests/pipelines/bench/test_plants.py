@@ -188,6 +188,19 @@ def test_a_slow_loop_at_a_temperature_alone_is_in_doubt(slower_share: float) -> 
     assert audit.doubts_of_run(evaluation("wren", greedy, planted))
 
 
+@pytest.mark.parametrize(("prompts", "doubts"), [(7, False), (24, True)])
+def test_few_prompts_beside_other_programs_do_not_tell_of_less_work(
+    prompts: int, doubts: bool
+) -> None:
+    def beside_others(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.5 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.5 * one.drafted.seconds)
+        return without("prefill")(replace(one, plain=plain, drafted=own))
+
+    made = evaluation("wren", changed(measured(count=prompts), beside_others))
+    assert doubted(made) == doubts
+
+
 def calibration(**changes: Any) -> Calibration:
     fields: dict[str, Any] = {
         "plain_step": 0.0138,
@@ -375,6 +388,29 @@ def test_a_slow_path_in_the_target_is_in_doubt(slower: float) -> None:
     assert before.against_stock == pytest.approx(1.66)
     assert not doubted(evaluation("wren", honest, earlier=before))
     assert doubted(evaluation("wren", slow, earlier=before))
+
+
+def test_an_evaluation_beside_other_programs_is_no_baseline(
+    workspace: Workspace, save: Save
+) -> None:
+    """Nor is it compared with one: CPU seconds of a step vary with the caches."""
+
+    def beside_others(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.5 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.5 * one.drafted.seconds)
+        return replace(one, plain=plain, drafted=own)
+
+    honest = changed(measured(), generated(1.5 * 1.66))
+    disturbed = changed(changed(measured(), generated(1.5 * 2.2)), beside_others)
+    save("wren", honest, stem="a", measured="2026-01-01 00:00:00")
+    save("wren", disturbed, stem="b", measured="2026-01-02 00:00:00")
+    found = audit.last_baseline(workspace.reports, evaluation("wren", honest))
+    assert found is not None
+    assert found.measured == "2026-01-01 00:00:00"
+    faster = replace(found, against_stock=2.2)
+    assert audit.slow_baseline(evaluation("wren", honest, earlier=faster))
+    busy = changed(honest, beside_others)
+    assert not audit.slow_baseline(evaluation("wren", busy, earlier=faster))
 
 
 def test_a_slow_step_is_in_doubt_where_generate_was_not_timed() -> None:
