@@ -584,10 +584,12 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
 
     from vlmdistill.pipelines.bench.records import LABELS
     from vlmdistill.pipelines.bench.statistics import figures
+    from vlmdistill.pipelines.report.results import DrafterResult
 
     temperatures = []
     for measurement in evaluation.temperatures:
         facts = {"temperature": measurement.temperature, **_rates(figures(measurement))}
+        facts["not_ranked"] = DrafterResult(evaluation, measurement).unranked
         for name, label in LABELS.items():
             groups = measurement.by(label)
             facts[f"by_{name}"] = {

@@ -206,6 +206,7 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
         "measured": evaluation.measured,
         "software": asdict(evaluation.software),
         "temperature": result.temperature,
+        "not_ranked": result.unranked,
         **asdict(result.figures),
     }
 

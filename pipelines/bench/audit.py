@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Final
 
@@ -56,10 +56,13 @@ SLOW_STEP: Final = 1.1
 SLOW: Final = 1.15  # plain decoding over `generate`, and over earlier evaluations
 SLOW_READS: Final = 1.5
 """A step over that of an earlier evaluation, which was not measured beside it."""
+SLOW_SAMPLING: Final = 1.3
+"""Plain decoding's step beside a verification, over the same at temperature 0."""
 FAST_PACE: Final = 2.0
 """The calibrated step over plain decoding's: other programs can only slow it down."""
 BETWEEN: Final = 0.01  # seconds that may pass between two decodings of a prompt
 EQUAL: Final = 1e-6  # relative difference of numbers that are recorded twice
+ROUNDED: Final = 1e-3  # sum of the probabilities of guesses, which are rounded
 LEAKED: Final = 0.1
 """Share of the prompts that a drafter has seen, above which it is not ranked."""
 
@@ -93,37 +96,77 @@ def _wrong_counts(
     evaluation: Evaluation, measurement: Measurement, where: str
 ) -> Iterator[str]:
     """Counts of a prompt that contradict each other; each contradiction is named once."""
-    limit = _most_gained(evaluation)
+    limits = _Limits(evaluation.max_new_tokens, _most_gained(evaluation))
     keys_of: dict[str, list[str]] = {}
     for prompt in measurement.prompts:
-        texts = _contradictions(prompt, measurement.temperature, limit)
+        texts = _contradictions(prompt, measurement.temperature, limits)
         for text in dict.fromkeys(texts):
             keys_of.setdefault(text, []).append(prompt.key)
     for text, keys in keys_of.items():
         yield f"{text}{where}, in {len(keys)} prompts: {_some(keys)}"
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """What a response and a cycle cannot exceed."""
+
+    tokens: int  # of a response
+    gained: int | None  # tokens of a cycle; None: not known
+
+
 def _contradictions(
-    prompt: PromptResult, temperature: float, limit: int | None
+    prompt: PromptResult, temperature: float, limits: _Limits
 ) -> Iterator[str]:
-    """`limit`: the most tokens that a cycle can gain; None: not known."""
     plain, drafted = prompt.plain, prompt.drafted
-    if temperature == 0 and plain.check == drafted.check == "identical":
+    if temperature == 0:
+        yield from _contradictions_of_checks(prompt)
+    if plain.finish == drafted.finish == "length" and plain.tokens != drafted.tokens:
+        yield "responses that end at the same limit have different numbers of tokens"
+    for whose, decoded in (("the drafter", drafted), ("plain decoding", plain)):
+        yield from _contradictions_of_side(whose, decoded)
+        if decoded.tokens > limits.tokens:
+            yield f"the responses of {whose} have more tokens than the limit"
+        if temperature > 0 and (decoded.surprise is None or not decoded.ranks):
+            yield f"the sampled responses of {whose} were not compared with the target's distribution"
+    if plain.accepted:
+        yield "plain decoding accepted drafted tokens"
+    yield from _contradictions_of_chains(drafted)
+    gained = limits.gained
+    if gained is not None and drafted.tokens - 1 > drafted.calls * gained:
+        yield "the drafter gained more tokens than its tree is deep"
+    if gained is not None and sum(drafted.chain_accepted) > drafted.accepted + gained:
+        yield "acceptance by position does not agree with the accepted tokens"
+    if drafted.sections and not _sections_add_up(drafted):
+        yield "the sections of the response do not add up to it"
+
+
+def _contradictions_of_checks(prompt: PromptResult) -> Iterator[str]:
+    """The stock model can read a prompt or not, whoever responds to it."""
+    plain, drafted = prompt.plain, prompt.drafted
+    if (plain.check is None) != (drafted.check is None):
+        yield "the stock model checked the response of one side alone"
+    if plain.check == drafted.check == "identical":
         lengths = {plain.tokens, drafted.tokens}
         if prompt.stock:
             lengths.add(prompt.stock.tokens)
         if len(lengths) > 1:
             yield "identical responses have different numbers of tokens"
-    for whose, decoded in (("the drafter", drafted), ("plain decoding", plain)):
-        yield from _contradictions_of_side(whose, decoded)
-    if drafted.chain_tried and drafted.chain_tried[0] > drafted.calls:
-        yield "more chains were verified than there were calls"
-    if limit is not None and drafted.tokens - 1 > drafted.calls * limit:
-        yield "the drafter gained more tokens than its tree is deep"
-    if limit is not None and sum(drafted.chain_accepted) > drafted.accepted + limit:
-        yield "acceptance by position does not agree with the accepted tokens"
-    if drafted.sections and not _sections_add_up(drafted):
-        yield "the sections of the response do not add up to it"
+
+
+def _contradictions_of_chains(drafted: Decoding) -> Iterator[str]:
+    """A position is verified after the one before it was accepted, and accepted after that."""
+    reached = drafted.calls
+    for tried, accepted in zip(
+        drafted.chain_tried, drafted.chain_accepted, strict=True
+    ):
+        if tried > reached:
+            yield "more chains were verified than there were calls, or than got so far"
+        if accepted > tried:
+            yield "more tokens of chains were accepted than verified"
+        reached = accepted
+    for guesses in drafted.probabilities:
+        if max(guesses.accepted, guesses.chances - ROUNDED) > guesses.tried:
+            yield "more guesses were accepted, or to be expected, than verified"
 
 
 def _contradictions_of_side(whose: str, decoded: Decoding) -> Iterator[str]:
@@ -325,7 +368,7 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
     if now.against_stock and now.against_stock < 1 / SLOW:
         yield f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast"
         return
-    if earlier is None:
+    if earlier is None or _is_busy(evaluation):
         return
     if now.against_stock and earlier.against_stock:
         if now.against_stock * SLOW < earlier.against_stock:
@@ -342,11 +385,49 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
 
 def _odd_times(evaluation: Evaluation) -> Iterator[str]:
     """Times that do not fit the machine's clock or speed, or the order of decoding."""
+    yield from _slow_at_temperature(evaluation)
     for measurement in evaluation.temperatures:
         where = f" at temperature {measurement.temperature:g}"
         yield from _fast_pace(evaluation, measurement, where)
         yield from _unaccounted_turns(measurement, where)
         yield from _fixed_order(measurement, where)
+
+
+def _slow_at_temperature(evaluation: Evaluation) -> Iterator[str]:
+    """A step of plain decoding beside a cycle's verification.
+
+    Sampling is less work for one token than for several, so that the step is no larger a part of the
+    verification than at temperature 0. Other programs may disturb one side alone.
+    """
+    parts = {}
+    for measurement in evaluation.temperatures:
+        sides = [
+            side
+            for prompt in measurement.prompts
+            for side in (prompt.plain, prompt.drafted)
+        ]
+        cpu_share = cpu_share_of(sides)
+        if cpu_share is None or cpu_share >= BUSY:
+            parts[measurement.temperature] = _step_of_verification(measurement)
+    greedy = parts.pop(0.0, None)
+    for temperature, part in parts.items():
+        if greedy and part and part > SLOW_SAMPLING * greedy:
+            yield (
+                f"beside a verification, a step of plain decoding takes {part / greedy:.2f} times as long at "
+                f"temperature {temperature:g} as at 0"
+            )
+
+
+def _step_of_verification(measurement: Measurement) -> float | None:
+    """Seconds of a step of plain decoding over those of a verification with its acceptance."""
+    plain_calls = sum(prompt.plain.calls for prompt in measurement.prompts)
+    calls = sum(prompt.drafted.calls for prompt in measurement.prompts)
+    plain_seconds = sum(prompt.plain.decode_seconds for prompt in measurement.prompts)
+    phases = [prompt.drafted.phases for prompt in measurement.prompts]
+    seconds = sum(phase.verify + phase.accept for phase in phases)
+    if not plain_calls or not calls or not seconds:
+        return None
+    return plain_seconds / plain_calls / (seconds / calls)
 
 
 def _fast_pace(
@@ -458,9 +539,21 @@ def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
     for _, file in sorted(before, reverse=True):
         with suppress(DataError):
             past = records.read(file)
-            if not doubts_of_run(past):
+            if not _is_busy(past) and not doubts_of_run(past):
                 return baseline(past)
     return None
+
+
+def _is_busy(evaluation: Evaluation) -> bool:
+    """Whether other programs had a part of the CPU: caches are theirs then, too, and CPU seconds differ."""
+    sides = [
+        side
+        for measurement in evaluation.temperatures
+        for prompt in measurement.prompts
+        for side in (prompt.plain, prompt.drafted)
+    ]
+    cpu_share = cpu_share_of(sides)
+    return cpu_share is not None and cpu_share < BUSY
 
 
 def against_stock(evaluation: Evaluation) -> float | None:

@@ -264,6 +264,7 @@ def load_figures(load: ServedLoad) -> LoadFigures:
     warnings = _warnings("server", load.concurrency, load.server, server)
     if load.baseline and baseline:
         warnings += _warnings("baseline", load.concurrency, load.baseline, baseline)
+    warnings += _differences(load, compared)
     return LoadFigures(
         temperature=load.temperature,
         concurrency=load.concurrency,
@@ -300,6 +301,7 @@ def _warnings(
         reason = run.failed[0].reason
         warnings.append(f"{where} failed all {len(run.failed)} requests: {reason}")
     warnings += _cache_warnings(where, rated)
+    warnings += _impossible_counts(where, run, rated)
     generated = run.counts.generated
     counts_known = generated is not None and rated.tokens is not None
     if counts_known and not run.failed and generated != rated.tokens:
@@ -308,6 +310,49 @@ def _warnings(
             "counters include other clients' requests"
         )
     return warnings
+
+
+def _differences(
+    load: ServedLoad, compared: Sequence[tuple[TimedRequest, TimedRequest]]
+) -> Iterator[str]:
+    """What says that a server and its baseline do not give or count the same tokens."""
+    where = f"at temperature {load.temperature:g} and concurrency {load.concurrency}"
+    alike = [pair for pair in compared if pair[0].response == pair[1].response]
+    other_lengths = [plain for plain, own in alike if plain.tokens != own.tokens]
+    if other_lengths:
+        yield (
+            f"{where}, {len(other_lengths)} responses with the baseline's text have other numbers of tokens: "
+            "a server does not count them right, and no speed per token compares"
+        )
+    different = len(compared) - len(alike)
+    if load.temperature == 0 and different:
+        yield (
+            f"{where}, {different} of {len(compared)} responses differ from the baseline's: by near-ties, or "
+            "it is not lossless"
+        )
+
+
+def _impossible_counts(where: str, run: ServerRun, rated: RunFigures) -> Iterator[str]:
+    """What a server cannot have counted."""
+    counts = run.counts
+    longest = len(counts.chain_accepted)
+    if counts.drafts is None or counts.accepted is None:
+        return
+    if longest and counts.accepted > counts.drafts * longest:
+        yield (
+            f"{where} counted {counts.accepted} accepted tokens in {counts.drafts} drafts of at most "
+            f"{longest}"
+        )
+    if rated.tokens is None or run.failed or not longest:
+        return
+    gained = rated.tokens - len(run.requests)
+    # A draft may go on after the end of a response.
+    past_the_end = len(run.requests) * longest
+    if counts.accepted > gained + past_the_end:
+        yield (
+            f"{where} counted {counts.accepted} accepted tokens, and the responses have {gained} after "
+            "their first"
+        )
 
 
 def _cache_warnings(where: str, rated: RunFigures) -> Iterator[str]:

@@ -12,6 +12,7 @@ from vlmdistill.drafters.checkpoints.description import describe, weights_hash
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
+from vlmdistill.pipelines.report.comparison import is_disturbed, ranked
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -138,9 +139,15 @@ def _stale(unlisted: int, report: ReportState) -> tuple[str, ...]:
 
 
 def _drafters(workspace: Workspace, store: Store | None) -> tuple[DrafterStatus, ...]:
-    measured = selection.last_of_each(workspace.reports)
+    latest = selection.last_of_each(workspace.reports)
+    every_result = [result for results in latest.values() for result in results]
+    # Records of one run are compared with each other, too.
+    checked: dict[str, list[DrafterResult]] = {}
+    for ranking in ranked(every_result):
+        for result in ranking.results:
+            checked.setdefault(result.drafter, []).append(result)
     return tuple(
-        _drafter(workspace, name, store, measured.get(name, []))
+        _drafter(workspace, name, store, checked.get(name, []))
         for name in workspace.drafters()
     )
 
@@ -222,7 +229,11 @@ def _doubt(result: DrafterResult) -> str:
         return "it is not lossless"
     if result.failures:
         return "its counts contradict each other"
-    return result.doubts[0] if result.doubts else ""
+    if result.doubts:
+        return result.doubts[0]
+    if is_disturbed(result.figures.cpu_share):
+        return "other programs had most of the CPU"
+    return ""
 
 
 def _next(contents: WorkspaceStatus, model: str) -> str:

@@ -51,7 +51,7 @@ class Ranking:
     @cached_property
     def ranked(self) -> tuple[DrafterResult, ...]:
         """Those that can be the fastest: lossless, with consistent counts and without doubts."""
-        return tuple(result for result in self.results if _can_be_ranked(result))
+        return tuple(result for result in self.results if not result.unranked)
 
     @property
     def temperature(self) -> float:
@@ -100,8 +100,7 @@ class Ranking:
     @property
     def disturbed(self) -> bool:
         """Whether other programs had most of the CPU, so that no drafter can be called the fastest."""
-        shares = [result.figures.cpu_share for result in self.ranked]
-        return any(share is not None and share < MOSTLY for share in shares)
+        return any(is_disturbed(result.figures.cpu_share) for result in self.ranked)
 
     @property
     def against_plain(self) -> Speed:
@@ -200,8 +199,9 @@ class Ranking:
         return f"{rate_of(result, self.speed):.2f}{_within(interval)}"
 
 
-def _can_be_ranked(result: DrafterResult) -> bool:
-    return result.evaluation.lossless and not result.failures and not result.doubts
+def is_disturbed(cpu_share: float | None) -> bool:
+    """Whether other programs had most of the CPU."""
+    return cpu_share is not None and cpu_share < MOSTLY
 
 
 def _is_better(first: DrafterResult, second: DrafterResult, rate: Rate) -> bool:
@@ -315,7 +315,10 @@ class Group:
                 f"({ties} prompts). All others are identical.{rest}",
             )
         most = max(check.count.total for check in checked)
+        measured = max(result.figures.prompts for result in self.results)
         prompts = f"all {most} prompts" if most > 1 else "the only prompt"
+        if most < measured:
+            prompts = f"{most} of {measured} prompts, and it cannot read the others"
         text = f"Responses at temperature 0 are the stock model's greedy ones on {prompts}.{rest}"
         return Verdict("lossless", f"{text} {self.sampled}".rstrip())
 
@@ -451,7 +454,9 @@ def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
         "records of its run differ in the numbers of plain decoding, which they share"
     )
     return [
-        replace(result, beside=(doubt,)) if _run(result) in doubted_runs else result
+        replace(result, beside=(*result.beside, doubt))
+        if _run(result) in doubted_runs
+        else result
         for result in results
     ]
 

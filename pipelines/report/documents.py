@@ -152,6 +152,7 @@ def _own_row(
         "comparison_group": group.number,
         "by": by,
         "part": part_name,
+        "not_ranked": "; ".join(part.unranked) or None,
         **_numbers(asdict(part.figures)),
         **conditions,
         "prompt_set": evaluation.prompt_set,

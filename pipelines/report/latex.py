@@ -7,6 +7,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from vlmdistill.pipelines.bench.records import LABELS
+from vlmdistill.pipelines.report.comparison import is_disturbed
 from vlmdistill.pipelines.report.documents import Section, line, sections
 from vlmdistill.pipelines.report.tables import rate
 
@@ -29,7 +30,8 @@ ESCAPED |= {character: f"\\{character}" for character in "&%$#_{}"}
 ESCAPED |= {character: f"{{{character}}}" for character in "[]*"}
 INTERVAL = re.compile(r"\(([\d.]+)-([\d.]+)\)")
 DAGGER = r"\textsuperscript{\dag}"
-BROKEN = rf"; {DAGGER} not lossless"
+LOSSY = rf"; {DAGGER} not lossless"
+UNSOUND = rf"; {DAGGER} not sound"
 MISSING = "--"
 COMMENT = (
     "% set | method | T | prompts | tau | speedup; the mean gives each set equal weight"
@@ -63,6 +65,10 @@ class _Method:
     """A method at one temperature."""
 
     lossless: bool = True
+    consistent: bool = True  # its counts do not contradict each other
+    ranked: bool = True
+    undisturbed: bool = True
+    """Other programs did not have most of the CPU."""
     cells: dict[str, _Cell] = field(default_factory=dict)  # by set
 
     def shown(self, sets: Sequence[str]) -> list[_Printed]:
@@ -90,7 +96,7 @@ def latex(report: "ReportPage") -> str:
     """Tables for the package booktabs; groups that differ only in their prompts share one.
 
     A set is a dataset, or a kind of prompts where there is one dataset. Bold are the best values as
-    printed, of the lossless methods.
+    printed, of the methods that are ranked; no speedup beside programs that had most of the CPU.
     """
     lines = [r"% \usepackage{booktabs}, then \input this file"]
     every_section = [*sections(report)]
@@ -134,6 +140,9 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             methods = by_temperature.setdefault(result.temperature, {})
             method = methods.setdefault(result.name, _Method())
             method.lossless &= result.evaluation.lossless
+            method.consistent &= not result.failures
+            method.ranked &= not result.unranked
+            method.undisturbed &= not is_disturbed(result.figures.cpu_share)
             method.cells[name] = _cell(result)
     sets = sorted(results_of_sets)
     columns = [*sets, "mean"] if len(sets) > 1 else sets
@@ -148,7 +157,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
 
 
 def _cell(result: "DrafterResult") -> _Cell:
-    speedup = None if result.doubts else result.figures.speedup
+    speedup = None if result.unranked else result.figures.speedup
     return _Cell(result.figures.tau, speedup)
 
 
@@ -166,10 +175,14 @@ def _caption(group: "Group", by_temperature: dict[float, _Methods]) -> str:
     every_method = [
         method for methods in by_temperature.values() for method in methods.values()
     ]
-    is_lossless = all(method.lossless for method in every_method)
+    dagger = ""
+    if not all(method.lossless for method in every_method):
+        dagger = LOSSY
+    if not all(method.consistent for method in every_method):
+        dagger = UNSOUND
     return (
         rf"Tokens per call ($\tau$) and speedup over plain decoding of {escaped(target)}{at_temperature} "
-        f"(best in bold{'' if is_lossless else BROKEN})."
+        f"(best in bold{dagger})."
     )
 
 
@@ -206,18 +219,19 @@ def _sets(
 
 
 def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
-    """The rows of methods, with the best of the lossless ones in bold."""
+    """The rows of methods, with the best of the ranked ones in bold."""
     cells = {name: method.shown(sets) for name, method in methods.items()}
-    lossless = [cells[name] for name, method in methods.items() if method.lossless]
-    best = [_best(column) for column in zip(*lossless, strict=True)]
+    ranked = [cells[name] for name, method in methods.items() if method.ranked]
+    best = [_best(column) for column in zip(*ranked, strict=True)]
+    undisturbed = all(method.undisturbed for method in methods.values())
     rows = []
     for name, method in methods.items():
-        dagger = "" if method.lossless else DAGGER
+        dagger = "" if method.lossless and method.consistent else DAGGER
         row = [escaped(name) + dagger]
         for number, cell in enumerate(cells[name]):
-            bold = best[number] if method.lossless else _Printed()
+            bold = best[number] if method.ranked else _Printed()
             row.append(_printed(cell.tau, bold.tau))
-            row.append(_printed(cell.speedup, bold.speedup))
+            row.append(_printed(cell.speedup, bold.speedup if undisturbed else ""))
         rows.append(row)
     return rows
 

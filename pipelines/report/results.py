@@ -1,6 +1,6 @@
 """The results in a report: of a drafter at one temperature, and of a server under one load."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -50,7 +50,8 @@ class DrafterResult:
 
     evaluation: Evaluation
     measurement: Measurement
-    beside: tuple[str, ...] = ()  # doubts that other results of the same run raise
+    beside: tuple[str, ...] = ()
+    """Doubts that other results of the same run raise, or all prompts of a part."""
 
     def __repr__(self) -> str:
         """Its rates and their intervals; the numbers of each prompt are in `measurement`."""
@@ -158,7 +159,14 @@ class DrafterResult:
 
         of_run = audit.doubts_of_run(self.evaluation)
         of_training = audit.leaked(self.evaluation)
-        return [*self.figures.doubts, *self.beside, *of_run, *of_training]
+        doubts = [*self.figures.doubts, *self.beside, *of_run, *of_training]
+        return list(dict.fromkeys(doubts))
+
+    @cached_property
+    def unranked(self) -> list[str]:
+        """Why no verdict rests on it: failures, then doubts; empty if it is ranked."""
+        lossy = [] if self.evaluation.lossless else ["it is not lossless"]
+        return [*lossy, *self.failures, *self.doubts]
 
     @property
     def warnings(self) -> list[str]:
@@ -174,9 +182,13 @@ class DrafterResult:
         return audit.failures(self.evaluation)
 
     def by(self, label: Callable[[PromptResult], str]) -> "dict[str, DrafterResult]":
-        """Its results on the prompts of each label, such as their kind or dataset."""
+        """Its results on the prompts of each label, such as their kind or dataset.
+
+        What is doubtful of all prompts is so of some.
+        """
+        doubts = tuple(self.doubts)
         return {
-            name: DrafterResult(self.evaluation, measurement)
+            name: DrafterResult(self.evaluation, measurement, doubts)
             for name, measurement in self.measurement.by(label).items()
         }
 
@@ -236,7 +248,21 @@ class ServerResult:
     def warnings(self) -> list[str]:
         """Problems of its figures."""
         prefix = f"{self.drafter} at temperature {self.figures.temperature:g}"
-        return [f"{prefix}: {warning}" for warning in self.figures.warnings]
+        warnings = [*self.figures.warnings, *self._too_long]
+        return [f"{prefix}: {warning}" for warning in warnings]
+
+    @property
+    def _too_long(self) -> Iterator[str]:
+        """A warning of responses with more tokens than were asked for."""
+        limit = self.evaluation.max_new_tokens
+        for whose, run in (
+            ("server", self.load.server),
+            ("baseline", self.load.baseline),
+        ):
+            requests = run.requests if run else ()
+            count = sum((request.tokens or 0) > limit for request in requests)
+            if count:
+                yield f"{count} responses of the {whose} have more than {limit} tokens, the limit"
 
 
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:

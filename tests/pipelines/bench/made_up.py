@@ -18,6 +18,7 @@ from vlmdistill.pipelines.bench.records import (
     Measurement,
     Phases,
     PromptResult,
+    RankCount,
     ShownResponse,
     StageTaken,
     TargetId,
@@ -124,7 +125,7 @@ def measured(
     prompts = []
     for number in range(len(own) if own else count):
         seconds = 1.5 / speedup * float(factor_P[number])
-        sampling = {"seed": prompt_seed(0, number)} if temperature else {}
+        sampling = sampled(number) if temperature else {}
         fields = {
             "check": (own or greedy)[number],
             "seconds": seconds,
@@ -143,6 +144,17 @@ def measured(
         )
         prompts.append(in_turn(result, number))
     return Measurement(temperature=temperature, prompts=tuple(prompts), shown=shown)
+
+
+def sampled(number: int) -> dict[str, Any]:
+    """What a record has of a sampled response to a prompt."""
+    first = RankCount(rank="first", tokens=100, expected=100.0, variance=5.0)
+    return {
+        "seed": prompt_seed(0, number),
+        "surprise": 0.0,
+        "surprise_variance": 1.0,
+        "ranks": (first,),
+    }
 
 
 def in_turn(result: PromptResult, number: int) -> PromptResult:

@@ -138,6 +138,28 @@ def test_a_text_without_its_punctuation_is_found(workspace: Workspace) -> None:
     assert leak_of(workspace).alike == tuple(asked)
 
 
+@pytest.mark.parametrize(
+    ("asked", "seen", "same"),
+    [
+        ("Is a café open?", "is a cafe\u0301 open", True),
+        ("What is red?", "\uff37\uff48\uff41\uff54 is\u200b red", True),
+        ("What is 3 + 4?", "What is 3 - 4?", False),
+        ("What is -5?", "What is 5?", False),
+        ("What is 12 / 3?", "What is 12 * 3?", False),
+        ("Explain C++.", "Explain C#.", False),
+        ("\u0915\u093f?", "\u0915\u0940?", False),  # vowels that are marks
+        ("\N{GRINNING FACE}?", "\N{PARTY POPPER}?", False),
+    ],
+)
+def test_texts_are_the_same_but_for_their_spelling(
+    asked: str, seen: str, same: bool, workspace: Workspace
+) -> None:
+    imported(workspace, "eval", [asked], "eval")
+    keys = imported(workspace, "train", [seen], "train")
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
+    assert len(leak_of(workspace).alike) == same
+
+
 def test_a_later_turn_of_a_conversation_is_found(
     workspace: Workspace, tmp_path: Path
 ) -> None:

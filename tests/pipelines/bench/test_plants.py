@@ -23,6 +23,7 @@ from vlmdistill.pipelines.bench.records import (
     Evaluation,
     Leak,
     Measurement,
+    ProbabilityBin,
     PromptResult,
     RankCount,
     Stock,
@@ -98,6 +99,106 @@ def test_times_that_compare_different_work_are_in_doubt(plant: Change) -> None:
     assert doubted(made)
     (ranking,) = rank([made])
     assert f"{result.figures.speedup:.2f}" not in ranking.text
+
+
+def unchecked(one: PromptResult) -> PromptResult:
+    """Only the responses that are the stock model's own are said to be checked."""
+    return drafted(one, check=None)
+
+
+def drafts_plainly(one: PromptResult) -> PromptResult:
+    """The baseline speculates, too."""
+    return replace(one, plain=replace(one.plain, calls=50, passes=50, accepted=54))
+
+
+def shortened(one: PromptResult) -> PromptResult:
+    """The drafter had a limit of its own."""
+    plain = replace(one.plain, finish="length")
+    own = replace(
+        one.drafted, finish="length", tokens=95, accepted=62, chain_accepted=(18, 12, 1)
+    )
+    return replace(one, plain=plain, drafted=own)
+
+
+def chains(tried: tuple[int, ...], accepted: tuple[int, ...]) -> Change:
+    return lambda one: drafted(one, chain_tried=tried, chain_accepted=accepted)
+
+
+def guesses(**counts: float) -> Change:
+    fields: dict[str, Any] = {"position": 0, "tried": 5, "accepted": 3, "chances": 3.5}
+    made = ProbabilityBin(**{**fields, **counts})
+    return lambda one: drafted(one, probabilities=(made,))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        unchecked,
+        drafts_plainly,
+        shortened,
+        chains((10, 20), (10, 20)),
+        chains((10, 10), (12, 10)),
+        guesses(accepted=6),
+        guesses(chances=5.5),
+    ],
+)
+def test_counts_that_cannot_be_are_a_failure(plant: Change) -> None:
+    honest = changed(measured(), guesses())
+    assert audit.failures(evaluation("wren", honest)) == []
+    assert audit.failures(evaluation("wren", changed(honest, plant)))
+
+
+def test_responses_beyond_the_limit_are_a_failure() -> None:
+    at = measured()
+    assert audit.failures(evaluation("wren", at, max_new_tokens=105)) == []
+    assert audit.failures(evaluation("wren", at, max_new_tokens=104))
+
+
+@pytest.mark.parametrize("lost", [{"surprise": None}, {"ranks": ()}])
+def test_samples_that_were_not_compared_are_a_failure(lost: dict[str, Any]) -> None:
+    honest = measured(1.0)
+    assert audit.failures(evaluation("wren", honest)) == []
+    made = changed(honest, lambda one: drafted(one, **lost))
+    assert audit.failures(evaluation("wren", made))
+
+
+def test_prompts_that_were_not_checked_are_counted() -> None:
+    def unread(one: PromptResult) -> PromptResult:
+        if one.key == "k0":
+            return one
+        plain = replace(one.plain, check=None)
+        return drafted(replace(one, plain=plain), check=None)
+
+    made = evaluation("wren", changed(measured(), unread))
+    (found,) = group(of_drafters([made]))
+    assert "on 1 of 24 prompts" in found.verdict.text
+
+
+@pytest.mark.parametrize("slower_share", [1.4, 2.0])
+def test_a_slow_loop_at_a_temperature_alone_is_in_doubt(slower_share: float) -> None:
+    def slow(one: PromptResult) -> PromptResult:
+        decode_seconds = slower_share * one.plain.decode_seconds
+        seconds = one.plain.prefill_seconds + decode_seconds
+        plain = replace(one.plain, seconds=seconds, decode_seconds=decode_seconds)
+        return replace(one, plain=plain)
+
+    greedy, sampled = measured(noise=0.05), measured(1.0, noise=0.05)
+    assert not audit.doubts_of_run(evaluation("wren", greedy, sampled))
+    planted = in_turn(changed(sampled, slow))
+    assert audit.doubts_of_run(evaluation("wren", greedy, planted))
+
+
+@pytest.mark.parametrize(("prompts", "doubts"), [(7, False), (24, True)])
+def test_few_prompts_beside_other_programs_do_not_tell_of_less_work(
+    prompts: int, doubts: bool
+) -> None:
+    def beside_others(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.5 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.5 * one.drafted.seconds)
+        return without("prefill")(replace(one, plain=plain, drafted=own))
+
+    made = evaluation("wren", changed(measured(count=prompts), beside_others))
+    assert doubted(made) == doubts
 
 
 def calibration(**changes: Any) -> Calibration:
@@ -287,6 +388,29 @@ def test_a_slow_path_in_the_target_is_in_doubt(slower: float) -> None:
     assert before.against_stock == pytest.approx(1.66)
     assert not doubted(evaluation("wren", honest, earlier=before))
     assert doubted(evaluation("wren", slow, earlier=before))
+
+
+def test_an_evaluation_beside_other_programs_is_no_baseline(
+    workspace: Workspace, save: Save
+) -> None:
+    """Nor is it compared with one: CPU seconds of a step vary with the caches."""
+
+    def beside_others(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.5 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.5 * one.drafted.seconds)
+        return replace(one, plain=plain, drafted=own)
+
+    honest = changed(measured(), generated(1.5 * 1.66))
+    disturbed = changed(changed(measured(), generated(1.5 * 2.2)), beside_others)
+    save("wren", honest, stem="a", measured="2026-01-01 00:00:00")
+    save("wren", disturbed, stem="b", measured="2026-01-02 00:00:00")
+    found = audit.last_baseline(workspace.reports, evaluation("wren", honest))
+    assert found is not None
+    assert found.measured == "2026-01-01 00:00:00"
+    faster = replace(found, against_stock=2.2)
+    assert audit.slow_baseline(evaluation("wren", honest, earlier=faster))
+    busy = changed(honest, beside_others)
+    assert not audit.slow_baseline(evaluation("wren", busy, earlier=faster))
 
 
 def test_a_slow_step_is_in_doubt_where_generate_was_not_timed() -> None:

@@ -33,6 +33,7 @@ from vlmdistill.pipelines.bench.served_records import (
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, open_decoder
+from vlmdistill.pipelines.report.results import of_servers
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 TREE, PROMPTS, TOKENS = "chain-4", 8, "24"
@@ -328,6 +329,48 @@ def test_the_decode_speedup_of_one_token_or_one_chunk_is_unknown(
     assert (found.speedup, found.decode_speedup) == (1, None)
     assert found.intervals is not None
     assert found.intervals.keys() == {"speedup"}
+
+
+def served_run(counts: ServerCounts | None = None, **changes: Any) -> ServerRun:
+    fields: dict[str, Any] = {"tokens": 20, "finish": "stop", "response": "hash"}
+    fields |= {"seconds": 2.0, "first_seconds": 0.5, **changes}
+    requests = tuple(TimedRequest(key=str(key), **fields) for key in range(PROMPTS))
+    counts = counts or ServerCounts()
+    return ServerRun(seconds=16.0, requests=requests, failed=(), counts=counts)
+
+
+def drafts(accepted: int) -> ServerCounts:
+    chain = {"chain_tried": (40, 30), "chain_accepted": (30, 20)}
+    return ServerCounts(drafts=40, accepted=accepted, **chain)
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (served_run(drafts(50)), None),
+        (served_run(tokens=40), "does not count them right"),  # the same text
+        (served_run(tokens=40, response="other"), "differ from the baseline's"),
+        (served_run(drafts(90)), "90 accepted tokens in 40 drafts of at most 2"),
+        (served_run(drafts(70), tokens=4), "the responses have 24 after their first"),
+    ],
+)
+def test_what_a_server_cannot_have_counted_is_a_warning(
+    run: ServerRun, text: str | None
+) -> None:
+    load = ServedLoad(temperature=0, concurrency=1, server=run, baseline=served_run())
+    warnings = load_figures(load).warnings
+    assert bool(warnings) == (text is not None)
+    assert text is None or any(text in warning for warning in warnings)
+
+
+def test_responses_beyond_the_limit_are_a_warning(workspace: Workspace) -> None:
+    with web.serving(toy()) as http:
+        url_of_toy = f"http://127.0.0.1:{http.server_port}"
+        options = ServerOptions(url=url_of_toy, served_model="toy", name="wordy")
+        settings = Settings(max_new_tokens=4, limit=2)
+        made = evaluate_server(workspace, options, settings)
+    (result,) = of_servers([made])
+    assert any("more than 4 tokens" in warning for warning in result.warnings)
 
 
 class Page(BaseHTTPRequestHandler):

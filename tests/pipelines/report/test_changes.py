@@ -12,6 +12,7 @@ from tests.pipelines.bench.made_up import evaluation, measured
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
     Calibration,
+    Leak,
     Measurement,
     TargetId,
     new_file,
@@ -121,7 +122,7 @@ def test_prompts_are_paired_by_key(save: Save, compared: Callable[[], Changes]) 
             ["target"],
             [],
         ),
-        ({"max_new_tokens": 8}, ["max new tokens"], []),
+        ({"max_new_tokens": 128}, ["max new tokens"], []),
         (
             {"temperatures": (measured(count=23), measured(1.0, count=23))},
             ["prompts"],
@@ -198,10 +199,29 @@ def test_versions_and_drafters_that_differ_are_listed(
     assert found.only_after == ["new"]
 
 
+def test_counts_that_say_nothing_of_a_drafter_do_not_compare(
+    save: Save, compared: Callable[[], Changes]
+) -> None:
+    """Wrong tokens are easily accepted, and so are those that were seen in training."""
+    better = {"calls": 26, "passes": 26, "accepted": 78}
+    for name in ("sparrow", "wren", "msd"):
+        save("a", name, measured())
+    seen = Leak(samples=9, prompts=tuple(f"k{number}" for number in range(20)))
+    save("b", "sparrow", measured(**better), leak=seen)
+    save("b", "wren", measured(own=["different"] * 24, **better))
+    save("b", "msd", measured(**better))
+    found = compared()
+    assert found.refused == {
+        "sparrow": ["B: it has seen 20 of 24 prompts in training"],
+        "wren": ["B: it is not lossless"],
+    }
+    assert {one.name for one, _ in found.changed} == {"msd"}
+
+
 def test_two_files_compare_whatever_their_names(save: Save) -> None:
     found = compare(
         save("a", "sparrow", measured(count=5)),
-        save("b", "hivis", measured(count=5, calls=26, accepted=78)),
+        save("b", "hivis", measured(count=5, calls=26, passes=26, accepted=78)),
     )
     (one,) = found.drafters
     assert one.name == "sparrow -> hivis"
@@ -213,7 +233,7 @@ def test_the_command_prints_it_and_exits_0(
 ) -> None:
     save("a", "sparrow", measured(), software=SOFTWARE)
     changed = dataclasses.replace(SOFTWARE, torch="2.10")
-    save("b", "sparrow", measured(calls=26, accepted=78), software=changed)
+    save("b", "sparrow", measured(calls=26, passes=26, accepted=78), software=changed)
     sides = [str(tmp_path / "a"), str(tmp_path / "b" / "reports")]
     assert main(["report", *sides]) == 0
     printed = capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""What no verdict rests on has none in any format: page, table, LaTeX, CSV, JSON and status agree."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipelines.bench.conftest import Save
+from tests.pipelines.bench.made_up import measured
+from tests.pipelines.bench.test_plants import (
+    calibration,
+    changed,
+    drafted,
+    drops_bonus,
+    in_turn,
+)
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.bench.records import Leak, Measurement, PromptResult
+from vlmdistill.pipelines.report.answer import answers
+from vlmdistill.pipelines.report.page import read
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+Plant = Callable[[Save, Measurement], object]
+
+
+def of_two_sets(at: Measurement) -> Measurement:
+    """The first half of the prompts is of another set."""
+    half = len(at.prompts) // 2
+    prompts = [
+        replace(one, dataset="a" if number < half else "b")
+        for number, one in enumerate(at.prompts)
+    ]
+    return replace(at, prompts=tuple(prompts))
+
+
+def missed_in_one_set(one: PromptResult) -> PromptResult:
+    return drops_bonus(one) if one.dataset == "a" else one
+
+
+def slower_plain(one: PromptResult) -> PromptResult:
+    seconds = 1.2 * one.plain.seconds
+    decode_seconds = seconds - one.plain.prefill_seconds
+    plain = replace(one.plain, seconds=seconds, decode_seconds=decode_seconds)
+    return replace(one, plain=plain)
+
+
+def beside(save: Save, at: Measurement) -> None:
+    """Two records of a run have other plain decoding."""
+    save("wren", at)
+    save("msd", in_turn(changed(at, slower_plain)))
+
+
+PLANTS: dict[str, Plant] = {
+    "counts": lambda save, at: save(
+        "wren", changed(at, lambda one: drafted(one, passes=5))
+    ),
+    "baseline": lambda save, at: save(
+        "wren", at, calibrations=(calibration(step_ratio=1.5),)
+    ),
+    "training": lambda save, at: save(
+        "wren", at, leak=Leak(samples=9, prompts=tuple(f"k{n}" for n in range(20)))
+    ),
+    "one set": lambda save, at: save("wren", changed(at, missed_in_one_set)),
+    "lossy": lambda save, at: save(
+        "wren", changed(at, lambda one: drafted(one, check="different"))
+    ),
+    "beside": beside,
+}
+
+
+class Formats:
+    """What each format says of wren."""
+
+    def __init__(self, workspace: Workspace, capsys: Any) -> None:
+        where = ("--runs", str(workspace.root.parent))
+        Path(workspace.drafter("wren")).mkdir(parents=True)
+
+        def said(*command: str) -> str:
+            capsys.readouterr()
+            assert main([*command, *where]) == 0
+            return str(capsys.readouterr().out)
+
+        self.answer = answers(read(workspace).groups[0])[0]
+        code = said("report", "--format", "latex").splitlines()
+        (self.latex,) = (line for line in code if line.startswith("wren"))
+        rows = csv.DictReader(io.StringIO(said("report", "--format", "csv")))
+        self.csv = [row for row in rows if row["drafter"] == "wren"]
+        facts = json.loads(said("report", "--format", "json"))
+        self.json = [row for row in facts["rows"] if row["name"] == "wren"]
+        (self.status,) = json.loads(said("status", "--json"))["drafters"]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_no_format_has_a_verdict_that_another_withdraws(
+    plant: str, workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PLANTS[plant](save, of_two_sets(measured(noise=0.05)))
+    found = Formats(workspace, capsys)
+    assert found.answer.level == "none"
+    assert not found.answer.columns
+    assert "textbf" not in found.latex
+    assert "1.5" not in found.latex  # the speedup
+    assert all(row["not_ranked"] for row in [*found.csv, *found.json])
+    assert found.status["speedup"] is None
+
+
+def test_all_formats_have_the_verdict_of_an_honest_evaluation(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("wren", of_two_sets(measured(noise=0.05)))
+    found = Formats(workspace, capsys)
+    assert found.answer.level == "sure"
+    assert found.latex.count("textbf") == 6
+    assert not any(row["not_ranked"] for row in [*found.csv, *found.json])
+    assert found.status["speedup"] == pytest.approx(1.5, rel=0.02)
+
+
+def test_no_speedup_beside_other_programs_is_bold(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def disturbed(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.3 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.3 * one.drafted.seconds)
+        return replace(one, plain=plain, drafted=own)
+
+    save("wren", changed(of_two_sets(measured(noise=0.05)), disturbed))
+    found = Formats(workspace, capsys)
+    assert found.answer.level == "none"
+    assert found.latex.count("textbf") == 3  # tau
+    assert found.status["speedup"] is None
