@@ -340,7 +340,7 @@ def served_run(counts: ServerCounts | None = None, **changes: Any) -> ServerRun:
 
 
 def drafts(accepted: int) -> ServerCounts:
-    chain = {"chain_tried": (40, 30), "chain_accepted": (30, 20)}
+    chain: Any = {"chain_tried": (40, 30), "chain_accepted": (30, 20)}
     return ServerCounts(drafts=40, accepted=accepted, **chain)
 
 
