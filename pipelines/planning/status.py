@@ -12,7 +12,6 @@ from vlmdistill.drafters.checkpoints.description import describe, weights_hash
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.comparison import is_disturbed, ranked
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -138,14 +137,23 @@ def _stale(unlisted: int, report: ReportState) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _drafters(workspace: Workspace, store: Store | None) -> tuple[DrafterStatus, ...]:
+def _checked_results(workspace: Workspace) -> dict[str, list[DrafterResult]]:
+    """The latest results of each drafter, with what the records of one run say against each other."""
     latest = selection.last_of_each(workspace.reports)
     every_result = [result for results in latest.values() for result in results]
-    # Records of one run are compared with each other, too.
+    if not every_result:
+        return {}
+    from vlmdistill.pipelines.report.comparison import ranked  # loads torch
+
     checked: dict[str, list[DrafterResult]] = {}
     for ranking in ranked(every_result):
         for result in ranking.results:
             checked.setdefault(result.drafter, []).append(result)
+    return checked
+
+
+def _drafters(workspace: Workspace, store: Store | None) -> tuple[DrafterStatus, ...]:
+    checked = _checked_results(workspace)
     return tuple(
         _drafter(workspace, name, store, checked.get(name, []))
         for name in workspace.drafters()
@@ -225,6 +233,8 @@ def _other_weights(
 
 def _doubt(result: DrafterResult) -> str:
     """Why no verdict rests on a speedup; empty if nothing speaks against it."""
+    from vlmdistill.pipelines.report.comparison import is_disturbed  # loads torch
+
     if not result.evaluation.lossless:
         return "it is not lossless"
     if result.failures:

@@ -17,7 +17,6 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmdistill.pipelines.media.urls import cache
 from vlmdistill.stores.errors import TargetError
 
 if TYPE_CHECKING:
@@ -49,6 +48,8 @@ TEMPLATE = (
 
 def folder() -> Path:
     """Where the checkpoint is, or will be once `make` has run."""
+    from vlmdistill.pipelines.media.urls import cache  # a vLLM plugin has no store
+
     return cache() / "targets" / NAME
 
 
