@@ -43,6 +43,18 @@ Headers = Iterable[tuple[str, str]]
 """Names and values, a name for each of its values."""
 
 
+def decoded(body: bytes) -> Any:
+    """The JSON of a request; ValueError if an object has a key twice, one of which a policy would not see."""
+    return json.loads(body, object_pairs_hook=_with_single_keys)
+
+
+def _with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key twice")
+    return values
+
+
 class Recorder:
     """Writes lines in a thread of its own, in order. `recorded` and `lost` count them."""
 

@@ -144,7 +144,8 @@ def build_app(
             outcome = response.finish
             switch.ended(response)
             if recorder:
-                recorder.add(partial(exchange, response, request.headers.items()))
+                body = await request.body()
+                recorder.add(partial(exchange, response, body, request.headers.items()))
         except Exception as error:
             outcome = "refused" if isinstance(error, REFUSALS) else "error"
             raise

@@ -5,12 +5,18 @@ from typing import Any
 
 from vlmdistill.pipelines.endpoint.chat import image_source
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
-from vlmdistill.pipelines.request_log import Headers, Keep
+from vlmdistill.pipelines.request_log import Headers, Keep, decoded
 from vlmdistill.stores.input_files import read_bytes
 
 
-def exchange(response: ServedResponse, headers: Headers, keep: Keep) -> dict[str, Any]:
-    """The line of a response that has ended, with its tokens; `keep` stores the request's images."""
+def exchange(
+    response: ServedResponse, body: bytes, headers: Headers, keep: Keep
+) -> dict[str, Any]:
+    """The line of a response that has ended, with its tokens; `keep` stores the request's images.
+
+    ValueError if the `body` of the request has a key twice: the line would have one of its values.
+    """
+    decoded(body)
     counts = response.decoding
     decoding = {
         "drafter": response.drafter_name,

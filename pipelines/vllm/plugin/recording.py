@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmdistill.pipelines.request_log import Headers, Keep, Recorder
+from vlmdistill.pipelines.request_log import Headers, Keep, Recorder, decoded
 from vlmdistill.stores.schema import seconds
 
 FOLDER, FOR = "VLMDISTILL_RECORD", "VLMDISTILL_RECORD_FOR"
@@ -109,8 +109,8 @@ def with_tokens(body: bytes) -> bytes:
 
 
 def exchange(asked: bytes, said: bytes, headers: Headers, keep: Keep) -> dict[str, Any]:
-    """The line of a response that has ended; ValueError if it is none."""
-    request = json.loads(asked)
+    """The line of a response that has ended; ValueError if it is none, or the request has a key twice."""
+    request = decoded(asked)
     is_stream = said.lstrip().startswith((b"data:", b":"))
     response = joined(said) if is_stream else json.loads(said)
     for turn in request["messages"]:

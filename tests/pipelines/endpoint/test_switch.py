@@ -272,6 +272,20 @@ def test_a_record_has_the_tokens_and_the_images_by_hash_and_no_key(
     assert "word" not in file.read_text()
 
 
+def test_a_request_with_a_key_twice_is_answered_and_not_recorded(
+    decoder: ServedDecoder, tmp_path: Path
+) -> None:
+    turns = '"messages": [{"role": "user", "content": "Where?"}]'
+    asked = f'{{"model": "{decoder.model}", {turns}, "user": "ann", "user": "bob"}}'
+    recorder = Recorder(tmp_path / "log")
+    with serving(decoder, recorder=recorder) as served:
+        status, _ = served.request("POST", "/v1/chat/completions", asked, **JSON)[:2]
+    recorder.close()
+    assert status == 200
+    assert (recorder.recorded, recorder.lost) == (0, 1)
+    assert not list((tmp_path / "log").glob("*.jsonl"))
+
+
 def test_recorded_days_are_removed_with_their_images(
     decoder: ServedDecoder, tmp_path: Path
 ) -> None:
