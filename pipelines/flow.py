@@ -207,16 +207,7 @@ def generate(
     if not anyway and len(job.missing()):
         forecast.capture(job).check_responses(job.responses)
     with bar("generating", "responses", str(job.responses)) as report:
-        generated = responder.respond(
-            job.prompts,
-            job.responses,
-            job.workspace.model,
-            job.sampling,
-            filters,
-            job.workers,
-            batch=job.batch,
-            report=report,
-        )
+        generated = _respond(job, filters, report, None)
     _record(job, "responses", generated)
     return generated
 
@@ -305,17 +296,27 @@ def _generate(job: CaptureJob, work: ResponseWork, bar: ProgressBar) -> Response
     ):
         shared = partial(Shared, store=job.store.backend, mark=store_mark)
         _, filters = dataset.read_settings(job.responses)
-        return responder.respond(
-            job.prompts,
-            job.responses,
-            job.workspace.model,
-            job.sampling,
-            filters,
-            job.workers,
-            batch=job.batch,
-            report=report,
-            work=replace(work, shared=shared),
-        )
+        return _respond(job, filters, report, replace(work, shared=shared))
+
+
+def _respond(
+    job: CaptureJob,
+    filters: Filters | None,
+    report: progress.Progress,
+    work: ResponseWork | None,
+) -> ResponseSummary:
+    """Generate the missing responses of a job."""
+    return responder.respond(
+        job.prompts,
+        job.responses,
+        job.workspace.model,
+        job.sampling,
+        filters,
+        job.workers,
+        batch=job.batch,
+        report=report,
+        work=work,
+    )
 
 
 def _capture(job: CaptureJob, bar: ProgressBar) -> CaptureSummary:
