@@ -66,17 +66,12 @@ def make() -> Path:
         raise TargetError(
             f"{NAME} needs the package gguf: pip install 'vlmdistill[pretrained]'"
         )
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=checkpoint.parent) as temporary:
+    from vlmdistill.stores.backends.local import atomic_folder
+
+    with tempfile.TemporaryDirectory() as temporary:
         weights = _download(Path(temporary))
-        finished = Path(temporary) / "checkpoint"
-        _write(weights, finished)
-        try:
-            finished.rename(checkpoint)
-        except OSError:
-            # Another process has made it meanwhile: both are the same.
-            if not checkpoint.is_dir():
-                raise
+        with atomic_folder(checkpoint) as unfinished:
+            _write(weights, unfinished)
     return checkpoint
 
 
