@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.planning.plan import MethodPlan, ProjectPlan, StagePlan
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
-TERA = 1e12
 DEFAULT_DRAFTERS = "wren,hivis,eagle3"
 COLUMNS = ("hours", "tokens/s", "rate", "memory of a process", "disk")
 """Of a stage and of a training."""
@@ -106,6 +105,8 @@ def _show(planned: "ProjectPlan") -> None:
 
 def _facts(planned: "ProjectPlan") -> dict[str, str]:
     """The lines above the tables."""
+    from vlmdistill.pipelines.planning.gpus import TERA
+
     data = planned.data
     gpu = planned.gpus.each
     target = planned.target

@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
-
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.suggestions import did_you_mean
 
@@ -71,6 +69,8 @@ class Gpus:
     @classmethod
     def here(cls) -> "Gpus | None":
         """The GPUs of this machine; None if it has none, or if their class is unknown."""
+        import torch  # after the name of a GPU was checked
+
         if not torch.cuda.is_available():
             return None
         model = torch.cuda.get_device_name(0).upper().replace(" ", "")
