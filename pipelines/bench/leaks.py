@@ -8,8 +8,6 @@ Shapes: P images, C channels of the pixels of a thumbnail.
 """
 
 import os
-import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +22,7 @@ from PIL import Image
 from vlmdistill.pipelines.bench.records import Leak
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.data.prompts.same_text import folded
 from vlmdistill.pipelines.media.images import large_images, open_image, upright
 from vlmdistill.pipelines.media.urls import copy_of, is_url
 from vlmdistill.pipelines.workspace.trained import Trained
@@ -31,9 +30,6 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
 
 SIDE: Final = 16  # pixels of a thumbnail
-MEANT: Final = frozenset("#%&*/@\\")
-"""Signs that Unicode counts as punctuation, and that are not."""
-BEFORE_NUMBER: Final = re.compile(r"[-\N{EN DASH}](?=\s*\d)")
 ALIKE: Final = 0.2
 """How far two thumbnails may differ, as a share of how far the pixels of one are from their mean.
 
@@ -183,21 +179,7 @@ def _traits(prompt: Prompt) -> set[str]:
 
 
 def _text(prompt: Prompt) -> str:
-    """The first question, without case, blanks, punctuation and the way its letters are composed.
-
-    A sign that calculates or names something is no punctuation: `3 + 4` is not `3 - 4`, and C++ is not C#.
-    """
+    """The first question, in the form in which `folded` compares texts."""
     first = next(message for message in prompt.messages if message["role"] == "user")
     texts = [part["text"] for part in first["content"] if part["type"] == "text"]
-    question = unicodedata.normalize("NFKC", " ".join(texts)).casefold()
-    with_minus = BEFORE_NUMBER.sub("\N{MINUS SIGN}", question)
-    kept = "".join(map(_without_punctuation, with_minus))
-    return " ".join(kept.split())
-
-
-def _without_punctuation(sign: str) -> str:
-    """The sign itself, a blank for punctuation, nothing for what is invisible."""
-    category = unicodedata.category(sign)
-    if category == "Cf":
-        return ""
-    return " " if category.startswith("P") and sign not in MEANT else sign
+    return folded(" ".join(texts))

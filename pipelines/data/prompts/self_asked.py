@@ -5,11 +5,11 @@ from there with a question, if it samples (Magpie: Alignment Data Synthesis from
 Aligned LLMs with Nothing, 2024, section 2).
 """
 
-import string
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from vlmdistill.pipelines.data.prompts.same_text import folded
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.views.text_stats import words_of
@@ -26,8 +26,6 @@ TOP_P = 0.95
 ROUND = 64  # questions that are sampled at a time
 FRUITLESS_ROUNDS = 5
 """Rounds without a new question after which the target is taken to have none."""
-
-_IGNORED = str.maketrans("", "", string.punctuation + string.whitespace)
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,10 @@ def questions(
             question = turn.question(response.text, response.finish)
             if question is None or len(words_of(question)) < FEWEST_WORDS:
                 continue
-            letters = question.casefold().translate(_IGNORED)
-            if letters in seen or len(seen) == number:
+            text = folded(question)
+            if text in seen or len(seen) == number:
                 continue
-            seen.add(letters)
+            seen.add(text)
             yield question
         progress(len(seen), number)
         fruitless = 0 if len(seen) > before else fruitless + 1
