@@ -7,7 +7,7 @@ VISION  ?= torchvision==0.28.0
 MODEL   ?= demo
 DRAFTER ?= sparrow
 RUNS    ?= runs
-SRC     ?= $(if $(filter demo demo-large demo-video,$(MODEL)),demo)
+SRC     ?= $(if $(filter demo demo-small demo-video,$(MODEL)),demo)
 JOBS    ?= 2
 TESTS    = tests
 VENV    := .venv
@@ -45,7 +45,7 @@ $(ENGINE)/.ready: pyproject.toml tools/engine_environment.py
 	@touch $@
 
 demo: setup  ## the whole flow on the embedded target: two drafters trained and compared
-	$(VLM) run --model demo-large --drafters sparrow,wren --max-new-tokens 256 --batch-size 64 --workers 2
+	$(VLM) run --drafters sparrow,wren --max-new-tokens 256 --batch-size 64 --workers 2
 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 
@@ -124,7 +124,7 @@ report: setup  ## the HTML page of all evaluations of MODEL
 bench: setup  ## performance ratios with their floors
 	$(BIN)/python -m benchmarks
 
-results: setup  ## all methods on the demo target, docs/measurements/results.md
+results: setup  ## all methods on `demo-small`, docs/measurements/results.md
 	$(BIN)/python -m research.methods
 
 video: setup  ## drafters on longer and longer videos: docs/measurements/video.md
@@ -136,7 +136,7 @@ claims: setup  ## the ablations of six papers, five seeds each, resumable: docs/
 bench-gpu:  ## the tests and figures of a GPU, on the machine that has it (docs/measurements/gpu.md)
 	VLMDISTILL_GPU=1 PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m pytest -q tests/gpu
 	mkdir -p build
-	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(if $(wildcard $(RUNS)/demo/drafters),--runs $(RUNS)) --out build/bench-gpu.json
+	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) -m benchmarks.gpu $(if $(wildcard $(RUNS)/demo-small/drafters),--runs $(RUNS)) --out build/bench-gpu.json
 
 gpu-kit: setup  ## wheels for a GPU machine without a network, in .kit
 	$(BIN)/python -m benchmarks.gpu_kit build .kit

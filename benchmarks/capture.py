@@ -1,6 +1,6 @@
 """The whole path of a capturing worker against the bare forward pass of its target on the same batches.
 
-    python -m benchmarks.capture [--model demo] [--samples 512] [--rounds 5] [--batch-tokens 8192]
+    python -m benchmarks.capture [--model demo-small] [--samples 512] [--rounds 5] [--batch-tokens 8192]
     python -m benchmarks.capture --width 1024 [--samples 64]
     python -m benchmarks.capture --encode 2
 
@@ -72,7 +72,7 @@ STAGES: dict[str, tuple[Any, str]] = {
 
 def widened(folder: Path, width: int) -> str:
     """A checkpoint of the demo's architecture, heads and processor, of another width, with random weights."""
-    model = EMBEDDED["demo"]
+    model = EMBEDDED["demo-small"]
     config = transformers.AutoConfig.from_pretrained(model)
     text, heads = config.text_config, config.text_config.num_attention_heads * width
     text.num_attention_heads = heads // text.hidden_size
@@ -323,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.capture", description=__doc__
     )
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo-small")
     parser.add_argument(
         "--width", type=int, help="of random weights, instead of the model"
     )

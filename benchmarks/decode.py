@@ -1,6 +1,6 @@
 """Times plain decoding steps and speculative cycles, relative to the stock model's steps.
 
-    python -m benchmarks.decode [--model demo] [--tree chain-5 ...] [--compile] [--out FILE]
+    python -m benchmarks.decode [--model demo-small] [--tree chain-5 ...] [--compile] [--out FILE]
 
 Each round times every kind of work once, as `RUN` steps or cycles in a row: a step between other work takes
 longer than one after another, and decoding is the latter. Times are medians over rounds, ratios are medians
@@ -220,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo-small")
     parser.add_argument("--drafter", default="sparrow")
     parser.add_argument("--tree", action="append", help="may be repeated")
     parser.add_argument("--rounds", type=int, default=100)

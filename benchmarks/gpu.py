@@ -163,10 +163,10 @@ def exactness(bench: Bench) -> Iterator[Figure]:
         "bfloat16": "0 to 3 near ties, none different",
     }
     for dtype in expected:
-        reports = bench.runs / "demo" / "reports"
+        reports = bench.runs / "demo-small" / "reports"
         before = set(reports.glob("*.json"))
         bench.command(
-            "eval", "sparrow", "wren", "--model", "demo", "--runs", str(bench.runs),
+            "eval", "sparrow", "wren", "--model", "demo-small", "--runs", str(bench.runs),
             "--limit", str(bench.sizes.prompts), "--max-new-tokens", "96",
             "--temperature", "0", "--target-dtype", dtype, "--anyway",
         )  # fmt: skip
@@ -187,7 +187,7 @@ def deepspeed(bench: Bench) -> Iterator[Figure]:
     if bench.runs is None:
         yield Figure("training by the command", "not run: give --runs")
         return
-    where = ("--model", "demo", "--runs", str(bench.runs))
+    where = ("--model", "demo-small", "--runs", str(bench.runs))
     bench.command("features", *where, "--for", "wren", "--workers", "0")
     seconds = bench.seconds(
         lambda: bench.command(

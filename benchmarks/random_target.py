@@ -42,7 +42,7 @@ PIXELS = {
 
 def checkpoint_without_weights(shape: str, folder: Path) -> Path:
     """Make a checkpoint folder of a shape: everything but weights."""
-    demo = EMBEDDED["demo"]
+    demo = EMBEDDED["demo-small"]
     ignored = shutil.ignore_patterns("*.safetensors", "README.md")
     shutil.copytree(demo, folder, ignore=ignored)
     published = shipped(shape)

@@ -62,9 +62,9 @@ def measure(requests: int, tokens: int) -> dict[str, Any]:
             "PYTHONPATH": str(Path(__file__).parents[1]),
         }
         more = ("--middleware", "benchmarks.recording.Sometimes")
-        target, log = EMBEDDED["demo"], Path(folder) / "vllm.log"
+        target, log = EMBEDDED["demo-small"], Path(folder) / "vllm.log"
         with vllm_server(
-            target, "demo", "float32", log, whole_images=False, arguments=more
+            target, "demo-small", "float32", log, whole_images=False, arguments=more
         ) as url:
             for number in range(-4, requests):
                 body = asked(scenes.draw(scenes.random_scene(rng, "drafter")), tokens)
@@ -104,7 +104,7 @@ def asked(image: Any, tokens: int) -> dict[str, Any]:
     ]
     messages = [{"role": "user", "content": content}]
     return {
-        "model": "demo",
+        "model": "demo-small",
         "messages": messages,
         "temperature": 0,
         "max_tokens": tokens,

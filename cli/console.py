@@ -36,7 +36,10 @@ QUIET_SECONDS = 30  # between two lines of progress if stderr is not a terminal
 Model = Annotated[
     str,
     typer.Option(
-        "--model", "-m", help="Target model: a name, a hub id or a checkpoint folder."
+        "--model",
+        "-m",
+        help="Target model: a name, a hub id or a checkpoint folder.",
+        envvar="VLMDISTILL_MODEL",
     ),
 ]
 Runs = Annotated[

@@ -65,9 +65,9 @@ def export(
 
 
 def _is_given(context: typer.Context, option: str) -> bool:
-    """Whether an option does not have its default value."""
+    """Whether an option is in the command line; its default and a variable speak of no one command."""
     source = context.get_parameter_source(option)
-    return source is not None and source.name != "DEFAULT"
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _served_difference(model: str, provenance: dict[str, Any]) -> str:

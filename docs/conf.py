@@ -34,7 +34,7 @@ OUTSIDE = {
     "CHANGELOG": "changelog",
     "examples/demo_target/README": "demo-targets",
     "embedded/demo/README": "demo-target-card",
-    "embedded/demo-large/README": "demo-large-target-card",
+    "embedded/demo-small/README": "demo-small-target-card",
     "embedded/demo-video/README": "demo-video-target-card",
 }
 """Pages of the repository outside this folder -> the page here that includes each."""

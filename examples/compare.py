@@ -1,6 +1,6 @@
 """Compare two methods: several seeds of each under one recipe, and whether they differ by more than luck.
 
-python -m examples.compare hivis msd --model demo --set steps=300
+python -m examples.compare hivis msd --set steps=300
 
 It needs prompts (`vlmdistill prompts`). Other options are those of `vlmdistill train`.
 """
@@ -11,7 +11,7 @@ import sys
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, Rate, difference
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace, default_model
 
 RATES: tuple[Rate, ...] = ("tau", "decode_speedup")
 
@@ -25,7 +25,10 @@ def compare(words: list[str]) -> int:
     )
     parser.add_argument("methods", nargs=2, metavar="method")
     parser.add_argument(
-        "-m", "--model", default="demo", help="target model; default: demo"
+        "-m",
+        "--model",
+        default=default_model(),
+        help="target model; default: %(default)s",
     )
     parser.add_argument(
         "--runs", default="runs", help="folder or URL of the workspaces; default: runs"

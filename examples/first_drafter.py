@@ -16,7 +16,7 @@ import polars as pl
 
 import vlmdistill
 
-MODEL, RUNS = "demo", "first-drafter"
+MODEL, RUNS = "demo-small", "first-drafter"
 LIMIT, STEPS = 1000, 600  # samples to train on, and optimizer steps
 
 

@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from vlmdistill.cli.main import main
+from vlmdistill.pipelines.workspace.workspace import default_model
 
 
 def photos(words: list[str]) -> int:
@@ -20,7 +21,10 @@ def photos(words: list[str]) -> int:
     )
     parser.add_argument("folder", help="folder of images and videos")
     parser.add_argument(
-        "-m", "--model", default="demo", help="target model; default: demo"
+        "-m",
+        "--model",
+        default=default_model(),
+        help="target model; default: %(default)s",
     )
     parser.add_argument("--drafter", default="sparrow", help="method; default: sparrow")
     parser.add_argument(

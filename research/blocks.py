@@ -3,8 +3,8 @@
     python -m research.blocks [--seeds 3] [--jobs 2] [--limit 49] [--runs DIR] [--out FILE]
 
 Block drafters of two layers and the best drafters of one layer share the store, recipe (half of the samples
-have images), number of steps and prompts of the embedded target `demo`. The seed changes weights, order and
-noise. Finished trainings are not repeated.
+have images), number of steps and prompts of the embedded target `demo-small`. The seed changes weights, order
+and noise. Finished trainings are not repeated.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/measurements/blocks.md"))
     options = parser.parse_args(arguments)
     chosen = options.cases.split(",")
-    workspace = Workspace.of("demo", options.runs)
+    workspace = Workspace.of("demo-small", options.runs)
     methods = list(dict.fromkeys(CASES[case][0] for case in chosen))
     flow.prepare(workspace, flow.Plan(drafters=methods), say)
     runs = [
@@ -148,7 +148,7 @@ def page(facts: dict[str, Any]) -> str:
     return f"""# Block drafters
 
 `python -m research.blocks` writes this page; the raw numbers are in [blocks.json](blocks.json). Target
-`demo`, recipe `demo` (half of the samples with images) for all, {facts["seeds"]} seeds: the mean, with
+`demo-small`, recipe `demo` (half of the samples with images) for all, {facts["seeds"]} seeds: the mean, with
 minimum and maximum in parentheses; {where["prompts"]} held-out prompts at temperature 0, {where["dtype"]},
 {where["threads"]} thread, {where["hardware"]}. One process decoded everything.
 
@@ -162,7 +162,7 @@ steps, CPU-s are the CPU seconds of one training (-: not recorded).
 Greedy responses identical to those of `model.generate`: {identical} of {compared}; the others differ only
 from a near-tie on.
 
-The images of `demo` have nine visual tokens each. So the page says whether hiding them costs acceptance;
+The images of `demo-small` have nine visual tokens each, so the page says whether hiding them costs tau;
 what it saves on long inputs is on [another page](video.md).
 """
 

@@ -78,7 +78,7 @@ _two_stage = Setting("eagle2", ("stages.multimodal.visual=[0.05,1]",))
 
 MSD = Paper(
     title="MSD",
-    model="demo",
+    model="demo-small",
     claims=(
         Claim(
             name="msd-decoupling",
@@ -154,7 +154,7 @@ _fed = Setting(
 
 HIVIS = Paper(
     title="HiViS",
-    model="demo",
+    model="demo-small",
     not_built=(
         "The section on results, the share of the input that is left to the drafter: nothing here prints it.",
     ),

@@ -1,6 +1,6 @@
 """The combination `wren` against the papers' methods, and without each of its ingredients.
 
-    python -m research.combined [--model demo] [--length 0] [--seeds 5] [--steps 300] [--only NAME ...]
+    python -m research.combined [--model demo-small] [--length 0] [--seeds 5] [--steps 300] [--only NAME ...]
 
 Settings are trained as in `research.claims`, with as many optimizer steps each, and printed with their CPU
 seconds; `with a cell` takes 0.85 times the steps, since one costs more. Tau is counted without decoding
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo-small")
     parser.add_argument(
         "--length", type=int, default=0, help="visual tokens; 0: the held-out prompts"
     )

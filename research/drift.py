@@ -1,6 +1,6 @@
 """Traffic that shifts twice, and drafters that follow it or not: `docs/measurements/drift.md`.
 
-    python -m research.drift [--model demo] [--drafter wren] [--seeds 3] [--only drift|settings] [--runs DIR]
+    python -m research.drift [--model MODEL] [--drafter wren] [--seeds 3] [--only drift|settings] [--runs DIR]
 
 The target answers requests, whose log is harvested round by round. A drafter is trained on the round before
 the first shift. Then it stays as it is, is adapted once, is adapted after each round, or another one is
@@ -412,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from research import drift_page as page  # it reads what is measured here
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default="demo-small")
     parser.add_argument("--drafter", default="wren")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=("drift", "settings"), default=None)

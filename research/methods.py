@@ -1,4 +1,4 @@
-"""Trains and evaluates all methods on the demo target over several seeds: `docs/measurements/results.md`.
+"""Trains and evaluates all methods on `demo-small` over several seeds: `docs/measurements/results.md`.
 
     python -m research.methods [--seeds 3] [--jobs 2] [--limit 50] [--runs DIR] [--out FILE]
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.drafters == "all"
         else tuple(options.drafters.split(","))
     )
-    workspace = Workspace.of("demo", options.runs)
+    workspace = Workspace.of("demo-small", options.runs)
     trained = [name for name in names if catalogue.is_trained(name)]
     flow.prepare(workspace, flow.Plan(drafters=names), say)
 
@@ -300,7 +300,7 @@ def page(results: dict[str, Any]) -> str:
     seeds = "One seed per method, with 95% intervals over prompts in parentheses"
     if results["seeds"] > 1:
         seeds = f"{results['seeds']} seeds per method: the mean, with minimum and maximum in parentheses"
-    return f"""# Results on the demo target
+    return f"""# Results on `demo-small`
 
 `python -m research.methods` writes this page; the raw numbers are in [results.json](results.json).
 {seeds};

@@ -28,6 +28,8 @@ if not GPU:
 # No workspace at a URL is copied into the user's cache.
 os.environ["VLMDISTILL_CACHE"] = tempfile.mkdtemp(prefix="vlmdistill-cache-")
 atexit.register(shutil.rmtree, os.environ["VLMDISTILL_CACHE"], ignore_errors=True)
+# The default target of the tests: a token of it takes an eighth of the products of one of `demo`.
+os.environ["VLMDISTILL_MODEL"] = "demo-small"
 # Ray gives its workers a niceness of 15, with which the other test process starves them.
 os.environ |= {"RAY_worker_niceness": "0", "RAY_worker_register_timeout_seconds": "300"}
 os.environ.setdefault(

@@ -1,6 +1,6 @@
 """Train an embedded target, and score it on held-out scenes and clips.
 
-    python -m examples.demo_target [demo|demo-large|demo-video] --out DIR [--seed 0] [--json]
+    python -m examples.demo_target [demo-small|demo|demo-video] --out DIR [--seed 0] [--json]
 
 This takes about 40 minutes on one CPU core. After an interruption, the same command resumes the build.
 """
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "name",
         nargs="?",
         choices=EMBEDDED,
-        default="demo",
-        help="demo-large is grown from demo, demo-video supports videos too; default: demo",
+        default="demo-small",
+        help="demo is grown from demo-small, demo-video supports videos too; default: demo-small",
     )
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the new checkpoint"
@@ -56,7 +56,7 @@ def _build(name: str, out: Path, seed: int) -> dict[str, Any]:
             f"{out} already holds a checkpoint: empty it, or give another --out"
         )
     with console.progress(f"training the target {name}", "steps") as report:
-        make = build_grown if name == "demo-large" else build
+        make = build_grown if name == "demo" else build
         return make(
             out,
             seed=seed,

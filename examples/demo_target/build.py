@@ -39,7 +39,7 @@ from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
 __all__ = ["CLIPS", "RECIPES", "Recipe", "build", "evaluate"]
 
-RECIPES = {"demo": Recipe(), "demo-large": GROWN, "demo-video": CLIPS}
+RECIPES = {"demo-small": Recipe(), "demo": GROWN, "demo-video": CLIPS}
 """By embedded target."""
 STATE = "training.pt"
 """The file with the state of an unfinished build."""
@@ -143,7 +143,7 @@ def build(
 def build_grown(
     out: Path,
     *,
-    base: Path = EMBEDDED["demo"],
+    base: Path = EMBEDDED["demo-small"],
     seed: int = 0,
     recipe: Recipe = GROWN,
     threads: int = 1,
@@ -182,9 +182,7 @@ def build_grown(
         scores = evaluate_loaded(
             *load(out), n=scenes, seed=0, max_new_tokens=max_new_tokens
         )
-        origin = (
-            f"grown from `{base.name}` by `python -m examples.demo_target demo-large`"
-        )
+        origin = f"grown from `{base.name}` by `python -m examples.demo_target demo`"
         text = card(
             scores,
             recipe,

@@ -21,7 +21,7 @@ from vlmdistill.pipelines.demo.scenes import Scene, draw, random_scene
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The training settings; the defaults are those of the shipped checkpoint `demo`, images only."""
+    """The training settings; the defaults are those of the shipped checkpoint `demo-small`, images only."""
 
     vision_steps: int = 250
     """Steps of the vision tower, 32 temporal patches each."""

@@ -15,7 +15,7 @@ from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
-from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.pipelines.workspace.workspace import Workspace, default_model
 from vlmdistill.stores.errors import TargetError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance
 from vlmdistill.stores.store import Store
@@ -248,7 +248,7 @@ def _doubt(result: DrafterResult) -> str:
 
 def _next(contents: WorkspaceStatus, model: str) -> str:
     """The command for the first gap."""
-    options = "" if model == "demo" else f" --model {model}"
+    options = "" if model == default_model() else f" --model {model}"
     if not contents.prompts and not contents.held_out:
         source = "demo" if model in EMBEDDED else "FILE..."
         return f"vlmdistill prompts {source}{options}"

@@ -12,6 +12,7 @@ runs/<model>/prompts.parquet    imported prompts (prompts.skipped.jsonl: rows th
 `runs` may be a URL; see `parts`.
 """
 
+import json
 import logging
 import os
 import re
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from vlmdistill.pipelines.media.urls import copy_of, is_url
 from vlmdistill.pipelines.targets.checkpoints import packaged
+from vlmdistill.pipelines.targets.checkpoints.fingerprint import config_hash
 from vlmdistill.pipelines.targets.checkpoints.registry import hub_id
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.parts import Parts, Publishing, parts, parts_of
@@ -40,6 +42,7 @@ from vlmdistill.stores.lease import leased
 from vlmdistill.stores.store import require_room
 
 log = logging.getLogger("vlmdistill.pipelines")
+MODEL_VARIABLE = "VLMDISTILL_MODEL"
 RUNS_VARIABLE = "VLMDISTILL_RUNS"
 NO_DRAFTER = (".rounds", ".adapt")
 """Ends of the names of folders that `adapt` keeps beside drafters."""
@@ -57,12 +60,17 @@ class Workspace:
     parts: Parts | None = None  # of a workspace at a URL, which `root` is a copy of
 
     @classmethod
-    def of(cls, model: str, runs: str | Path | None = None) -> "Workspace":
+    def of(
+        cls, model: str | None = None, runs: str | Path | None = None
+    ) -> "Workspace":
         """The workspace of a target: a name, a hub id, or a checkpoint folder, whose name is used.
 
-        `runs` is a folder or a URL; it defaults to the variable VLMDISTILL_RUNS, then to `runs` here.
-        TargetError if there is neither a target nor a workspace of that name.
+        `model` is `default_model()` by default. `runs` is a folder or a URL; it defaults to the variable
+        VLMDISTILL_RUNS, then to `runs` here. TargetError if there is neither a target nor a workspace of that
+        name. DataError if the workspace is that of another embedded target, by its old name.
         """
+        if model is None:
+            model = default_model()
         if not model:
             raise DataError(
                 "--model is empty: give a name, a hub id or a checkpoint folder"
@@ -92,6 +100,8 @@ class Workspace:
             existing = backend.list_names("")
             if name not in existing:
                 hub_id(model, existing)
+        if model in EMBEDDED:
+            _check_name(model, base / name)
         parts_at_url = None if is_local else parts(f"{url}/{name}")
         return cls(model, base / name, parts_at_url)
 
@@ -238,6 +248,11 @@ class Workspace:
         return self.drafter(drafter)
 
 
+def default_model() -> str:
+    """The target of a command without `--model`: the variable VLMDISTILL_MODEL, else `demo`."""
+    return os.environ.get(MODEL_VARIABLE) or "demo"
+
+
 def absolute_model(model: str) -> str:
     """The model with a local folder as an absolute path, which another process finds too."""
     folder = checkpoint_folder(model)
@@ -287,6 +302,30 @@ def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
             yield Publishing()
             return
         yield stack.enter_context(at_url.writing(part, wait))
+
+
+def _check_name(model: str, root: Path) -> None:
+    """DataError if a workspace was filled when `model` was the name of another embedded target."""
+    others = {
+        config_hash(folder): name for name, folder in EMBEDDED.items() if name != model
+    }
+    for pattern in ("features/store.json", "drafters/*/config.json"):
+        for file in root.glob(pattern):
+            name = others.get(_config_hash_in(file))
+            if name is not None:
+                raise DataError(
+                    f"{root} is a workspace of the target that is now called {name}: rename the folder to "
+                    f"{root.with_name(name)}, or give another --runs"
+                )
+
+
+def _config_hash_in(record: Path) -> str | None:
+    """The target's config hash in the record of a store or a drafter; None in a damaged one."""
+    try:
+        provenance = json.loads(record.read_bytes())["provenance"]
+        return str(provenance["config_hash"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _holds_work(root: Path) -> bool:

@@ -220,8 +220,8 @@ def test_finished_work_is_not_repeated(runs: Path) -> None:
     def tried(name: str) -> dict[Path, int]:
         claims.main([*few, "--only", name, "--out", str(page)])
         there = (
-            *(runs / "demo").rglob("*.safetensors"),
-            *(runs / "demo").rglob("*.json"),
+            *(runs / "demo-small").rglob("*.safetensors"),
+            *(runs / "demo-small").rglob("*.json"),
         )
         return {file: file.stat().st_mtime_ns for file in there}
 

@@ -25,7 +25,7 @@ def test_a_response_that_ends_on_a_guess_has_no_token_of_the_target() -> None:
 
 
 def test_a_trial_has_the_media_of_the_workspace(tmp_path: Path) -> None:
-    base = Workspace.of("demo", tmp_path)
+    base = Workspace.of("demo-small", tmp_path)
     made = files.write(
         base.root / "demo-data", images=2, dialogues=1, seed=0, split="evaluation"
     )

@@ -110,7 +110,7 @@ def _of(progress: StageProgress | None, stage: str) -> Progress:
 @in_api_words
 def prompts(
     *sources: str | Path,
-    model: str = "demo",
+    model: str | None = None,
     runs: Runs = None,
     images: str | Path | None = None,
     ask: str | None = None,
@@ -123,7 +123,8 @@ def prompts(
 
     Args:
         sources: JSON, JSONL, Parquet or tar files, datasets, folders of photos (with `ask`), or `demo`.
-        model: The target: a name, a hub id or a checkpoint folder. Its workspace is `runs/<model>`.
+        model: The target: a name, a hub id or a checkpoint folder; default: VLMDISTILL_MODEL, else `demo`.
+            Its workspace is `runs/<model>`.
         runs: Folder or URL of the workspaces; default: VLMDISTILL_RUNS, else `runs`.
         images: Folder of the images, if it is not that of the source.
         ask: The question about images and videos that have none.
@@ -160,7 +161,7 @@ def prompts(
 @in_api_words
 def responses(
     *,
-    model: str = "demo",
+    model: str | None = None,
     runs: Runs = None,
     limit: int | None = None,
     temperature: float = 1.0,
@@ -215,7 +216,7 @@ def responses(
 def features(
     drafters: Sequence[str] | None = None,
     *,
-    model: str = "demo",
+    model: str | None = None,
     runs: Runs = None,
     limit: int | None = None,
     max_new_tokens: int | None = None,
@@ -302,7 +303,7 @@ class TrainedDrafter:
 def train(
     drafter: str,
     *,
-    model: str = "demo",
+    model: str | None = None,
     runs: Runs = None,
     name: str | None = None,
     recipe: str | None = None,
@@ -368,7 +369,7 @@ def train(
 @in_api_words
 def evaluate(
     *drafters: str,
-    model: str = "demo",
+    model: str | None = None,
     runs: Runs = None,
     name: str = "",
     temperatures: float | Sequence[float] = (0.0,),
@@ -450,7 +451,7 @@ def _numbers(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
 @in_api_words
 def report(
     *,
-    model: str = "demo",
+    model: str | None = None,
     runs: Runs = None,
     out: str | Path | None = None,
     where: Sequence[str] = (),
@@ -486,7 +487,7 @@ def export(
     drafter: str | Path,
     out: str | Path,
     *,
-    model: str = "demo",
+    model: str | None = None,
     runs: Runs = None,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
 ) -> Exported:
@@ -514,7 +515,7 @@ def export(
 
 
 @in_api_words
-def status(*, model: str = "demo", runs: Runs = None) -> WorkspaceStatus:
+def status(*, model: str | None = None, runs: Runs = None) -> WorkspaceStatus:
     """What a workspace holds, what is missing or stale, and the next command; as `vlmdistill status`.
 
     Args:

@@ -1,4 +1,4 @@
-"""A folder as `vlmdistill run --model demo` leaves it, made small and without Ray."""
+"""A folder as `make demo` leaves it, made small and without Ray."""
 
 from pathlib import Path
 

@@ -1,7 +1,6 @@
 """The examples of README.md and docs/api.md run, one after the other, and do what the page says."""
 
 import re
-import shutil
 from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -12,9 +11,7 @@ import pytest
 
 import vlmdistill
 from examples.shared_store import shared_store
-from tests.drafters.synthetic import save
 from tests.stores.web import serving
-from vlmdistill.pipelines.workspace.workspace import Workspace
 
 README = Path(__file__).parents[2] / "README.md"
 PAGE = README.parent / "docs" / "api.md"
@@ -24,17 +21,9 @@ PAGE = README.parent / "docs" / "api.md"
 def after(demo_folder: Path) -> dict[str, Any]:
     """The variables that the examples leave."""
     names: dict[str, Any] = {}
-    large = Workspace(
-        "demo-large", demo_folder / "runs" / "demo-large"
-    )  # as `make demo` leaves it
-    shutil.copytree(
-        demo_folder / "runs" / "demo" / "demo-data", large.root / "demo-data"
-    )
-    save(
-        "sparrow", large.drafter("sparrow"), target=vlmdistill.load_target(large.model)
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(demo_folder)
+        patch.delenv("VLMDISTILL_MODEL")
         for page in (README, PAGE):
             for block in re.finditer(
                 r"```python\n(.*?)```", page.read_text(), re.DOTALL
@@ -74,6 +63,7 @@ def test_the_flow_in_python_is_that_of_the_commands(
     assert after["served"].drafter == "wren"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(demo_folder)
+        patch.delenv("VLMDISTILL_MODEL")
         state = vlmdistill.status(runs="flow")
         assert (state.prompts, state.held_out, state.next) == (
             imported.train,

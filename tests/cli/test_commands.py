@@ -19,7 +19,9 @@ import pytest
 import torch
 from typer.models import OptionInfo
 
+import vlmdistill
 from tests.cli.conftest import dialogues
+from tests.drafters import synthetic
 from vlmdistill.cli import console
 from vlmdistill.cli.main import GROUPS, VERBS, main
 from vlmdistill.drafters.core.settings import flat
@@ -219,7 +221,7 @@ def test_prompts_go_to_the_workspace_of_the_model(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prompts", "talks.json"]) == 0
-    assert len(read(Path("runs/demo/prompts.parquet"))) == 3
+    assert len(read(Path("runs/demo-small/prompts.parquet"))) == 3
     (workplace / "ckpt" / "my-model").mkdir(parents=True)
     assert (
         main(["prompts", "talks.json", "-m", "ckpt/my-model/", "--runs", "elsewhere"])
@@ -229,9 +231,32 @@ def test_prompts_go_to_the_workspace_of_the_model(
     monkeypatch.setenv("VLMDISTILL_RUNS", "moved")
     assert main(["prompts", "talks.json", "-m", "org/name"]) == 0
     assert len(read(Path("moved/org--name/prompts.parquet"))) == 3
+    monkeypatch.setenv("VLMDISTILL_MODEL", "org/other")
+    assert main(["prompts", "talks.json"]) == 0
+    assert vlmdistill.status().prompts + vlmdistill.status().held_out == 3
+    assert len(read(Path("moved/org--other/prompts.parquet"))) == 3
+    monkeypatch.delenv("VLMDISTILL_MODEL")
+    assert main(["prompts", "talks.json"]) == 0
+    assert len(read(Path("moved/demo/prompts.parquet"))) == 3
     monkeypatch.setenv("HOME", str(workplace / "home"))
     assert main(["prompts", "talks.json", "-m", "org/name", "--runs", "~/runs"]) == 0
     assert len(read(Path("home/runs/org--name/prompts.parquet"))) == 3
+
+
+def test_a_workspace_of_a_target_by_an_old_name_is_refused_until_it_is_renamed(
+    workplace: Path, failing: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    synthetic.save(
+        "sparrow", Path("runs/demo/drafters/sparrow"), target=load("demo-small")
+    )
+    for command in ("status", "prompts talks.json", "train wren", "serve --drafter x"):
+        line = failing(*command.split(), "--model", "demo")
+        assert "rename the folder to runs/demo-small" in line
+    Path("runs/demo").rename("runs/demo-small")
+    exporting = ["export", "sparrow", "--out", "out", "--model", "demo-small"]
+    assert main(exporting) == 0
+    assert main(["status", "--model", "demo"]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_json_output(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +271,7 @@ def test_an_imported_checkpoint_is_a_drafter(
     workplace: Path, capsys: pytest.CaptureFixture[str], failing: Callable[..., str]
 ) -> None:
     """EAGLE's layout for the demo target, by its names and shapes."""
-    info = load("demo").info
+    info = load("demo-small").info
     width, inner = info.hidden_size, info.intermediate_size
     shapes = {"fc": (width, 2 * width), "layers.0.mlp.down_proj": (width, inner)}
     shapes |= {f"layers.0.mlp.{name}_proj": (inner, width) for name in ("gate", "up")}
@@ -280,7 +305,7 @@ def test_an_imported_checkpoint_is_a_drafter(
 
 def test_a_full_disk_loses_nothing(workplace: Path) -> None:
     assert main(["prompts", "talks.json"]) == 0
-    before = read(Path("runs/demo/prompts.parquet"))
+    before = read(Path("runs/demo-small/prompts.parquet"))
     rows = [
         {"conversations": [{"from": "human", "value": f"Another {i} {hash(str(i))}"}]}
         for i in range(500)
@@ -297,8 +322,8 @@ def test_a_full_disk_loses_nothing(workplace: Path) -> None:
     (line,) = run.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert "File too large" in line
-    assert read(Path("runs/demo/prompts.parquet")) == before
-    assert not list(Path("runs/demo").glob(".*.tmp"))
+    assert read(Path("runs/demo-small/prompts.parquet")) == before
+    assert not list(Path("runs/demo-small").glob(".*.tmp"))
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_every_option_is_given_in_some_test() -> None:
 def test_text_prompts_are_augmented_by_an_option_of_their_own() -> None:
     command = ["prompts", "talks.json", "--eval-share", "0"]
     assert main([*command, "--augment", "none", "--augment-text", "long"]) == 0
-    prompts = prompt_table.read(Path("runs/demo/prompts.parquet"))
+    prompts = prompt_table.read(Path("runs/demo-small/prompts.parquet"))
     assert {prompt.augmentation for prompt in prompts} == {"long"}
 
 

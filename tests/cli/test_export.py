@@ -16,7 +16,7 @@ from vlmdistill.pipelines.targets.embedded import EMBEDDED
 
 @pytest.fixture(autouse=True)
 def trained(workplace: Path) -> None:
-    synthetic.save("sparrow", Path("runs/demo/drafters/sparrow"))
+    synthetic.save("sparrow", Path("runs/demo-small/drafters/sparrow"))
 
 
 @pytest.fixture
@@ -41,7 +41,11 @@ def test_the_command_names_what_was_written(
     words = [
         word for word in shlex.split(command.removeprefix("vLLM: ")) if "=" not in word
     ]
-    assert words[:3] == [str(Path("vllm").absolute()), "serve", str(EMBEDDED["demo"])]
+    assert words[:3] == [
+        str(Path("vllm").absolute()),
+        "serve",
+        str(EMBEDDED["demo-small"]),
+    ]
     assert "--no-enable-prefix-caching" in words
     # The checkpoint's own sampling is not that of training and evaluation.
     assert words[words.index("--generation-config") + 1] == "vllm"
@@ -58,7 +62,7 @@ def test_the_command_names_what_was_written(
 def test_another_target_than_the_drafters_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copytree("runs/demo/drafters/sparrow", "copy")
+    shutil.copytree("runs/demo-small/drafters/sparrow", "copy")
     assert main(["export", "./copy", "--out", "served", "--model", "demo-video"]) == 2
     assert "was trained for synthetic" in " ".join(capsys.readouterr().err.split())
     assert not Path("served").exists()
@@ -67,15 +71,15 @@ def test_another_target_than_the_drafters_is_refused(
 @pytest.mark.parametrize(
     ("drafter", "target"),
     [
-        ("sparrow", str(EMBEDDED["demo"])),
-        ("runs/demo/drafters/sparrow", str(EMBEDDED["demo"])),
+        ("sparrow", str(EMBEDDED["demo-small"])),
+        ("runs/demo-small/drafters/sparrow", str(EMBEDDED["demo-small"])),
         ("copy", "synthetic"),
     ],
 )
 def test_the_command_serves_the_target_of_the_drafter(
     drafter: str, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree("runs/demo/drafters/sparrow", "copy")
+    shutil.copytree("runs/demo-small/drafters/sparrow", "copy")
     assert main(["export", drafter, "--out", "served"]) == 0
     (command,) = [
         text

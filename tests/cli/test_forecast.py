@@ -73,7 +73,7 @@ def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> N
     )
     assert stated["feature_seconds"] == pytest.approx(tokens / 50)
     assert stated["response_seconds"] == pytest.approx(found["likely_tokens"] / 2.5)
-    root = Path("runs/demo")
+    root = Path("runs/demo-small")
     for seconds in (4.0, 10.0, 1.0):  # the last one is too short to say anything
         rates.record(root, "features", 200, seconds)
     there = json.loads((root / rates.FILE).read_text().splitlines()[-1])
@@ -126,7 +126,7 @@ def test_memory_is_that_of_weights_and_batches_in_a_dtype(capsys: Output) -> Non
         == 2 * half["total"]
         == whole["weights"] + whole["kv_cache"] + whole["logits"]
     )
-    info = printed(capsys, "target", "show", "demo")
+    info = printed(capsys, "target", "show", "demo-small")
     assert whole["weights"] == 4 * info["parameters"]["all"]
     sizes = info["target"]
     token = 2 * 4 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"]
@@ -193,7 +193,7 @@ def test_a_stage_that_cannot_end_is_not_started(
         assert "--anyway" in line
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**12))
     monkeypatch.setattr(resources, "free_memory", lambda: 1000)
-    synthetic.save("eagle3", Path("runs/demo/drafters/mine"))
+    synthetic.save("eagle3", Path("runs/demo-small/drafters/mine"))
     synthetic.store(Path("store"), 9)
     train = ["train", "wren", "--store", "store", "--set", "steps=1"]
     for command in (
@@ -206,7 +206,7 @@ def test_a_stage_that_cannot_end_is_not_started(
         (line,) = capsys.readouterr().err.splitlines()[-1:]
         assert "of memory are needed in float32, and this machine has 1 kB free" in line
         assert "--anyway" in line
-    synthetic.store(Path("runs/demo/features"), 9)
+    synthetic.store(Path("runs/demo-small/features"), 9)
     stages = (
         vlmdistill.responses,
         vlmdistill.features,
@@ -215,7 +215,7 @@ def test_a_stage_that_cannot_end_is_not_started(
     for stage in (*stages, partial(vlmdistill.evaluate, "mine")):
         with pytest.raises(DataError, match=r"of memory are needed .*anyway=True"):
             stage()
-    assert not Path("runs/demo/drafters/wren.training").exists()
+    assert not Path("runs/demo-small/drafters/wren.training").exists()
     assert main([*train, "--anyway"]) == 0
     assert (
         vlmdistill.train("wren", settings={"steps": 1}, anyway=True, force=True).steps
@@ -253,7 +253,7 @@ def test_a_training_leaves_its_rate(
         "batch_tokens=64",
     ]
     assert main(command) == 0
-    rate = rates.known(Path("runs/demo"), "train wren")
+    rate = rates.known(Path("runs/demo-small"), "train wren")
     assert rate is not None
     assert rate.tokens > 64
     found = printed(capsys, *command, "--dry-run", "--name", "again")

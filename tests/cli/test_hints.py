@@ -63,7 +63,7 @@ def test_a_trained_drafter_is_suggested_before_one_to_train(
     failing: Callable[..., str],
 ) -> None:
     for name in ("eagle3", "my-eagle"):
-        synthetic.save("eagle3", Path("runs/demo/drafters") / name)
+        synthetic.save("eagle3", Path("runs/demo-small/drafters") / name)
     assert failing("export", "my-eagel", "--out", "served").count("'my-eagle'") == 1
     line = failing("export", "hivis", "--out", "served")
     assert "vlmdistill train hivis" in line
@@ -89,7 +89,7 @@ def test_a_workspace_is_any_folder_whose_name_is_text(
     failing: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["prompts", dialogues(1), "--runs", "."]) == 0
-    assert Path("demo/prompts.parquet").exists()
+    assert Path("demo-small/prompts.parquet").exists()
     odd = os.fsdecode(b"caf\xe9")
     assert r"caf\udce9" in failing("report", "--runs", odd)
     Path(odd).mkdir()
@@ -99,8 +99,8 @@ def test_a_workspace_is_any_folder_whose_name_is_text(
 
 
 def test_a_drafters_name_is_not_a_folder_here(failing: Callable[..., str]) -> None:
-    workspace = Workspace.of("demo")
-    for folder in ("runs/demo/drafters/sparrow", "sparrow", "exported"):
+    workspace = Workspace.of("demo-small")
+    for folder in ("runs/demo-small/drafters/sparrow", "sparrow", "exported"):
         Path(folder).mkdir(parents=True)
     assert workspace.trained("sparrow") == workspace.drafter("sparrow")
     assert workspace.trained("./sparrow") == Path("sparrow")
@@ -317,15 +317,38 @@ def test_a_suggested_command_has_no_option_that_was_not_given(
 
 
 @pytest.mark.parametrize(
+    ("variable", "arguments", "options"),
+    [
+        ("", [], ""),
+        ("", ["--model", "demo-small"], " --model demo-small"),
+        ("demo-small", [], ""),
+        ("demo-small", ["--model", "demo-small"], " --model demo-small"),
+        ("demo-small", ["--model", "demo"], " --model demo"),
+    ],
+)
+def test_a_suggested_command_names_the_target_that_it_would_not_take_by_itself(
+    variable: str,
+    arguments: list[str],
+    options: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_MODEL", variable)
+    assert main(["status", *arguments]) == 0
+    (command,) = suggested(capsys.readouterr().err)
+    assert command == f"vlmdistill prompts demo{options}"
+
+
+@pytest.mark.parametrize(
     "arguments", [["status"], ["report"], ["export", "sparrow", "--out", "out"]]
 )
 def test_an_empty_workspace_names_the_one_beside_it(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(Path("runs/demo-large/features"))
+    make(Path("runs/demo/features"))
     main(arguments)
-    assert "--model demo-large" in "\n".join(capsys.readouterr())
-    main([*arguments, "--model", "demo-large"])
+    assert "--model demo" in "\n".join(capsys.readouterr())
+    main([*arguments, "--model", "demo"])
     assert "not empty" not in "\n".join(capsys.readouterr())
 
 

@@ -83,7 +83,7 @@ def test_status_names_what_is_there_and_the_command_that_comes_next(
     responded(2)
     found, _ = state()
     assert (found["responses"], found["uncaptured"]) == (2, 2)
-    folder = Path("runs/demo/drafters/mine.training")
+    folder = Path("runs/demo-small/drafters/mine.training")
     folder.mkdir(parents=True)
     assert state()[0]["drafters"][0]["remarks"] == [
         "not finished: `vlmdistill train mine` continues"
@@ -103,7 +103,7 @@ def responded(count: int, tokens: int = 0) -> list[str]:
     """Responses of so many tokens to some prompts to train on; their keys."""
     prompts = [
         prompt
-        for prompt in read(Path("runs/demo/prompts.parquet"))
+        for prompt in read(Path("runs/demo-small/prompts.parquet"))
         if prompt.split == "train"
     ]
     keys = [prompt.key for prompt in prompts[:count]]
@@ -120,14 +120,17 @@ def responded(count: int, tokens: int = 0) -> list[str]:
         )
         for key in keys
     ]
-    write_part(Path("runs/demo/responses"), "part", rows)
+    write_part(Path("runs/demo-small/responses"), "part", rows)
     return keys
 
 
 def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) -> None:
     dialogues(40)
     assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
-    folder, reports = Path("runs/demo/drafters/mine"), Path("runs/demo/reports")
+    folder, reports = (
+        Path("runs/demo-small/drafters/mine"),
+        Path("runs/demo-small/reports"),
+    )
     training: dict[str, Any] = {
         "signature": "s",
         "steps": 600,
@@ -191,16 +194,17 @@ def test_a_new_split_leaves_prompts_with_responses_where_they_are(
     assert summary["kept"] == 20
     assert summary["eval"] == summary["moved"] > 5
     split = {
-        prompt.key: prompt.split for prompt in read(Path("runs/demo/prompts.parquet"))
+        prompt.key: prompt.split
+        for prompt in read(Path("runs/demo-small/prompts.parquet"))
     }
     assert {split[key] for key in keys} == {"train"}
     assert (
         printed(capsys, "prompts", "--resplit", "0.5")["moved"] == 0
     )  # the split is a hash
     assert main(["prompts", "--resplit", "0"]) == 0
-    assert {prompt.split for prompt in read(Path("runs/demo/prompts.parquet"))} == {
-        "train"
-    }
+    assert {
+        prompt.split for prompt in read(Path("runs/demo-small/prompts.parquet"))
+    } == {"train"}
     assert main(["prompts", "talks.json", "--resplit", "0.5"]) == 2
     assert main(["prompts", "--resplit", "1.5"]) == 1
     assert main(["prompts"]) == 2
@@ -258,7 +262,7 @@ def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machi
 ) -> None:
     dialogues(40)
     assert main(["prompts", "talks.json", "--eval-share", "0.3"]) == 0
-    synthetic.save("eagle3", Path("runs/demo/drafters/mine"))
+    synthetic.save("eagle3", Path("runs/demo-small/drafters/mine"))
     command = [
         "eval",
         "mine",
@@ -273,7 +277,7 @@ def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machi
     found = printed(capsys, *command, "--tree", "chain-5")
     assert found.pop("memory")["total"] > 0
     assert found == {"prompts": 5, "decodings": 3, "most_tokens": 150, "seconds": None}
-    reports = Path("runs/demo/reports")
+    reports = Path("runs/demo-small/reports")
     for machine in ("CPU of another", hardware.of(torch.device("cpu")).name):
         measured = made_up.evaluation("mine", hardware=machine)
         records.write(measured, records.new_file(reports, "mine"))
@@ -293,13 +297,13 @@ def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machi
 def test_an_empty_workspace_names_the_one_that_has_drafters(
     command: str, capsys: Output
 ) -> None:
-    """`make demo` fills that of another target than the default one."""
-    named = "runs/demo-large has sparrow: --model demo-large"
-    synthetic.save("sparrow", Path("runs/demo-large/drafters/sparrow"))
+    """Without --model, the default target is asked for, which may be another one."""
+    named = "runs/demo has sparrow: --model demo"
+    synthetic.save("sparrow", Path("runs/demo/drafters/sparrow"))
     capsys.readouterr()
     main(command.split())
     assert named in capsys.readouterr().err
-    main([*command.split(), "--model", "demo-large"])
+    main([*command.split(), "--model", "demo"])
     assert named not in capsys.readouterr().err
     synthetic.save("sparrow", Path("runs/demo-video/drafters/sparrow"))
     main(command.split())

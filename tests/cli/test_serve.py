@@ -71,7 +71,9 @@ def test_a_signal_ends_the_server(number: signal.Signals, status: int) -> None:
         try:
             assert run.stdout is not None
             line = run.stdout.readline()
-            assert line.startswith("serving demo with lookahead at http://127.0.0.1:")
+            assert line.startswith(
+                "serving demo-small with lookahead at http://127.0.0.1:"
+            )
             port = int(line.partition(";")[0].rpartition(":")[2])
             with closing(
                 http.client.HTTPConnection("127.0.0.1", port, timeout=400)
@@ -112,7 +114,7 @@ def test_sigterm_ends_the_server_once_its_log_is_written(tmp_path: Path) -> None
         "0",
     ]
     body = {
-        "model": "demo",
+        "model": "demo-small",
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": 2,
     }

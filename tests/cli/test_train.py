@@ -46,7 +46,9 @@ def test_a_run_stopped_on_several_ranks_continues_on_one(
         "steps=5000",
         *SHORT,
     ]
-    state = tmp_path / "demo" / "drafters" / "sparrow.training" / "checkpoint.json"
+    state = (
+        tmp_path / "demo-small" / "drafters" / "sparrow.training" / "checkpoint.json"
+    )
     typed = subprocess.Popen(
         [
             sys.executable,
@@ -139,7 +141,7 @@ def test_a_recipe_file_that_validates(
     assert main([*words, "--set", "steps=5", "--held-out", "0.3", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     record = json.loads(
-        (tmp_path / "demo" / "drafters" / "sparrow" / "config.json").read_bytes()
+        (tmp_path / "demo-small" / "drafters" / "sparrow" / "config.json").read_bytes()
     )
     assert (
         shown["steps"],
@@ -163,4 +165,4 @@ def test_a_store_of_another_target_than_the_model_is_warned_of(
     assert main(["train", "medusa", "--store", str(store), *runs]) == 0
     warning = capsys.readouterr().err
     assert str(store) in warning
-    assert "not of demo" in warning
+    assert "not of demo-small" in warning

@@ -52,7 +52,7 @@ def scheduler() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    workspace = Workspace.of("demo", tmp_path_factory.mktemp("runs"))
+    workspace = Workspace.of("demo-small", tmp_path_factory.mktemp("runs"))
     size = DemoSize(PROMPTS - 4, 4, held_out=(1, 1, 0))
     import_demo(workspace.root / "demo-data", workspace.prompts, size)
     return workspace
@@ -65,7 +65,7 @@ def submit(
         free.bind(("", 0))
         port = str(free.getsockname()[1])
     given = {
-        "MODEL": "demo",
+        "MODEL": "demo-small",
         "RUNS": str(workspace.root.parent),
         "VENV": os.environ.get("VIRTUAL_ENV", str(ROOT / ".venv")),
         "PORT": port,
@@ -133,7 +133,7 @@ def test_features_of_a_workspace_at_a_url(scheduler: Slurm, tmp_path: Path) -> N
         }.items():
             patch.setenv(name, value)
         S3FileSystem(key="x", secret="x", endpoint_url=server).mkdir("bucket")
-        shared = Workspace.of("demo", "s3://bucket/runs")
+        shared = Workspace.of("demo-small", "s3://bucket/runs")
         import_demo(
             shared.root / "demo-data",
             shared.prompts,

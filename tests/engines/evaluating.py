@@ -14,7 +14,7 @@ from tests.engines.serving import SIZE, captured
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
-MODEL = "demo"
+MODEL = "demo-small"
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -44,13 +44,13 @@ pytestmark = pytest.mark.timeout(3600 + 300 * KILLS)
 
 
 def workspace_in(folder: Path) -> Workspace:
-    return Workspace.of("demo", folder)
+    return Workspace.of("demo-small", folder)
 
 
 def capture(folder: Path) -> None:
     """The run: all prompts, in many small tasks."""
     workspace = workspace_in(folder)
-    prompts = prompt_table.load(workspace.prompts, "demo", "train", PROMPTS)
+    prompts = prompt_table.load(workspace.prompts, "demo-small", "train", PROMPTS)
     job = CaptureJob(
         workspace=workspace,
         prompts=prompts,
@@ -85,7 +85,7 @@ def processes(root: int) -> Iterator[tuple[int, str]]:
 def files(folder: Path) -> int:
     """How far a run is: files of responses, shards and their records."""
     patterns = ("responses/part-*", "features/shards/*", "features/commits/*")
-    return sum(1 for pattern in patterns for _ in (folder / "demo").glob(pattern))
+    return sum(1 for pattern in patterns for _ in (folder / "demo-small").glob(pattern))
 
 
 def wait(until: Callable[[], bool], tick: float) -> None:
@@ -116,7 +116,7 @@ def strike(run: subprocess.Popen[bytes], folder: Path, rng: random.Random) -> st
 def assert_whole(folder: Path) -> None:
     """Every prompt has one response, every kept response one sample, of its own tokens; shards are small."""
     workspace = workspace_in(folder)
-    prompts = prompt_table.load(workspace.prompts, "demo", "train", PROMPTS)
+    prompts = prompt_table.load(workspace.prompts, "demo-small", "train", PROMPTS)
     keys = dataset.table(workspace.responses, ["key"])["key"].to_pylist()
     assert sorted(keys) == sorted(prompt.key for prompt in prompts)
     store, kept = (

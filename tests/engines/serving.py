@@ -300,7 +300,12 @@ def test_a_drafter_of_another_target_is_refused_in_the_last_line_of_the_log(
     with (
         pytest.raises(EngineError) as failed,
         vllm_server(
-            EMBEDDED["demo"], "demo", "float32", log, drafter, whole_images=False
+            EMBEDDED["demo-small"],
+            "demo-small",
+            "float32",
+            log,
+            drafter,
+            whole_images=False,
         ),
     ):
         pass

@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of workspaces after one `run` on a few scenes."""
     folder = tmp_path_factory.mktemp("flow")
     sides: tuple[tuple[Any, int], ...] = (("drafter", 6), ("evaluation", 2))
-    where = ["--model", "demo", "--runs", str(folder)]
+    where = ["--model", "demo-small", "--runs", str(folder)]
     for split, images in sides:
         made = files.write(
             folder / split, images=images, dialogues=4, seed=5, split=split

@@ -21,7 +21,7 @@ def test_two_methods_are_compared_on_the_same_prompts(
     )
     taus = []
     for name in ("sparrow-0", "text_only-0"):
-        evaluation = newest(runs / "demo" / "reports", name)
+        evaluation = newest(runs / "demo-small" / "reports", name)
         assert evaluation.training.seed == 0
         taus.append(figures(evaluation.temperatures[0]).tau)
     printed = capsys.readouterr().out.splitlines()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def command(runs: Path, verb: str, *words: str) -> int:
-    return main([verb, *words, "--model", "demo", "--runs", str(runs)])
+    return main([verb, *words, "--model", "demo-small", "--runs", str(runs)])
 
 
 def written(folder: Path) -> dict[Path, int]:
@@ -35,7 +35,7 @@ def written(folder: Path) -> dict[Path, int]:
 
 def test_every_drafter_is_lossless_at_temperature_0(runs: Path) -> None:
     for name in ("sparrow", "eagle2"):
-        greedy, sampled = newest(runs / "demo" / "reports", name).temperatures
+        greedy, sampled = newest(runs / "demo-small" / "reports", name).temperatures
         assert (greedy.temperature, sampled.temperature) == (0, 1)
         for one in greedy.prompts:
             assert one.drafted.check == one.plain.check == "identical"
@@ -44,7 +44,7 @@ def test_every_drafter_is_lossless_at_temperature_0(runs: Path) -> None:
         assert measured.lossless.identical == 2
         assert measured.tau == pytest.approx(measured.accepted + 1, abs=0.2)
         assert figures(sampled).calls > 0
-    page = (runs / "demo" / "reports" / "index.html").read_text()
+    page = (runs / "demo-small" / "reports" / "index.html").read_text()
     assert "sparrow" in page
     assert "data:image/" in page
 
@@ -63,7 +63,7 @@ def test_a_second_run_redoes_nothing(
 def test_a_run_with_a_drafter_that_is_not_lossless_is_status_1(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (file,) = (runs / "demo" / "reports").glob("eagle2.*.json")
+    (file,) = (runs / "demo-small" / "reports").glob("eagle2.*.json")
     content = file.read_text()
     try:
         file.write_text(content.replace('"check": "identical"', '"check": "different"'))
@@ -97,9 +97,9 @@ def test_generate_gives_the_same_response_with_and_without_a_drafter(
 
 
 def test_an_untrained_drafter_is_lossless_and_takes_more_calls(runs: Path) -> None:
-    target = load("demo")
+    target = load("demo-small")
     trained = checkpoint.load(
-        runs / "demo" / "drafters" / "sparrow", target.head, target.info
+        runs / "demo-small" / "drafters" / "sparrow", target.head, target.info
     )
     torch.manual_seed(1)
     untrained = type(trained)(trained.config, target.info, target.head).eval()
@@ -161,7 +161,7 @@ def test_wrong_usage_is_status_two(words: list[str], runs: Path) -> None:
 def test_a_corrupted_drafter_is_refused_by_name(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = runs / "demo" / "drafters" / "eagle2" / "model.safetensors"
+    file = runs / "demo-small" / "drafters" / "eagle2" / "model.safetensors"
     content = file.read_bytes()
     try:
         file.write_bytes(content[: len(content) // 3])
@@ -174,7 +174,7 @@ def test_a_corrupted_drafter_is_refused_by_name(
 def test_a_drafter_of_another_target_is_refused(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = runs / "demo" / "drafters" / "eagle2" / "config.json"
+    file = runs / "demo-small" / "drafters" / "eagle2" / "config.json"
     content = file.read_text()
     try:
         changed = json.loads(content)

@@ -26,7 +26,7 @@ def test_a_folder_of_photos_becomes_a_drafter_and_a_comparison(tmp_path: Path) -
         "0",
     ]
     assert photos([str(made.images), "--runs", str(tmp_path / "runs"), *few]) == 0
-    workspace = tmp_path / "runs" / "demo"
+    workspace = tmp_path / "runs" / "demo-small"
     at, sampled = newest(workspace / "reports", "sparrow").temperatures
     assert (at.temperature, sampled.temperature) == (0, 1)
     assert {one.kind for one in at.prompts} == {"image"}

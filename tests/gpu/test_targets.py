@@ -38,7 +38,7 @@ SHOWN = [
 @pytest.fixture(scope="module")
 def target() -> VisionLanguageTarget:
     """The embedded target in float32: what rounds alike is compared exactly."""
-    return load("demo", dtype="float32")
+    return load("demo-small", dtype="float32")
 
 
 def prompts_of(target: VisionLanguageTarget) -> list[EncodedPrompt]:
@@ -74,7 +74,7 @@ COMPILED = """
 import json
 from tests.gpu.test_targets import greedy, prompts_of
 from vlmdistill.pipelines.targets.loading import load
-compiled = load("demo", dtype="float32", compiled=True)
+compiled = load("demo-small", dtype="float32", compiled=True)
 print(json.dumps([greedy(compiled, prompt, 24) for prompt in prompts_of(compiled)]))
 """
 
@@ -114,7 +114,7 @@ def test_a_batch_that_does_not_fit_is_halved(target: VisionLanguageTarget) -> No
     (whole,) = target.begin_capture(prompts, responses, features, "float32")
     expected = whole.samples()
     with memory_left(64 << 20):
-        halves = load("demo", dtype="float32").begin_capture(
+        halves = load("demo-small", dtype="float32").begin_capture(
             prompts, responses, features, "float32"
         )
         samples = [sample for half in halves for sample in half.samples()]
@@ -133,7 +133,7 @@ def assert_alike(samples: list[Sample], expected: list[Sample]) -> None:
 def test_captured_states_are_those_of_a_cpu_and_arrive_pinned(
     target: VisionLanguageTarget,
 ) -> None:
-    on_cpu = load("demo", device="cpu")
+    on_cpu = load("demo-small", device="cpu")
     responses = [[5, 6, 7], [8], [9, 10]]
     expected = on_cpu.capture(prompts_of(on_cpu), responses, FEATURES, "float32")
     (leaving,) = target.begin_capture(
@@ -159,8 +159,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace of the demo with prompts and a drafter of random weights."""
     folder = tmp_path_factory.mktemp("runs")
     assert main(["prompts", "demo", "--runs", str(folder), "--limit", "8"]) == 0
-    demo = load("demo", device="cpu")
-    synthetic.save("sparrow", folder / "demo" / "drafters" / "sparrow", target=demo)
+    demo = load("demo-small", device="cpu")
+    synthetic.save(
+        "sparrow", folder / "demo-small" / "drafters" / "sparrow", target=demo
+    )
     return folder
 
 
@@ -180,7 +182,7 @@ def test_an_evaluation_finds_every_response_lossless(
     where = ["--runs", str(runs), "--target-dtype", dtype]
     assert main(["eval", "sparrow", *where, *options]) == 0
     records = sorted(
-        (runs / "demo" / "reports").glob("*.json"),
+        (runs / "demo-small" / "reports").glob("*.json"),
         key=lambda file: file.stat().st_mtime,
     )
     (evaluated,) = json.loads(records[-1].read_text())["temperatures"]

@@ -75,7 +75,7 @@ def test_an_image_of_a_log_that_is_a_fifo_drops_its_line_alone(tmp_path: Path) -
     lines = [exchange(0, request=asked("Which?", "pipe.png")), exchange(1)]
     log = write(tmp_path / "log.jsonl", lines)
     with fifo(tmp_path / "pipe.png"):
-        made = harvest(Workspace.of("demo", tmp_path / "runs"), [str(log)])
+        made = harvest(Workspace.of("demo-small", tmp_path / "runs"), [str(log)])
     assert (made.kept, made.dropped) == (1, {"missing media": 1})
 
 
@@ -91,7 +91,7 @@ def test_an_unfinished_evaluation_that_is_a_fifo_is_none(tmp_path: Path) -> None
 
 
 def test_records_beside_a_drafter_that_are_fifos_are_refused(tmp_path: Path) -> None:
-    workspace = Workspace.of("demo", tmp_path / "runs")
+    workspace = Workspace.of("demo-small", tmp_path / "runs")
     folder = synthetic.save("sparrow", workspace.drafter("sparrow"))
     with fifo(folder / FILE), pytest.raises(OSError, match="no regular file"):
         kept(folder, "any")

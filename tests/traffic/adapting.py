@@ -62,7 +62,7 @@ def test_a_better_drafter_is_published_with_what_it_was_trained_on(
     )
     metrics = workspace.drafter("hawk.adapt") / "metrics.jsonl"
     assert json.loads(metrics.read_text())["published"] is True
-    where = ["--model", "demo", "--runs", str(workspace.root.parent)]
+    where = ["--model", "demo-small", "--runs", str(workspace.root.parent)]
     assert main(["adapt", "hawk", "--from", str(log), "--steps", "5", *where]) == 3
     assert (
         "0 samples of traffic are new to hawk.r1: a round needs 32"

@@ -24,7 +24,7 @@ TASKS = (
 
 @pytest.fixture(scope="module")
 def target() -> VisionLanguageTarget:
-    return load("demo")
+    return load("demo-small")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def workspace(tmp_path: Path, target: VisionLanguageTarget) -> Workspace:
 
 
 def fresh(tmp_path: Path, target: VisionLanguageTarget, old: int = 8) -> Workspace:
-    here = Workspace.of("demo", tmp_path / "runs")
+    here = Workspace.of("demo-small", tmp_path / "runs")
     rows = [
         {"messages": asked("Which shapes do you see?", data_url(number))["messages"]}
         for number in range(old)

@@ -74,7 +74,7 @@ class Running:
 
     def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """A command of ours on the workspace."""
-        where = ("--model", "demo", "--runs", str(self.workspace.root.parent))
+        where = ("--model", "demo-small", "--runs", str(self.workspace.root.parent))
         return subprocess.run(
             command(*words, *where),
             capture_output=True,
@@ -116,7 +116,7 @@ def running(
     served = export(
         workspace.drafter("hawk"), workspace.root / "served" / "hawk", "float32"
     )
-    what = EMBEDDED["demo"], "demo", "float32"
+    what = EMBEDDED["demo-small"], "demo-small", "float32"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLMDISTILL_RECORD", str(recorded))
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")

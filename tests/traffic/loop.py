@@ -38,7 +38,7 @@ def server(workspace: Workspace, log: Path, errors: Path) -> Iterator[Served]:
         "--reload",
         "1",
     ]
-    words += ["--model", "demo", "--runs", str(workspace.root.parent)]
+    words += ["--model", "demo-small", "--runs", str(workspace.root.parent)]
     with errors.open("w") as file:
         running = subprocess.Popen(
             command(*words), stdout=subprocess.PIPE, stderr=file, text=True
@@ -116,7 +116,7 @@ def test_a_served_drafter_is_adapted_to_its_own_log_and_swapped_while_it_serves(
                     "1",
                     *settings,
                 ),
-                *("--model", "demo", "--runs", str(workspace.root.parent)),
+                *("--model", "demo-small", "--runs", str(workspace.root.parent)),
             ),
             capture_output=True,
             text=True,
@@ -141,7 +141,7 @@ def test_a_served_drafter_is_adapted_to_its_own_log_and_swapped_while_it_serves(
         assert gained[1] > 1.1 * gained[0]
         assert served.metric("vlmdistill_drafter_rollbacks") == 0
     assert versions.current(workspace, "hawk") == "hawk.r1"
-    where = ("--model", "demo", "--runs", str(workspace.root.parent))
+    where = ("--model", "demo-small", "--runs", str(workspace.root.parent))
     forgetting = command("forget", "--older-than", "0s", *where)
     assert subprocess.run(forgetting, check=False).returncode == 0
     assert not list((workspace.root / "harvested").iterdir())

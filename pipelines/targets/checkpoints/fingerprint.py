@@ -55,7 +55,7 @@ def fingerprint(folder: Path, template: Any) -> Fingerprint:
     """Hash a complete checkpoint folder; `template` is the chat template in use."""
     is_snapshot = folder.parent.name == "snapshots"  # of the hub's cache
     return Fingerprint(
-        config=_config_hash(folder),
+        config=config_hash(folder),
         weights=_weights_hash(weight_files(folder)),
         processor=_processor_hash(folder),
         template=content_hash(template),
@@ -74,7 +74,8 @@ def checkpoint(model: str) -> Fingerprint:
     return fingerprint(folder, [file.read_text() for file in files if file.is_file()])
 
 
-def _config_hash(folder: Path) -> str:
+def config_hash(folder: Path) -> str:
+    """A hash of the configuration of a checkpoint, without what changes from file to file."""
     config = read_json(folder, "config.json")
     for name in IGNORED_IN_CONFIG:
         config.pop(name, None)

@@ -3,6 +3,6 @@
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-EMBEDDED = {name: _HERE / name for name in ("demo", "demo-large", "demo-video")}
-"""Their checkpoint folders by name: `demo` knows images, `demo-video` videos as well; `demo-large` is `demo`
-with eight times the parameters, so that its steps cost products rather than calls."""
+EMBEDDED = {name: _HERE / name for name in ("demo", "demo-small", "demo-video")}
+"""Their checkpoint folders by name: `demo` and `demo-small` know images, `demo-video` videos as well.
+`demo` has six times the parameters of `demo-small`, so that its steps cost products rather than calls."""

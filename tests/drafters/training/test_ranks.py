@@ -283,7 +283,7 @@ def test_a_store_behind_a_url_trains_the_same_drafter(
 def test_a_run_goes_on_from_its_checkpoint_at_a_url_on_another_machine(
     store: Path, tmp_path: Path
 ) -> None:
-    url = f"memory://{tmp_path.name}/runs/demo/sparrow"
+    url = f"memory://{tmp_path.name}/runs/demo-small/sparrow"
 
     def run(machine: str, **more: Any) -> list[int]:
         seen: list[int] = []

@@ -71,7 +71,7 @@ def test_the_folder_is_complete_and_small(folder: Path) -> None:
         else set()
     )
     assert {path.name for path in folder.iterdir()} == FILES | of_videos
-    limit = 30_000_000 if folder == EMBEDDED["demo-large"] else 12_000_000
+    limit = 30_000_000 if folder == EMBEDDED["demo"] else 12_000_000
     assert sum(path.stat().st_size for path in folder.iterdir()) <= limit
 
 
@@ -111,7 +111,7 @@ def test_text_only_prompts_get_a_complete_response(name: str) -> None:
 
 
 def test_sampling_varies_and_unusual_prompts_get_a_response() -> None:
-    model, tokenizer, processor = load(EMBEDDED["demo"])
+    model, tokenizer, processor = load(EMBEDDED["demo-small"])
     image = draw(random_scene(random.Random(5), "evaluation"))
     torch.manual_seed(0)
     prompt = "Describe the image. Please answer with at least 1000 words."

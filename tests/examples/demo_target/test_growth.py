@@ -24,7 +24,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_a_grown_target_has_the_same_logits_for_text_and_images() -> None:
-    small, tokenizer, _ = load(EMBEDDED["demo"])
+    small, tokenizer, _ = load(EMBEDDED["demo-small"])
     large = grow(small).eval()
     torch.manual_seed(0)
     visual = [small.config.image_token_id] * (GRID // MERGE) ** 2
@@ -45,7 +45,7 @@ def test_a_grown_target_has_the_same_logits_for_text_and_images() -> None:
 
 
 def test_every_layer_of_a_grown_target_learns() -> None:
-    large = grow(load(EMBEDDED["demo"])[0]).train()
+    large = grow(load(EMBEDDED["demo-small"])[0]).train()
     optimiser = torch.optim.SGD(large.parameters(), lr=1e-2)
     ids_BT = torch.randint(0, 600, (2, 20), generator=torch.Generator().manual_seed(0))
     for _ in range(2):  # the first step gives new layers an output
@@ -67,7 +67,7 @@ def test_a_grown_build_is_a_complete_checkpoint_in_bfloat16(tmp_path: Path) -> N
     recipe = replace(GROWN, polish_steps=1, tokens=400)
     scores = build_grown(tmp_path / "large", recipe=recipe, scenes=2, max_new_tokens=16)
     assert scores["n"] == 2
-    files = {path.name for path in EMBEDDED["demo"].iterdir()}
+    files = {path.name for path in EMBEDDED["demo-small"].iterdir()}
     assert {path.name for path in (tmp_path / "large").iterdir()} == files
     assert STATE not in files
     model, _, _ = load(tmp_path / "large")

@@ -28,7 +28,7 @@ def held_out(model: str, folder: Path, contents: Sequence[Any]) -> Workspace:
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.of("demo", tmp_path / "runs")
+    return Workspace.of("demo-small", tmp_path / "runs")
 
 
 @pytest.fixture

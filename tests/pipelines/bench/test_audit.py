@@ -49,7 +49,7 @@ ASKED = (
 @pytest.fixture
 def workspace(asked: Path, tmp_path: Path) -> Workspace:
     """The demo target's, without evaluations."""
-    made = Workspace.of("demo", tmp_path / "runs")
+    made = Workspace.of("demo-small", tmp_path / "runs")
     made.prompts.parent.mkdir(parents=True)
     shutil.copy(asked, made.prompts)
     return made
@@ -58,7 +58,7 @@ def workspace(asked: Path, tmp_path: Path) -> Workspace:
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts to evaluate on."""
-    return held_out("demo", tmp_path_factory.mktemp("audit"), ASKED).prompts
+    return held_out("demo-small", tmp_path_factory.mktemp("audit"), ASKED).prompts
 
 
 class Evaluated:
@@ -398,7 +398,8 @@ def test_a_drafter_that_was_trained_on_the_prompts_is_named(
     workspace: Workspace, run: Run, tmp_path: Path, kind: str
 ) -> None:
     asked = sorted(
-        prompt_table.load(workspace.prompts, "demo", "eval"), key=lambda one: one.key
+        prompt_table.load(workspace.prompts, "demo-small", "eval"),
+        key=lambda one: one.key,
     )
     seen = asked[0].key
     if kind == "texts":  # the same text in a row of another dataset
@@ -414,16 +415,17 @@ def test_a_drafter_that_was_trained_on_the_prompts_is_named(
             "--split",
             "train",
             "--model",
-            "demo",
+            "demo-small",
             "--runs",
             str(workspace.root.parent),
         )
         assert main(["prompts", str(tmp_path / "train.jsonl"), *where]) == 0
         (seen,) = [
-            one.key for one in prompt_table.load(workspace.prompts, "demo", "train")
+            one.key
+            for one in prompt_table.load(workspace.prompts, "demo-small", "train")
         ]
     folder = workspace.drafter("sparrow")
-    synthetic.save("sparrow", folder, target=load("demo"), keys=[seen, "another"])
+    synthetic.save("sparrow", folder, target=load("demo-small"), keys=[seen, "another"])
     found = run("sparrow", *FEW)
     leak = found.record.leak
     assert leak is not None

@@ -194,7 +194,7 @@ def test_a_later_turn_of_a_conversation_is_found(
     )
     later = [
         prompt.key
-        for prompt in prompt_table.load(workspace.prompts, "demo", "train")
+        for prompt in prompt_table.load(workspace.prompts, "demo-small", "train")
         if prompt.turn == 2
     ]
     synthetic.save("sparrow", workspace.drafter("sparrow"), keys=later)

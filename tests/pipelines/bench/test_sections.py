@@ -46,7 +46,7 @@ def test_each_cycle_is_in_the_section_where_it_began() -> None:
     ],
 )
 def test_reasoning_ends_with_its_tag(prompt: str, response: str, thought: str) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED["demo"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED["demo-small"])
     ids = tokenizer(response)["input_ids"]
     count = reasoning(tokenizer, tokenizer(prompt)["input_ids"], ids)
     assert thought in tokenizer.decode(ids[:count])

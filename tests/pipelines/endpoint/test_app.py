@@ -54,8 +54,8 @@ KEY = "a key"
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """The demo target's, with a sparrow of random weights."""
-    here = Workspace.of("demo", tmp_path_factory.mktemp("runs"))
-    synthetic.save("sparrow", here.drafter("sparrow"), target=load("demo"))
+    here = Workspace.of("demo-small", tmp_path_factory.mktemp("runs"))
+    synthetic.save("sparrow", here.drafter("sparrow"), target=load("demo-small"))
     return here
 
 
@@ -85,7 +85,7 @@ def server(decoder: ServedDecoder, media: Path) -> Iterator[Served]:
 def ask(client: openai.OpenAI, content: Any = QUESTION, **options: Any) -> Any:
     """A chat completion at temperature 0, of at most 48 tokens."""
     messages: Any = [{"role": "user", "content": content}]
-    options = {"model": "demo", "temperature": 0, "max_tokens": 48, **options}
+    options = {"model": "demo-small", "temperature": 0, "max_tokens": 48, **options}
     return client.chat.completions.create(messages=messages, **options)
 
 
@@ -243,7 +243,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 ) -> None:
     content = "a" * (decoder.target.max_characters + 1)
     request = ChatRequest.model_validate(
-        {"model": "demo", "messages": [{"role": "user", "content": content}]}
+        {"model": "demo-small", "messages": [{"role": "user", "content": content}]}
     )
     encoded: list[object] = []
     monkeypatch.setattr(
@@ -265,7 +265,7 @@ def test_a_conversation_of_several_turns_is_one_prompt(server: Served) -> None:
     ]
     client = server.client()
     given = client.chat.completions.create(
-        model="demo",
+        model="demo-small",
         messages=turns,  # type: ignore[arg-type]
         max_completion_tokens=4,
     )
@@ -276,7 +276,7 @@ def test_a_conversation_of_several_turns_is_one_prompt(server: Served) -> None:
 
 def test_models_and_health(server: Served) -> None:
     (model,) = server.client().models.list().data
-    assert (model.id, model.model_extra) == ("demo", {"drafter": "sparrow"})
+    assert (model.id, model.model_extra) == ("demo-small", {"drafter": "sparrow"})
     assert server.request("GET", "/health") == (200, b'{"status":"ok"}')
     status, body = server.request("GET", "/nothing")
     assert status == 404
@@ -292,7 +292,7 @@ def test_a_stop_string_ends_the_count_of_tokens_with_and_without_a_drafter_alike
         replace(decoder, drafter=None),
     )
     body = {
-        "model": "demo",
+        "model": "demo-small",
         "messages": [{"role": "user", "content": shown(f"file://{media}/scene.png")}],
     }
 
@@ -362,7 +362,7 @@ def test_the_script_of_the_page_reaches_the_server(
     page = subprocess.run(
         command, check=True, capture_output=True, timeout=60, text=True
     ).stdout
-    assert re.search("<h1[^>]*>demo with sparrow</h1>", page)
+    assert re.search("<h1[^>]*>demo-small with sparrow</h1>", page)
     assert re.search('<section id="results"[^>]* hidden', page)
 
 
@@ -406,7 +406,7 @@ def test_a_bad_parameter_is_named(
     server: Served, options: dict[str, Any], param: str
 ) -> None:
     body = {
-        "model": "demo",
+        "model": "demo-small",
         "messages": [{"role": "user", "content": QUESTION}],
         **options.pop("extra_body", {}),
     }
@@ -430,7 +430,8 @@ def test_the_openai_client_raises_what_it_raises_for_openai(server: Served) -> N
         ask(server.client(), n=2)
     assert (bad.value.param, bad.value.code) == ("n", "unsupported_parameter")
     with pytest.raises(
-        openai.NotFoundError, match="there is no model 'other': this server has 'demo'"
+        openai.NotFoundError,
+        match="there is no model 'other': this server has 'demo-small'",
     ):
         ask(server.client(), model="other")
     neutral = {
@@ -486,7 +487,7 @@ def test_what_changes_nothing_is_taken(server: Served, options: dict[str, Any]) 
         {"role": "user", "content": QUESTION},
     ]
     body = json.dumps(
-        {"model": "demo", "messages": turns, "max_tokens": 1, **options}
+        {"model": "demo-small", "messages": turns, "max_tokens": 1, **options}
     ).encode()
     status, given = server.request(
         "POST", "/v1/chat/completions", body, Content_Type="application/json"
@@ -509,7 +510,7 @@ def test_an_image_may_have_broken_lines_and_ask_for_detail(server: Served) -> No
         ]
         turns = [{"role": "user", "content": content}]
         body = json.dumps(
-            {"model": "demo", "messages": turns, "max_tokens": 1}
+            {"model": "demo-small", "messages": turns, "max_tokens": 1}
         ).encode()
         status, given = server.request(
             "POST", "/v1/chat/completions", body, Content_Type="application/json"
@@ -563,7 +564,7 @@ def test_a_refusal_has_the_codes_of_the_api_and_no_words_of_the_library(
     server: Served, given: dict[str, Any], code: str
 ) -> None:
     body = {
-        "model": "demo",
+        "model": "demo-small",
         "messages": [{"role": "user", "content": QUESTION}],
         **given,
     }
@@ -660,7 +661,7 @@ def test_a_body_of_many_faults_is_refused_for_the_first(
     """An error for each would take a thousand times the memory of the body."""
     turn = {"role": "user", "content": [0] * 2000 if field == "content" else QUESTION}
     body: dict[str, Any] = {
-        "model": "demo",
+        "model": "demo-small",
         "messages": [0] * 2000 if field == "messages" else [turn],
     }
     many = {f"field{number}": 0 for number in range(2000)}
@@ -749,7 +750,7 @@ def test_a_key_is_needed_for_all_but_the_page_and_health(
                 openai.AuthenticationError, match="the key is missing or wrong"
             ):
                 served.client(wrong).models.list()
-        assert served.client(KEY).models.list().data[0].id == "demo"
+        assert served.client(KEY).models.list().data[0].id == "demo-small"
         status = {
             path: served.request("GET", path)[0]
             for path in ("/", "/health", "/metrics", "/openapi.json")
@@ -870,7 +871,7 @@ def test_an_abandoned_response_is_not_decoded_on_for_its_next_text(
 ) -> None:
     turn = {"role": "user", "content": QUESTION}
     request = ChatRequest.model_validate(
-        {"model": "demo", "messages": [turn], "speculate": False}
+        {"model": "demo-small", "messages": [turn], "speculate": False}
     )
     response = ServedResponse(decoder, request)
     response.abandoned.set()
@@ -1103,7 +1104,7 @@ def test_a_request_on_which_the_tokenizer_panics_is_refused_in_the_form_of_the_a
     target = load(
         str(tiny.panicking(tiny.checkpoint("qwen2_5_vl", tmp_path / "target")))
     )
-    with serving(ServedDecoder("demo", target)) as served:
+    with serving(ServedDecoder("demo-small", target)) as served:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError):
                 ask(served.client(), tiny.PANIC, stream=stream)

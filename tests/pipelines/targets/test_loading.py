@@ -445,7 +445,7 @@ def test_a_broken_generation_config_is_refused(
 
 
 def test_the_demo_is_a_checkpoint_like_any_other() -> None:
-    demo, folder = load("demo"), load(str(EMBEDDED["demo"]))
+    demo, folder = load("demo-small"), load(str(EMBEDDED["demo-small"]))
     assert demo.info.family == "qwen2.5-vl"
     assert demo.fingerprint == folder.fingerprint
 

@@ -16,7 +16,7 @@ ANSWER = "There are {} red circles on the black board, and a small star in the n
 
 @pytest.fixture(scope="session")
 def encoder() -> TargetModel:
-    return load_encoder("demo")
+    return load_encoder("demo-small")
 
 
 def data_url(seed: int) -> str:
@@ -28,7 +28,11 @@ def asked(question: str, image: str | None = None, **more: Any) -> dict[str, Any
     content: list[dict[str, Any]] = [{"type": "text", "text": question}]
     if image:
         content.insert(0, {"type": "image_url", "image_url": {"url": image}})
-    return {"model": "demo", "messages": [{"role": "user", "content": content}], **more}
+    return {
+        "model": "demo-small",
+        "messages": [{"role": "user", "content": content}],
+        **more,
+    }
 
 
 def said(

@@ -50,7 +50,7 @@ AFTER = {
     "filter": (
         "store",
         "filter",
-        "runs/demo/features",
+        "runs/demo-small/features",
         "--where",
         "words > 1",
         "--name",
@@ -88,7 +88,7 @@ LATE = ("features", "adapt", "forget")  # are worst after the publication
 def sought() -> list[bytes]:
     from vlmdistill.pipelines.targets.loading import load_encoder
 
-    return marks(load_encoder("demo").tokenizer.encode)
+    return marks(load_encoder("demo-small").tokenizer.encode)
 
 
 @dataclass(frozen=True)

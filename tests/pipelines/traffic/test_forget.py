@@ -63,7 +63,7 @@ def lines(word: str, when: float, seed: int) -> list[dict[str, Any]]:
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     """Old and new traffic, a prompt that is none, a store with samples of both times, and an evaluation."""
-    here = Workspace.of("demo", tmp_path / "runs")
+    here = Workspace.of("demo-small", tmp_path / "runs")
     own = [{"messages": [{"role": "user", "content": "Mine?"}]}]
     import_prompts([str(write(tmp_path / "own.jsonl", own))], here.prompts)
     write(tmp_path / "log" / "1.jsonl", lines("Zebedee", OLD, 0))
@@ -268,7 +268,7 @@ def test_a_harvested_image_does_not_become_the_one_of_an_import(
 
 
 def test_traffic_does_not_answer_a_prompt_that_was_imported(tmp_path: Path) -> None:
-    here = Workspace.of("demo", tmp_path / "runs")
+    here = Workspace.of("demo-small", tmp_path / "runs")
     import_prompts([str(asking(tmp_path, "Zebedee"))], here.prompts)
     log = write(
         tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)]
@@ -285,7 +285,7 @@ def test_traffic_does_not_answer_a_prompt_that_was_imported(tmp_path: Path) -> N
 @pytest.fixture
 def held_out(tmp_path: Path) -> Workspace:
     """Old and new traffic, all of it held out."""
-    here = Workspace.of("demo", tmp_path / "runs")
+    here = Workspace.of("demo-small", tmp_path / "runs")
     log = write(
         tmp_path / "log.jsonl", [*texts("Zebedee", OLD), *texts("Florence", NEW)]
     )
@@ -390,7 +390,9 @@ def test_prompts_that_were_read_before_a_deletion_are_not_answered_after_it(
     )
     forget(workspace, 30 * DAY)
     with pytest.raises(DataError, match="3 prompts were deleted"):
-        respond(listed, workspace.responses, "demo", options=WorkerOptions(workers=0))
+        respond(
+            listed, workspace.responses, "demo-small", options=WorkerOptions(workers=0)
+        )
     assert not raw(workspace, "Zebedee")
     prompt_table.require_listed(mine)
 
@@ -454,7 +456,7 @@ def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
     def on(machine: str) -> Workspace:
         monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / machine))
         parts._opened.clear()
-        return Workspace.of("demo", runs)
+        return Workspace.of("demo-small", runs)
 
     def at_url() -> list[str]:
         files = fsspec.filesystem("memory")
@@ -472,7 +474,7 @@ def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
     log = write(tmp_path / "log.jsonl", texts("Zebedee", OLD))
     with on("a") as a:
         harvest(a, [str(log)])
-    late = Workspace.of("demo", tmp_path / "elsewhere")
+    late = Workspace.of("demo-small", tmp_path / "elsewhere")
     harvest(late, [str(log)], eval_share=0.999)
     with on("b") as b:
         import_prompts([str(own)], b.prompts)
@@ -502,7 +504,7 @@ def test_at_a_url_images_leave_that_other_machines_have_harvested_and_do_not_com
     def on(machine: str) -> Workspace:
         monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / machine))
         parts._opened.clear()
-        return Workspace.of("demo", f"memory://{tmp_path.name}/runs")
+        return Workspace.of("demo-small", f"memory://{tmp_path.name}/runs")
 
     def images(workspace: Workspace) -> int:
         assert workspace.parts
@@ -538,7 +540,7 @@ def test_the_command_says_what_it_deleted(
     capsys: pytest.CaptureFixture[str],
     failing: Callable[..., str],
 ) -> None:
-    where = ["--model", "demo", "--runs", str(workspace.root.parent)]
+    where = ["--model", "demo-small", "--runs", str(workspace.root.parent)]
     assert main(["forget", "--older-than", "1w", "--dry-run", *where]) == 0
     assert "prompts    3" in capsys.readouterr().out
     assert "30d" in failing("forget", "--older-than", "a while", *where)

@@ -41,7 +41,7 @@ from vlmdistill.stores.errors import DataError
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.of("demo", tmp_path / "runs")
+    return Workspace.of("demo-small", tmp_path / "runs")
 
 
 def taken(workspace: Workspace, lines: list[Any], **how: Any) -> Harvest:
@@ -192,7 +192,7 @@ def test_the_policy_drops_by_age_lists_and_share_and_the_same_ones_each_time(
     assert (allowed.known, allowed.dropped["not allowed"]) == (1, 4)
     many = [exchange(number) for number in range(200)]
     half, again = (
-        taken(Workspace.of("demo", workspace.root / str(run)), many, share=0.25)
+        taken(Workspace.of("demo-small", workspace.root / str(run)), many, share=0.25)
         for run in (0, 1)
     )
     assert half.kept == again.kept
@@ -418,7 +418,7 @@ def test_what_the_log_does_not_tell_is_dropped(workspace: Workspace) -> None:
     unreadable = [reason for reason in made.dropped if "$.header_names" in reason]
     assert made.kept == 1
     assert made.dropped == {"unknown headers": 2, unreadable[0]: 1}
-    other = Workspace.of("demo", workspace.root / "other")
+    other = Workspace.of("demo-small", workspace.root / "other")
     assert taken(other, lines, deny={"user": "ann"}).kept == 3
 
 
@@ -582,7 +582,7 @@ def litellm(number: int, **changes: Any) -> dict[str, Any]:
         "status": "success",
         "startTime": NOW + number,
         "endTime": NOW + number + 0.5,
-        "model": "demo",
+        "model": "demo-small",
         "messages": line["request"]["messages"],
         "response": line["response"],
         "model_parameters": {"temperature": 0.5},
@@ -615,7 +615,7 @@ def test_payloads_of_litellm_are_read(workspace: Workspace) -> None:
     (prompt,) = prompt_table.read(workspace.prompts)
     (row,) = dataset.read(workspace.responses)
     assert (prompt.time, row.temperature) == (NOW, 0.5)
-    other = Workspace.of("demo", workspace.root / "other")
+    other = Workspace.of("demo-small", workspace.root / "other")
     made = taken(other, [litellm(9)], deny={"authorization": "*"})
     assert made.dropped == {"unknown headers": 1}
 

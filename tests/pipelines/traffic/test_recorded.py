@@ -28,7 +28,7 @@ from vlmdistill.stores.errors import DataError
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.of("demo", tmp_path / "runs")
+    return Workspace.of("demo-small", tmp_path / "runs")
 
 
 class Server:
@@ -142,7 +142,7 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
         asked("And what is there?", stream=True),
         asked("No.", user="refused"),
         {
-            "model": "demo",
+            "model": "demo-small",
             "messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
         },
     ]
@@ -163,7 +163,7 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
         "x-team": ["red", "blue"]
     }
     assert "word" not in file.read_text()
-    again = Workspace.of("demo", tmp_path / "again")
+    again = Workspace.of("demo-small", tmp_path / "again")
     assert harvest(again, [str(tmp_path / "log")], policy).dropped == {"denied": 3}
 
 

@@ -152,10 +152,10 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
     for name in ("sparrow", "eagle2"):
-        synthetic.save(name, Path("runs/demo/drafters", name))
+        synthetic.save(name, Path("runs/demo-small/drafters", name))
     Path("talks.json").write_text(json.dumps([{"question": "Why?"}]))
     assert main(["prompts", "talks.json", "--split", "eval"]) == 0
-    return tmp_path / "runs/demo"
+    return tmp_path / "runs/demo-small"
 
 
 def test_eval_says_of_each_drafter_why_vllm_does_not_serve_it(

@@ -143,10 +143,10 @@ def test_what_one_drafter_needs_is_named() -> None:
 
 
 def of_demo() -> Provenance:
-    hashes = fingerprint(EMBEDDED["demo"], template_of(EMBEDDED["demo"]))
+    hashes = fingerprint(EMBEDDED["demo-small"], template_of(EMBEDDED["demo-small"]))
     return replace(
         synthetic.provenance(),
-        target="demo",
+        target="demo-small",
         config_hash=hashes.config,
         weights_hash=hashes.weights,
         template_hash=hashes.template,
@@ -166,7 +166,7 @@ def test_a_drafter_beside_another_target_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(EMBEDDED["demo"], copy)
+    shutil.copytree(EMBEDDED["demo-small"], copy)
     assert beside(copy, of_demo()) == []
     assert (
         "chat template is not the one"
@@ -174,7 +174,7 @@ def test_a_drafter_beside_another_target_is_refused(
     )
     with pytest.raises(
         ValueError,
-        match=r"eagle2 was trained for another target \(demo\): config_hash of",
+        match=r"eagle2 was trained for another target \(demo-small\): config_hash of",
     ):
         beside(EMBEDDED["demo-video"], of_demo())
     weights = load_file(copy / "model.safetensors")
@@ -188,7 +188,7 @@ def test_a_drafter_beside_another_target_is_refused(
 
 def test_what_cannot_be_compared_is_said() -> None:
     with pytest.raises(ValueError, match="names no target: export it again"):
-        beside(EMBEDDED["demo"], None)
+        beside(EMBEDDED["demo-small"], None)
     assert "not in" in beside("Qwen/Qwen2.5-VL-7B-Instruct", of_demo())[0]
 
 

@@ -26,6 +26,6 @@ def on(runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> On:
         monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / machine))
         monkeypatch.setattr(socket, "gethostname", lambda: machine)
         parts._opened.clear()
-        return Workspace.of("demo", runs)
+        return Workspace.of("demo-small", runs)
 
     return on

@@ -15,7 +15,7 @@ On = Callable[[str], Workspace]
 
 def published(runs: str, part: str) -> dict[str, str]:
     """The files of a part at the URL, which are all there and as their version says."""
-    found = VersionedFolder(Remote(f"{runs}/demo/{part}"))
+    found = VersionedFolder(Remote(f"{runs}/demo-small/{part}"))
     latest = found.latest()
     texts = {}
     for name, stored in latest.files.items() if latest else ():
@@ -27,7 +27,7 @@ def published(runs: str, part: str) -> dict[str, str]:
 
 def names_at(runs: str) -> list[str]:
     """Every object of the workspace at the URL."""
-    base = runs.removeprefix("memory:/") + "/demo/"
+    base = runs.removeprefix("memory:/") + "/demo-small/"
     return [path.removeprefix(base) for path in fsspec.filesystem("memory").find(base)]
 
 

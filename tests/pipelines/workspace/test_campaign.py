@@ -62,7 +62,7 @@ class Machines:
         """The workspace as a new process of a machine opens it."""
         here.machine = machine
         parts._opened.clear()
-        return Workspace.of("demo", self.runs)
+        return Workspace.of("demo-small", self.runs)
 
     def rows(self, name: str, questions: list[str]) -> str:
         talk = [
@@ -99,7 +99,7 @@ def machines(
     monkeypatch.setattr(
         lease, "ABANDONED", 0.002
     )  # so that nobody waits for a machine that sleeps
-    monkeypatch.setattr(responder, "checkpoint", lambda model: "demo")
+    monkeypatch.setattr(responder, "checkpoint", lambda model: "demo-small")
     yield found
     here.machine = "none"
 
@@ -111,14 +111,14 @@ class Answers:
         pass
 
     def facts(self) -> dict[str, str]:
-        return {"target": "demo"}
+        return {"target": "demo-small"}
 
     def work(self, task: responder.ResponseTask) -> ResponseResult:
         return ResponseResult(
             [
                 ResponseRow(
                     key=key, ids=[7], text=here.machine, keep=True, temperature=1.0, top_p=1.0,
-                    max_new_tokens=8, target="demo",
+                    max_new_tokens=8, target="demo-small",
                 )
                 for key in task.keys
             ]
@@ -157,12 +157,12 @@ class Responses:
 
     def work(self, machines: Machines, name: str) -> None:
         workspace = machines.on(name)
-        prompts = prompt_table.load(workspace.prompts, "demo")
+        prompts = prompt_table.load(workspace.prompts, "demo-small")
         size = 1 if name == "a" else 5
         summary = responder.respond(
             prompts,
             workspace.responses,
-            "demo",
+            "demo-small",
             filters=Filters(),
             options=WorkerOptions(workers=0),
             task_size=size,

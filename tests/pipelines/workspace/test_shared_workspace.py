@@ -80,14 +80,14 @@ class Machines:
         shutil.rmtree(self.disks / machine)
 
     def files(self, folder: str) -> list[str]:
-        base = f"{RUNS.removeprefix('s3://')}/demo/"
+        base = f"{RUNS.removeprefix('s3://')}/demo-small/"
         return [name.removeprefix(base) for name in self.s3.find(f"{base}{folder}")]
 
     def named(self, folder: str, file: str) -> bool:
         """Some version names a file that ends so: until then it does not count."""
         versions = [name for name in self.files(folder) if "/versions/" in name]
         return any(
-            file in self.s3.cat_file(f"{RUNS}/demo/{name}").decode()
+            file in self.s3.cat_file(f"{RUNS}/demo-small/{name}").decode()
             for name in versions
         )
 
@@ -126,15 +126,19 @@ def test_each_step_goes_on_with_what_lost_machines_have_done(
     begun = sorted(
         name for name in machines.files("drafters") if name.endswith("-metrics.jsonl")
     )
-    before = machines.s3.cat_file(f"{RUNS}/demo/{begun[-1]}").decode().splitlines()
+    before = (
+        machines.s3.cat_file(f"{RUNS}/demo-small/{begun[-1]}").decode().splitlines()
+    )
     assert machines.run("b", "train", "hivis", *SHORT)["steps"] == STEPS
-    run = machines.disks / "b/s3/bucket/runs/demo/drafters/hivis.training"
+    run = machines.disks / "b/s3/bucket/runs/demo-small/drafters/hivis.training"
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert {*before} & {*lines}  # it went on from there
     steps = [found["step"] for found in map(json.loads, lines) if "train/loss" in found]
     assert steps == list(range(1, STEPS + 1))
     machines.run("c", "eval", "hivis", "--limit", "1", "--max-new-tokens", "8")
     machines.run("a", "report")
-    page = (machines.disks / "a/s3/bucket/runs/demo/reports/index.html").read_text()
+    page = (
+        machines.disks / "a/s3/bucket/runs/demo-small/reports/index.html"
+    ).read_text()
     assert "data:image/" in page  # the images of the prompts, fetched
     assert not [name for name in machines.files("") if "/lock." in name]

@@ -13,7 +13,7 @@ from vlmdistill.stores.errors import DataError, TrainingError
 
 
 def test_a_trained_drafter_stays_as_it_was_opened(tmp_path: Path) -> None:
-    workspace = Workspace.of("demo", tmp_path / "runs")
+    workspace = Workspace.of("demo-small", tmp_path / "runs")
     synthetic.save("eagle3", workspace.drafter("mine"))
     (workspace.drafter("mine") / SAMPLES).write_text("k1\nk2\n")
     drafter = Trained.open(workspace, "mine")
@@ -26,14 +26,14 @@ def test_a_trained_drafter_stays_as_it_was_opened(tmp_path: Path) -> None:
 
 
 def test_a_method_without_training_needs_no_folder(tmp_path: Path) -> None:
-    workspace = Workspace.of("demo", tmp_path / "runs")
+    workspace = Workspace.of("demo-small", tmp_path / "runs")
     (drafter,) = open_drafters(workspace, ["lookahead", "lookahead"])
     assert (drafter.method, drafter.shaped) == ("lookahead", False)
     assert (drafter.weights, drafter.samples) == (None, None)
 
 
 def test_what_is_no_drafter_is_refused_by_name(tmp_path: Path) -> None:
-    workspace = Workspace.of("demo", tmp_path / "runs")
+    workspace = Workspace.of("demo-small", tmp_path / "runs")
     with pytest.raises(TrainingError, match="sparrow"):
         Trained.open(workspace, "sparrow")
     with pytest.raises(DataError, match=r"\.\./x"):

@@ -40,9 +40,9 @@ def test_images_of_a_workspace_are_fetched_when_they_are_read(
     import_prompts([rows(tmp_path)], a.prompts)
     a.close()
     b = on("b")
-    (prompt,) = prompt_table.load(b.prompts, "demo")
+    (prompt,) = prompt_table.load(b.prompts, "demo-small")
     (file,) = prompt.files
-    assert file.startswith(f"{runs}/demo/images/")
+    assert file.startswith(f"{runs}/demo-small/images/")
     assert not (b.root / "images").exists()
     assert at_hand(file).read_bytes() == (tmp_path / "1.png").read_bytes()
     assert at_hand(file).is_relative_to(b.root)
@@ -86,7 +86,7 @@ def test_a_cache_behind_a_symbolic_link_is_the_same_cache(
     assert linked.root == a.root
     import_prompts([rows(tmp_path)], linked.prompts)
     ((file,),) = (prompt.files for prompt in prompt_table.read(linked.prompts))
-    assert file.startswith(f"{runs}/demo/images/")
+    assert file.startswith(f"{runs}/demo-small/images/")
 
 
 def test_the_check_of_machines_keeps_files_that_the_driver_may_not_read(

@@ -13,7 +13,7 @@ from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 @pytest.fixture(scope="module")
 def target() -> VisionLanguageTarget:
-    return load("demo")
+    return load("demo-small")
 
 
 def letters(question: str) -> str:
@@ -37,9 +37,9 @@ def test_the_command_imports_them_as_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command = ["prompts", "self", "--limit", "4", "--model", "demo"]
+    command = ["prompts", "self", "--limit", "4", "--model", "demo-small"]
     assert main([*command, "--eval-share", "0"]) == 0
-    prompts = prompt_table.read(tmp_path / "runs" / "demo" / "prompts.parquet")
+    prompts = prompt_table.read(tmp_path / "runs" / "demo-small" / "prompts.parquet")
     assert len(prompts) == 4
     assert {prompt.dataset for prompt in prompts} == {"self"}
 
@@ -48,7 +48,7 @@ def test_without_a_number_the_command_asks_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["prompts", "self", "--model", "demo"]) == 1
+    assert main(["prompts", "self", "--model", "demo-small"]) == 1
     assert "--limit" in capsys.readouterr().err
 
 
@@ -57,5 +57,5 @@ def test_a_format_is_refused_as_there_is_no_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = ["prompts", "self", "--limit", "4", "--format", "sharegpt"]
-    assert main([*command, "--model", "demo"]) == 1
+    assert main([*command, "--model", "demo-small"]) == 1
     assert "--format" in capsys.readouterr().err
