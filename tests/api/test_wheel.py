@@ -81,7 +81,7 @@ def test_it_makes_prompts_and_shows_the_embedded_target(
     installed: Path, tmp_path: Path
 ) -> None:
     run(installed, tmp_path, "-m", "vlmdistill", "prompts", "demo", "--limit", "2")
-    assert (tmp_path / "runs" / "demo" / "prompts.parquet").is_file()
+    assert (tmp_path / "runs" / "demo-small" / "prompts.parquet").is_file()
     shown = json.loads(
         run(installed, tmp_path, "-m", "vlmdistill", "target", "show", "demo", "--json")
     )

@@ -335,7 +335,7 @@ def test_a_suggested_command_names_the_target_that_it_would_not_take_by_itself(
 ) -> None:
     monkeypatch.setenv("VLMDISTILL_MODEL", variable)
     assert main(["status", *arguments]) == 0
-    (command,) = suggested(capsys.readouterr().err)
+    (command,) = suggested("\n".join(capsys.readouterr()))
     assert command == f"vlmdistill prompts demo{options}"
 
 
