@@ -73,5 +73,7 @@ def harvest(
             progress=report,
         )
     console.result(asdict(harvested), as_json)
+    if harvested.other_files:
+        console.note(f"warning: {harvested.other_files}")
     if harvested.unread:
         raise DataError(f"the rest is harvested, but {unread_line(harvested.unread)}")

@@ -10,9 +10,11 @@ from vlmdistill.cli import console
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Sequence
 
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
+MOST_SHOWN = 3  # of the files that are not read
 FEW = 20  # held-out prompts, below which results are noise
 
 
@@ -74,7 +76,7 @@ def prompts(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Text added to text-only prompts; same choices as --augment.",
+            help="Text added to text-only prompts: none (default), long, explain or reason; may be repeated.",
         ),
     ] = None,
     eval_share: Annotated[
@@ -172,6 +174,8 @@ def prompts(
         summary = import_sources(workspace, sources, out, kind, choices, report)
     facts = summary.to_dict()
     console.result(facts if as_json else _without_empty(facts), as_json)
+    if summary.unread_files:
+        _warn_of_unread_files(summary.unread_files)
     if summary.hidden_media:
         _warn_of_hidden_media(summary.hidden_media)
     foreign_datasets = [
@@ -193,6 +197,16 @@ def _warn_of_hidden_media(counts: "Counter[str]") -> None:
     console.note(
         f"warning: columns hold or name images or videos that no prompt shows: {names}: if they belong "
         f"to the questions, {RENAME}"
+    )
+
+
+def _warn_of_unread_files(names: "Sequence[str]") -> None:
+    shown = ", ".join(names[:MOST_SHOWN])
+    ellipsis = ", ..." if len(names) > MOST_SHOWN else ""
+    files = "1 file is" if len(names) == 1 else f"{len(names)} files are"
+    console.note(
+        f"warning: {files} not read: {shown}{ellipsis}: name files as sources of their own, or a split as "
+        "FOLDER@SPLIT"
     )
 
 
@@ -230,5 +244,5 @@ def _without_empty(summary: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in summary.items()
-        if name in always or (value and name != "skipped_file")
+        if name in always or (value and name not in ("skipped_file", "unread_files"))
     }

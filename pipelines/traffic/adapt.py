@@ -228,6 +228,8 @@ class _Round:
         self.say(f"harvested  {counts}, {harvested.known} known before")
         if harvested.unread:
             log.warning("the rest is harvested, but %s", unread_line(harvested.unread))
+        if harvested.other_files:
+            log.warning("%s", harvested.other_files)
 
     def _capture(self) -> None:
         """Capture the features of the harvested prompts."""

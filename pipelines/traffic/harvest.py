@@ -33,7 +33,13 @@ from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import address
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.traffic.dialects import Exchange
-from vlmdistill.pipelines.traffic.logs import BadLine, Log, LogFile, unread_line
+from vlmdistill.pipelines.traffic.logs import (
+    BadLine,
+    Log,
+    LogFile,
+    other_files_line,
+    unread_line,
+)
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.traffic.tokens import (
     ResponseTokens,
@@ -80,6 +86,9 @@ class Harvest:
     exchanges: int  # read now
     kept: int
     unread: dict[str, str]  # files and folders that could not be read -> why
+    other_files: (
+        str  # how many the folders have whose names end as no log's, and the first
+    )
     train: int  # of the kept ones
     eval: int
     known: int  # kept by an earlier harvest
@@ -167,6 +176,7 @@ def harvest(
             exchanges=job.exchanges,
             kept=len(job.kept),
             unread=logs.unread,
+            other_files=other_files_line(logs.other_files),
             train=train,
             eval=held_out,
             known=known_count,

@@ -14,15 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vlmdistill.pipelines.data.prompts import sources
 from vlmdistill.pipelines.data.prompts.folders import walk
 from vlmdistill.pipelines.data.prompts.row import Row
-from vlmdistill.pipelines.media.images import MediaError
+from vlmdistill.pipelines.media.images import MediaError, kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import copy_of, fetch, is_url
+from vlmdistill.pipelines.request_log import MEDIA, POLICY
 from vlmdistill.pipelines.traffic.dialects import (
     BatchAnswer,
     BatchRequest,
@@ -35,6 +36,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import FOR_USER, DataError, StoreError, naming, one_line
 from vlmdistill.stores.input_files import read_bytes
+from vlmdistill.stores.json_text import plain
 
 LOG_ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".bz2", ".xz", ".parquet", ".log")
 MOST_SHOWN = 3  # unread files that `unread_line` names
@@ -75,7 +77,7 @@ class LogFile:
         """Its rows; DataError if it cannot be read."""
         with self.copies(self.name) as path:
             for row in sources.read(str(path)):
-                yield replace(row, source=self.name)
+                yield replace(row, source=self.name, value=plain(row.value))
 
     def media(self, name: str, most: int) -> bytes:
         """The content of an image or video that a line names; it must lie below the log's folder.
@@ -164,14 +166,16 @@ class Log:
     files: Sequence[LogFile]
     unread: dict[str, str] = field(default_factory=dict)
     """Folders and files below the sources that cannot be read -> why."""
+    other_files: list[str] = field(default_factory=list)
+    """Files of the sources that are neither logs nor media, by their endings."""
 
     @classmethod
     def open(cls, names: Sequence[str], workspace: Workspace) -> "Log":
         """The files at these paths and URLs; DataError if there is none at one of them."""
         copies = Copies(workspace)
-        unread: dict[str, str] = {}
-        files = [file for name in names for file in _files(name, copies, unread)]
-        return cls(files, unread)
+        log = cls([])
+        files = [file for name in names for file in _files(name, copies, log)]
+        return replace(log, files=files)
 
     @cached_property
     def _batch_requests(self) -> BatchRequests:
@@ -212,13 +216,13 @@ class Log:
         return line.exchange(row)
 
 
-def _files(name: str, copies: Copies, unread: dict[str, str]) -> list[LogFile]:
+def _files(name: str, copies: Copies, log: Log) -> list[LogFile]:
     """The logs at a path or URL, sorted by name; DataError if there is none.
 
-    Files and folders that cannot be read are added to `unread`.
+    Files and folders that cannot be read, or are no logs, are noted in `log`.
     """
     if is_url(name):
-        return _remote_files(name.rstrip("/"), copies)
+        return _remote_files(name.rstrip("/"), copies, log)
     if "://" in name:
         raise DataError(
             f"{name}: logs are read from folders, s3://, gs:// and az://: copy it to one of them"
@@ -230,10 +234,10 @@ def _files(name: str, copies: Copies, unread: dict[str, str]) -> list[LogFile]:
         )
     if path.is_file():
         return [_local_file(path, path.resolve().parent, copies)]
-    return _files_below(path, copies, unread)
+    return _files_below(path, copies, log)
 
 
-def _files_below(folder: Path, copies: Copies, unread: dict[str, str]) -> list[LogFile]:
+def _files_below(folder: Path, copies: Copies, log: Log) -> list[LogFile]:
     files = []
     for path, error in walk(folder):
         try:
@@ -241,15 +245,24 @@ def _files_below(folder: Path, copies: Copies, unread: dict[str, str]) -> list[L
                 raise error
             if path.name.lower().endswith(LOG_ENDINGS):
                 files.append(_local_file(path, folder.resolve(), copies))
+            elif _may_be_log(path):
+                log.other_files.append(str(path))
         except OSError as reason:
-            unread[str(path)] = reason.strerror or str(reason)
-    if not files and unread:
-        raise DataError(unread_line(unread))
+            log.unread[str(path)] = reason.strerror or str(reason)
+    if not files and log.unread:
+        raise DataError(unread_line(log.unread))
     if not files:
         raise DataError(
             f"{folder} holds no log: its files end in none of {', '.join(LOG_ENDINGS)}"
         )
     return files
+
+
+def _may_be_log(path: Path | PurePosixPath) -> bool:
+    """Whether a file is neither an image or a video, also of our recorder, nor a policy."""
+    is_recorded = path.parent.name == MEDIA and not path.suffix
+    is_policy = path.suffix == Path(POLICY).suffix
+    return not (is_recorded or is_policy or kind_of(path.name))
 
 
 def _local_file(path: Path, folder: Path, copies: Copies) -> LogFile:
@@ -258,7 +271,7 @@ def _local_file(path: Path, folder: Path, copies: Copies) -> LogFile:
     return LogFile(str(path.resolve()), state, str(folder), copies)
 
 
-def _remote_files(url: str, copies: Copies) -> list[LogFile]:
+def _remote_files(url: str, copies: Copies, log: Log) -> list[LogFile]:
     """The logs at a URL, which is an object or the prefix of several."""
     parent, _, leaf = url.rpartition("/")
     try:
@@ -276,11 +289,28 @@ def _remote_files(url: str, copies: Copies) -> list[LogFile]:
         for name, length in sorted(sizes.items())
         if name.lower().endswith(LOG_ENDINGS)
     ]
+    log.other_files += [
+        f"{folder}/{name}"
+        for name in sorted(sizes)
+        if not name.lower().endswith(LOG_ENDINGS) and _may_be_log(PurePosixPath(name))
+    ]
     if not files:
         raise DataError(
             f"{url} holds no log: there is no object whose name ends in {', '.join(LOG_ENDINGS)}"
         )
     return files
+
+
+def other_files_line(names: Sequence[str]) -> str:
+    """How many files of a log are not read, since their names end as no log's, and the first; else empty."""
+    if not names:
+        return ""
+    ellipsis = ", ..." if len(names) > MOST_SHOWN else ""
+    files = "1 file is" if len(names) == 1 else f"{len(names)} files are"
+    return (
+        f"{files} not read, since logs end in {', '.join(LOG_ENDINGS)}: "
+        f"{', '.join(names[:MOST_SHOWN])}{ellipsis}"
+    )
 
 
 def unread_line(unread: Mapping[str, str]) -> str:

@@ -142,6 +142,8 @@ class _Sample:
     problem: BadRowError | None = None  # the first one
     _media: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Kind -> name of a member -> content."""
+    _has_caption_file: bool = False
+    _has_text: bool = False  # a row or a caption, so that its images are one sample
     _room: int = field(default_factory=lambda: MOST_BYTES)
 
     def read(
@@ -153,6 +155,13 @@ class _Sample:
                 self._add(member, self._content(archive, member))
             except BadRowError as error:
                 self.problem = self.problem or error
+        names = [name for files in self._media.values() for name in files]
+        if len(names) > 1 and not self._has_text:
+            self.problem = self.problem or BadRowError(
+                "several media files without text",
+                f"{', '.join(names)[:SHOWN_NAME]}: one sample, since its name ends at the first dot, or "
+                "several: add a JSON file to it, or rename them",
+            )
         for kind, files in self._media.items():
             self._add_media(kind, files)
         return self.value, self.problem
@@ -179,6 +188,10 @@ class _Sample:
         elif ending == ".json":
             self._add_columns(member, _json_object(member, content), SHARED_COLUMNS)
         elif ending in CAPTIONS:
+            if self._has_caption_file:
+                detail = f"{_shown(member)} is another caption"
+                raise BadRowError("two files of one sample", detail)
+            self._has_caption_file = True
             # A caption may be in the JSON file, too.
             caption = {"caption": _text(member, content)}
             self._add_columns(member, caption, ("caption",))
@@ -192,6 +205,7 @@ class _Sample:
         columns: dict[str, Any],
         shared: Collection[str],
     ) -> None:
+        self._has_text = True
         for name in columns.keys() & self.value.keys():
             if name not in shared or self.value[name] != columns[name]:
                 detail = f"{_shown(member)} has '{name}', as a file before it"

@@ -23,6 +23,7 @@ class Augmentation:
     source: str
     joint: str = " "  # between the question and the text
     replaces: bool = False  # the text replaces the question
+    needs_media: bool = False  # the text speaks of an image
 
     def apply(self, messages: list[Message]) -> list[Message]:
         """A copy of the conversation with the text added to its last turn."""
@@ -57,12 +58,14 @@ _ALL = (
         "Perform an OCR task on the provided image. Please extract the text accurately and provide a "
         "detailed explanation of the process. Ensure the response is comprehensive and well-structured.",
         "ViSpec, evaluation on TextVQA",
+        needs_media=True,
     ),
     Augmentation(
         "describe",
         "Please provide a detailed description of the given image.",
         "ViSpec, evaluation on COCO captions: the whole question",
         replaces=True,
+        needs_media=True,
     ),
     Augmentation(
         "reason",
@@ -83,3 +86,14 @@ def find(name: str) -> Augmentation:
             f"there is no augmentation '{name}'{near}: choose from {', '.join(AUGMENTATIONS)}"
         )
     return AUGMENTATIONS[name]
+
+
+def find_for_text(name: str) -> Augmentation:
+    """The same for prompts without images and videos; DataError if its text speaks of an image."""
+    augmentation = find(name)
+    if augmentation.needs_media:
+        others = [each.name for each in _ALL if not each.needs_media]
+        raise DataError(
+            f"--augment-text {name}: its text is about an image: choose from {', '.join(others)}"
+        )
+    return augmentation

@@ -97,10 +97,9 @@ def _texts_and_numbers(row: Row, names: Sequence[str]) -> dict[str, str]:
 
 
 def _written(value: Any) -> Any:
-    """A number or a truth value as text; NaN, which means that there is none, and all else as it is."""
+    """A number or a truth value as text, all else as it is."""
     is_number = isinstance(value, bool | int | float | Decimal)
-    is_nan = value != value
-    return str(value) if is_number and not is_nan else value
+    return str(value) if is_number else value
 
 
 def _has_line(question: str, text: str) -> bool:

@@ -9,6 +9,10 @@ from vlmdistill.pipelines.media.images import kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 
 
+class UnreadFileError(BadRowError):
+    """A file of a source that is not read: `detail` is its name."""
+
+
 def walk(folder: Path) -> Iterator[tuple[Path, OSError | None]]:
     """The files below a folder by name, and the folders that cannot be read with the error.
 
@@ -45,9 +49,14 @@ def media_rows(folder: Path) -> Iterator[Row]:
     for number, (file, error) in enumerate(walk(folder), 1):
         name = str(file.relative_to(folder))
         kind = kind_of(file.name)
-        problem = None
+        problem: BadRowError | None = None
         if error:
-            problem = BadRowError("unreadable folder", f"{name}: {error.strerror}")
+            problem = unreadable(name, error)
         elif not kind:
-            problem = BadRowError("neither image nor video", name)
+            problem = UnreadFileError("neither image nor video", name)
         yield Row(source, dataset, number, {kind: name}, problem=problem)
+
+
+def unreadable(name: str, error: OSError) -> BadRowError:
+    """The problem of a folder that cannot be read."""
+    return BadRowError("unreadable folder", f"{name}: {error.strerror}")

@@ -6,7 +6,7 @@ A row becomes a `Conversation` or raises BadRowError: nothing is dropped silentl
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from vlmdistill.pipelines.data.prompts import columns, sources
@@ -196,7 +196,7 @@ def detect(source: str, wanted: Format = "auto", ask: str | None = None) -> Form
         return "hf"
     search = _FormatSearch(source)
     for row in sources.read(source):
-        search.look(row, ask)
+        search.look(_without_nan(row), ask)
         if search.decided:
             return search.decided
     return search.undecided()
@@ -269,6 +269,7 @@ def conversation(
     """
     if row.problem:
         raise row.problem
+    row = _without_nan(row)
     if not isinstance(row.value, Mapping):
         raise BadRowError(
             "not an object", f"{type(row.value).__name__} instead of a JSON object"
@@ -290,6 +291,14 @@ def conversation(
     if not any(part["type"] in KINDS for part in parts):
         _require_nothing_hidden(located_turns.row, unread, reader)
     return _trimmed(messages, unread)
+
+
+def _without_nan(row: Row) -> Row:
+    """The row without columns of NaN, which tables have where there is no value."""
+    if not isinstance(row.value, Mapping):
+        return row
+    value = {name: item for name, item in row.value.items() if item == item}
+    return replace(row, value=value)
 
 
 def _turns_of(row: Columns, ask: str | None) -> Turns:

@@ -30,6 +30,15 @@ NAMING_COLUMN = re.compile(
     r"(id|name|file|file[ _-]?name|path|url|uri|link|b64|base64|base64[ _-]?str|bytes)s?",
     re.IGNORECASE,
 )
+MEDIA_WORDS = (
+    "image images img imgs picture pictures photo photos video videos clip clips frame frames nframes fps "
+    "segment segments bound bounds range start end begin timestamp timestamps duration crop pixels "
+    "resized"
+)
+"""Words in names of columns that say something about media, or how to sample them."""
+PART_WORDS = "clip clips segment bound bounds range start end begin timestamps"
+UNIT_WORDS = "video time frame frames s sec secs second seconds ms"
+"""Words beside those of `PART_WORDS` in names for a part of a video: `start_sec`, but not `clip_id`."""
 FIRST_BYTES = {
     b"\xff\xd8\xff": "image",  # JPEG
     b"\x89PNG": "image",
@@ -53,10 +62,27 @@ class HiddenMediaError(BadRowError):
 def kind_of_column(name: str, value: Any) -> str:
     """Whether a column such as `image_id` or `video_url` names an image or a video; empty if not."""
     match = NAMING_COLUMN.fullmatch(name)
-    is_nan = value != value
-    if match is None or is_nan or not value or value == -1:
+    if match is None or not value or value == -1:
         return ""
     return "video" if match[1].lower() == "video" else "image"
+
+
+def _words(name: str) -> frozenset[str]:
+    """The words of a name such as `start_time` or `startTime`, in lower case."""
+    apart = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
+    return frozenset(re.findall(r"[a-z]+", apart.lower()))
+
+
+def is_about_media(name: str) -> bool:
+    """Whether a column may say something about images or videos, by its name."""
+    return not _words(name).isdisjoint(MEDIA_WORDS.split())
+
+
+def names_part_of_video(name: str) -> bool:
+    """Whether a column such as `start_time` or `clip` may say which part of a video is meant."""
+    words = _words(name)
+    of_parts = {*PART_WORDS.split()}
+    return words <= {*of_parts, *UNIT_WORDS.split()} and not words.isdisjoint(of_parts)
 
 
 def media_kind(value: Any) -> str:

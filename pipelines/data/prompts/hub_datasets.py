@@ -2,11 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vlmdistill.pipelines.data.prompts.folders import walk
+from vlmdistill.pipelines.data.prompts.folders import (
+    UnreadFileError,
+    unreadable,
+    walk,
+)
 from vlmdistill.pipelines.data.prompts.parquet_rows import values
 from vlmdistill.pipelines.data.prompts.row import Row, located
 from vlmdistill.pipelines.media.images import kind_of
@@ -16,6 +20,13 @@ from vlmdistill.stores.errors import DataError
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 FILE_NAME = "file_name"  # ends the names of columns of metadata with files
 ROW_FILES = (".json", ".jsonl", ".parquet")  # of a folder that has images, too
+DESCRIPTIONS = (
+    "LICENSE",
+    "dataset_dict.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "state.json",
+)
 DEFAULT_SPLIT = "train"
 
 ReadFile = Callable[[Path], Iterator[Row]]
@@ -32,24 +43,116 @@ def dataset_rows(source: str, read_file: ReadFile) -> Iterator[Row]:
         ) from None
     folder, split = located(source)
     name, subset = str(folder), ""
-    if not folder.exists():
+    rows: Iterator[Row]
+    if folder.exists():
+        rows = _Folder(folder, split, read_file).rows()
+    else:
         name, _, split = source.partition("@")
         name, _, subset = name.partition(":")
+        rows = _loaded_rows(name, subset, split)
     dataset = Path(name).name
     number = 0
     try:
-        for row in _local_rows(folder, split, read_file):
+        for row in rows:
             number += 1
             yield replace(row, source=source, dataset=dataset, number=number)
-        if number:
-            return
-        for value, problem in _loaded_rows(name, subset, folder, split):
-            number += 1
-            yield Row(source, dataset, number, value, problem=problem)
     except Exception as error:  # noqa: BLE001 - loaders of datasets raise anything; the user needs one line
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = f" at row {number + 1}" if number else ""
         raise DataError(f"cannot read the dataset {name}{where}: {reason}") from None
+
+
+def metadata_files(folder: Path) -> list[Path]:
+    """The files below a folder that say something about its images or videos."""
+    return [path for path, _ in walk(folder) if path.name in METADATA]
+
+
+@dataclass
+class _Folder:
+    """A local dataset."""
+
+    path: Path
+    split: str
+    read_file: ReadFile
+    files_read: set[Path] = field(default_factory=set)  # absolute, without links
+    names_media: bool = False  # all images and videos that belong to it
+
+    def rows(self) -> Iterator[Row]:
+        """Its rows, and then a row for each file that was not read, with that as its problem."""
+        is_empty = True
+        for row in self._own_rows():
+            is_empty = False
+            yield row
+        if is_empty:
+            yield from self._loaded_rows()
+        yield from self._unread_files()
+
+    def _own_rows(self) -> Iterator[Row]:
+        """The rows that are read here; none if `datasets` reads them."""
+        if not self.path.is_dir() or _is_saved(self.path):
+            return
+        rows = self._metadata_rows()
+        first = next(rows, None)
+        if first is not None:
+            yield first
+            yield from rows
+            return
+        for file in _own_files(self.path, self.split):
+            self.files_read.add(file.resolve())
+            yield from self.read_file(file)
+
+    def _loaded_rows(self) -> Iterator[Row]:
+        files = _files_of_datasets(self.path, self.split)
+        self.files_read.update(Path(file).resolve() for file in files)
+        if _is_saved(self.path):
+            yield from _saved_rows(self.path, self.split)
+        else:
+            yield from _loaded_rows(str(self.path), "", self.split)
+
+    def _metadata_rows(self) -> Iterator[Row]:
+        """The rows of the metadata files in a folder of images or videos, by a convention of `datasets`.
+
+        A row names its file, relative to the metadata, in the column `file_name`, `file_names` or
+        `image_file_name`. DataError if there is no such split.
+        """
+        from datasets.data_files import DataFilesDict, get_data_patterns
+
+        metadata = metadata_files(self.path)
+        if not metadata:
+            return
+        root = str(self.path.resolve())
+        by_split = DataFilesDict.from_patterns(get_data_patterns(root), root)
+        if self.split and self.split not in by_split:
+            raise DataError(
+                f"no split '{self.split}': there is {', '.join(map(str, by_split))}"
+            )
+        of_split = {str(path) for path in by_split.get(self.split or DEFAULT_SPLIT, [])}
+        for path in metadata:
+            self.files_read.add(path.resolve())
+            for row in self.read_file(path):
+                row, files = _with_media_columns(row, path.parent.resolve())
+                others = [file for file in files if str(file) not in of_split]
+                is_of_other_split = any(file.exists() for file in others)
+                if not of_split or not is_of_other_split:
+                    self.names_media |= bool(files)
+                    self.files_read.update(file.resolve() for file in files)
+                    yield row
+
+    def _unread_files(self) -> Iterator[Row]:
+        for file, error in walk(self.path):
+            name = str(file.relative_to(self.path))
+            may_be_named = bool(kind_of(file.name)) and not self.names_media
+            problem: BadRowError | None = None
+            if error:
+                problem = unreadable(name, error)
+            elif not may_be_named and not self._is_used(file):
+                problem = UnreadFileError("file not read", name)
+            if problem:
+                yield Row("", "", 0, None, problem=problem)
+
+    def _is_used(self, file: Path) -> bool:
+        is_description = file.name in DESCRIPTIONS or file.suffix.lower() == ".md"
+        return is_description or file.resolve() in self.files_read
 
 
 def _is_saved(folder: Path) -> bool:
@@ -58,40 +161,35 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def _local_rows(folder: Path, split: str, read_file: ReadFile) -> Iterator[Row]:
-    """The rows of a local folder that are read here; none if `datasets` reads it."""
-    if not folder.is_dir() or _is_saved(folder):
-        return
-    rows = _metadata_rows(folder, split, read_file)
-    first = next(rows, None)
-    if first is not None:
-        yield first
-        yield from rows
-        return
-    for file in _own_files(folder, split):
-        yield from read_file(file)
-
-
-def _loaded_rows(
-    name: str, subset: str, folder: Path, split: str
-) -> Iterator[tuple[Any, BadRowError | None]]:
+def _loaded_rows(name: str, subset: str, split: str) -> Iterator[Row]:
     """The rows that `datasets` reads. Images in them are encoded bytes."""
     import datasets
 
     split = split or DEFAULT_SPLIT
-    if _is_saved(folder):
-        data = datasets.load_from_disk(str(folder))
-        if isinstance(data, Mapping):
-            if split not in data:
-                raise DataError(
-                    f"no split '{split}': write {name}@SPLIT, with one of {', '.join(data)}"
-                )
-            data = data[split]
-    else:
-        settings = _settings_for_text(name, subset, split)
-        data = datasets.load_dataset(name, subset or None, split=split, **settings)
+    settings = _settings_for_text(name, subset, split)
+    data = datasets.load_dataset(name, subset or None, split=split, **settings)
+    yield from _rows_of(data)
+
+
+def _saved_rows(folder: Path, split: str) -> Iterator[Row]:
+    """The rows that `save_to_disk` wrote; DataError if there is no such split."""
+    import datasets
+
+    data = datasets.load_from_disk(str(folder))
+    if isinstance(data, Mapping):
+        split = split or DEFAULT_SPLIT
+        if split not in data:
+            raise DataError(
+                f"no split '{split}': write {folder}@SPLIT, with one of {', '.join(data)}"
+            )
+        data = data[split]
+    yield from _rows_of(data)
+
+
+def _rows_of(data: Any) -> Iterator[Row]:
     for table in data.with_format("arrow").iter(batch_size=1):
-        yield from values(table)
+        for value, problem in values(table):
+            yield Row("", "", 0, value, problem=problem)
 
 
 def _settings_for_text(name: str, subset: str, split: str) -> dict[str, Any]:
@@ -106,31 +204,6 @@ def _settings_for_text(name: str, subset: str, split: str) -> dict[str, Any]:
     text = datasets.Value("string")
     features = datasets.Features(dict.fromkeys(first.column_names, text))
     return {"features": features, "keep_default_na": False, "na_filter": False}
-
-
-def _metadata_rows(folder: Path, split: str, read_file: ReadFile) -> Iterator[Row]:
-    """The rows of the metadata files in a folder of images or videos, by a convention of `datasets`.
-
-    A row names its file, relative to the metadata, in the column `file_name`, `file_names` or
-    `image_file_name`. DataError if there is no such split.
-    """
-    from datasets.data_files import DataFilesDict, get_data_patterns
-
-    metadata = [path for path, _ in walk(folder) if path.name in METADATA]
-    if not metadata:
-        return
-    root = str(folder.resolve())
-    by_split = DataFilesDict.from_patterns(get_data_patterns(root), root)
-    if split and split not in by_split:
-        raise DataError(f"no split '{split}': there is {', '.join(map(str, by_split))}")
-    of_split = {str(path) for path in by_split.get(split or DEFAULT_SPLIT, [])}
-    for path in metadata:
-        for row in read_file(path):
-            row, files = _with_media_columns(row, path.parent.resolve())
-            others = [file for file in files if str(file) not in of_split]
-            is_of_other_split = any(file.exists() for file in others)
-            if not of_split or not is_of_other_split:
-                yield row
 
 
 def _with_media_columns(row: Row, folder: Path) -> tuple[Row, list[Path]]:
@@ -160,6 +233,18 @@ def _paths(name: str, content: Any, folder: Path) -> list[Path]:
     if FILE_NAME not in name or not all(isinstance(item, str) for item in names):
         return []
     return [Path(os.path.normpath(folder / item)) for item in names]
+
+
+def _files_of_datasets(folder: Path, split: str) -> list[str]:
+    """The files of a local dataset that `datasets` reads."""
+    import datasets
+
+    split = split or DEFAULT_SPLIT
+    if not _is_saved(folder):
+        by_split = datasets.load_dataset_builder(str(folder)).config.data_files
+        return list(by_split.get(split, []))
+    of_split = folder / split if (folder / "dataset_dict.json").is_file() else folder
+    return [str(path) for path, _ in walk(of_split)]
 
 
 def _own_files(folder: Path, split: str) -> list[Path]:

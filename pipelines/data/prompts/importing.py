@@ -7,6 +7,7 @@ Where an image has changed, its new prompts replace the old ones. `splitting.py`
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from vlmdistill.pipelines.data.prompts import augment, formats
 from vlmdistill.pipelines.data.prompts.augment import Augmentation, Message
-from vlmdistill.pipelines.data.prompts.folders import walk
+from vlmdistill.pipelines.data.prompts.folders import UnreadFileError, walk
 from vlmdistill.pipelines.data.prompts.formats import Conversation, Format
 from vlmdistill.pipelines.data.prompts.hidden_media import HiddenMediaError
 from vlmdistill.pipelines.data.prompts.prompt_table import (
@@ -26,7 +27,7 @@ from vlmdistill.pipelines.data.prompts.prompt_table import (
     read,
     write,
 )
-from vlmdistill.pipelines.data.prompts.row import Row
+from vlmdistill.pipelines.data.prompts.row import Row, located
 from vlmdistill.pipelines.data.prompts.row_media import MOST_SAMPLED, Sampling
 from vlmdistill.pipelines.data.prompts.sources import read as read_rows
 from vlmdistill.pipelines.data.prompts.splitting import (
@@ -44,8 +45,10 @@ from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
+MOST_TEXT = 2**32  # characters of prompts from a source that has far fewer bytes
+MOST_RATIO = 200  # of characters of prompts to bytes of a source, if they are that many
 CHUNK_ROWS = 256  # whose images are checked together
-CHUNK_BYTES = 2**28  # of images in the rows themselves
+CHUNK_BYTES = 2**28  # of texts, and of images in the rows themselves
 STORED_KEYS = ("type", "text", "path", "digest", *SAMPLING)  # of a part
 
 RENAME = "name the column image or video, or images or videos for several"
@@ -106,8 +109,10 @@ class Choices:
             raise DataError(
                 "--ask is empty: give the question about the images and videos"
             )
-        for name in (*self.augment, *self.augment_text):
+        for name in self.augment:
             augment.find(name)
+        for name in self.augment_text:
+            augment.find_for_text(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +129,8 @@ class ImportSummary:
     skipped: Counter[str]  # by reason
     unread_columns: Counter[str]
     """Columns with text, and keys of turns and parts, that were not used."""
+    unread_files: Sequence[str]
+    """The names of files of the sources that were not read."""
     hidden_media: Counter[str]
     """Unread columns that hold or name images or videos, also of rows skipped for that reason."""
     total: int
@@ -215,6 +222,7 @@ def import_rows(
         trimmed=job.trimmed,
         skipped=job.reasons,
         unread_columns=job.unread,
+        unread_files=job.unread_files,
         hidden_media=job.hidden,
         total=len(prompts),
         train=splits["train"],
@@ -301,11 +309,13 @@ class _Import:
     sources: set[str] = field(default_factory=set)
     unread: Counter[str] = field(default_factory=Counter)
     hidden: Counter[str] = field(default_factory=Counter)
+    unread_files: list[str] = field(default_factory=list)
     trimmed: int = 0
     rows: int = 0
 
     def __post_init__(self) -> None:
         self._sides = Sides(self.present.values())
+        self._texts = Counter[str]()  # source -> characters of its prompts
 
     @property
     def room(self) -> int:
@@ -366,6 +376,8 @@ class _Import:
             self._skip(row, error)
             if isinstance(error, HiddenMediaError):
                 self.hidden[error.column] += 1
+            if isinstance(error, UnreadFileError):
+                self.unread_files.append(error.detail)
             return None
         return talk
 
@@ -413,10 +425,21 @@ class _Import:
                 self._require_new(prompt, agrees)
                 accepted = self.gate.accept(row, prompt)
                 self.new[prompt.key] = _NewPrompt(accepted, ties[0])
+                self._texts[row.source] += _text_length(prompt.messages)
             except BadRowError as error:
                 self._skip(row, error)
             if not self.room:
                 return
+        self._require_memory(row.source)
+
+    def _require_memory(self, source: str) -> None:
+        """DataError if memory may not hold the texts of a source: rows may repeat one that it has once."""
+        characters = self._texts[source]
+        if characters > MOST_TEXT and characters > MOST_RATIO * _bytes_of(source):
+            raise DataError(
+                f"{source}: its prompts have more than {MOST_TEXT} characters, {MOST_RATIO} times its bytes, "
+                "since rows repeat texts: import fewer, --limit"
+            )
 
     def _prompts(self, row: Row, talk: Conversation) -> Iterator[Prompt]:
         """The prompts of a conversation: of its turns, with each augmentation."""
@@ -474,12 +497,28 @@ class _Import:
             for part in media_parts(talk.messages if talk else ()):
                 if isinstance(part["media"], bytes):
                     size += len(part["media"])
+            size += _text_length(talk.messages if talk else ())
             if len(chunk) >= self.room or size > CHUNK_BYTES:
                 yield chunk
                 chunk = []
                 size = 0
         if chunk:
             yield chunk
+
+
+def _text_length(messages: Iterable[Message]) -> int:
+    """The characters of messages."""
+    parts = (part for message in messages for part in message["content"])
+    return sum(len(part.get("text", "")) for part in parts)
+
+
+def _bytes_of(source: str) -> float:
+    """The bytes of a file or folder; infinity if they are not known."""
+    path, _ = located(source)
+    if not path.is_dir():
+        return path.stat().st_size if path.is_file() else math.inf
+    files = (file for file, error in walk(path) if not error)
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _stored(message: Message) -> Message:

@@ -14,6 +14,7 @@ from typing import IO, Any
 from vlmdistill.pipelines.media.images import kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, one_line
+from vlmdistill.stores.json_text import KeyCheckingDecoder
 
 MOST_ROW = 2**26  # bytes, with images in base64; 2**26 brackets take 2 GB of memory
 MOST_SKIPPED = 2**30  # bytes of a longer line that are read to find the next one
@@ -49,53 +50,39 @@ def rows_of(file: IO[bytes], path: Path) -> Iterator[TextRow]:
     yield from _lines(file, path, is_json=first == b"{")
 
 
-class KeyCheckingDecoder(json.JSONDecoder):
-    """Reads JSON, and notes the keys that an object has twice with different values."""
-
-    def __init__(self) -> None:
-        super().__init__(object_pairs_hook=self._object)
-        self._repeated: list[str] = []
-
-    def problem(self) -> BadRowError | None:
-        """What is wrong with what was read since the last call."""
-        repeated, self._repeated = self._repeated, []
-        if not repeated:
-            return None
-        return BadRowError("a key twice", f"'{repeated[0]}' has two values")
-
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            for key, item in pairs:
-                last = value[key]
-                if last != item or type(last) is not type(item):  # 1 == True
-                    self._repeated.append(key)
-        return value
-
-
 def loads(text: str) -> Any:
     """The value of JSON text.
 
     ValueError or RecursionError if it is none; BadRowError if an object in it has a key with two values.
     """
-    decoder = KeyCheckingDecoder()
-    value = decoder.decode(text)
-    if problem := decoder.problem():
+    value, problem = _decoded(KeyCheckingDecoder(), text)
+    if problem:
         raise problem
     return value
 
 
 def parse(text: str) -> tuple[Any, BadRowError | None]:
     """The value of JSON text, or what is wrong with it."""
-    decoder = KeyCheckingDecoder()
     try:
-        return decoder.decode(text), decoder.problem()
+        return _decoded(KeyCheckingDecoder(), text)
     except json.JSONDecodeError as error:
         where = f"{error.msg} at column {error.colno}: {text[:40].strip()!r}"
     except (ValueError, RecursionError) as error:
         # A number of too many digits, or nested too deeply.
         where = one_line(error)
     return None, BadRowError("invalid JSON", where)
+
+
+def _decoded(decoder: KeyCheckingDecoder, text: str) -> tuple[Any, BadRowError | None]:
+    return decoder.decode(text), _problem(decoder)
+
+
+def _problem(decoder: KeyCheckingDecoder) -> BadRowError | None:
+    """What is wrong with what a decoder has read since the last call."""
+    key = decoder.repeated_key()
+    if key is None:
+        return None
+    return BadRowError("a key twice", f"'{key}' has two values")
 
 
 def _first_character(file: IO[bytes]) -> bytes:
@@ -196,7 +183,7 @@ class _Array:
                 number += 1
                 line = self._line_at(self._at)
                 value = self._item()
-                yield TextRow(number, value, line, self._json.problem())
+                yield TextRow(number, value, line, _problem(self._json))
                 if self._next_character() == ",":
                     self._at += 1
             self._at += 1
@@ -216,7 +203,7 @@ class _Array:
     def _item(self) -> Any:
         """The item at this place: it ends before a comma or bracket, since `12` may go on as `123`."""
         while True:
-            self._json.problem()  # of an item whose text was not complete
+            self._json.repeated_key()  # of an item whose text was not complete
             try:
                 value, end = self._json.raw_decode(self._text, self._at)
                 end = _past_blanks(self._text, end)

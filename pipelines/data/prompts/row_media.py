@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from vlmdistill.pipelines.data.prompts.hidden_media import media_kind
+from vlmdistill.pipelines.data.prompts.hidden_media import (
+    is_about_media,
+    media_kind,
+    names_part_of_video,
+)
 from vlmdistill.pipelines.media.resolver import BadRowError, Media
 
 Kind = Literal["image", "video"]
@@ -23,22 +27,7 @@ COLUMNS: dict[Kind, tuple[str, str]] = {
 NUMBERED_COLUMN = {kind: re.compile(rf"{kind}_?(\d+)") for kind in KINDS}  # as of MMMU
 FRAME_COUNTS = ("frames", "nframes", "num_frames")
 SAMPLING = ("fps", *FRAME_COUNTS)
-CLIP_BOUNDS = (
-    "video_start",
-    "video_end",
-    "start",
-    "end",
-    "start_time",
-    "end_time",
-    "start_sec",
-    "end_sec",
-    "start_frame",
-    "end_frame",
-    "clip_start",
-    "clip_end",
-    "bound",
-    "segment",
-)
+FILE_KEYS = ("source", "path", "url", "bytes")  # of a part; `source` is Anthropic's
 MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
 
 # <image>, <Image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart
@@ -54,6 +43,7 @@ PLACEHOLDER = re.compile(
 FOREIGN_PLACEHOLDER = re.compile(
     r"<image_placeholder>|<ImageHere>|<\|(?:image|video)_pad\|>|<\|vision_start\|>"
     r"|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>|<\|begin_of_(?:image|video)\|>"
+    r"|<(?:img|Img|IMG)>|\[(?:img|Img|IMG|image|Image|IMAGE|video|Video|VIDEO)\]"
 )
 NAMED_IN_TEXT = re.compile(r"<img>[^<>\n]{1,1000}</img>")  # as in rows of Qwen-VL
 ON_ITS_OWN_LINE = re.compile(
@@ -114,13 +104,16 @@ class Unread:
 
 
 def unread_names(holder: Mapping[str, Any], read: Collection[str]) -> list[str]:
-    """The names of what has content and was not read."""
-    filled = [
-        str(name)
-        for name, value in holder.items()
-        if isinstance(value, str | bytes | list | dict) and value
-    ]
+    """The names of what has content and was not read: text, bytes and objects, and numbers about media."""
+    filled = [str(name) for name, value in holder.items() if _has_content(name, value)]
     return [name for name in filled if name != "id" and name not in read]
+
+
+def _has_content(name: Any, value: Any) -> bool:
+    if isinstance(value, str | bytes | list | dict):
+        return bool(value)
+    is_number = isinstance(value, int | float) and value not in (0, -1)
+    return is_number and is_about_media(str(name))
 
 
 def media_columns(row: Mapping[str, Any], kind: Kind) -> list[str]:
@@ -209,8 +202,8 @@ class RowMedia:
         return self.part(kind, keys, placement.media[index])
 
     def part(self, kind: Kind, keys: Mapping[str, Any], media: Media) -> Part:
-        """The part of an image or video, with its own keys."""
-        used = {"type", kind, f"{kind}_url", "path", "url", "bytes", "index", *SAMPLING}
+        """The part of an image or video, with its own keys but the one of its file."""
+        used = {"type", "index", *SAMPLING}
         unused = [
             key for key in keys if keys[key] not in (None, "") and key not in used
         ]
@@ -330,7 +323,7 @@ def _listed(value: Any) -> list[Media]:
 def read_media(item: Any) -> Media:
     """The path or the bytes of a file, in any form that rows use; BadRowError if it is neither."""
     if isinstance(item, Mapping):
-        encoded = item.get("bytes")
+        encoded = item.get("bytes") or item.get("data")
         if isinstance(encoded, str) and encoded:
             return _from_base64(encoded)
         item = item.get("bytes") or item.get("path") or item.get("url")
@@ -363,7 +356,11 @@ def _from_base64(text: str) -> bytes:
 
 def _require_whole_video(keys: Mapping[str, Any]) -> None:
     """BadRowError if the row uses only a part of a video, which prompts do not support."""
-    bounds = [f"{name} {keys[name]}" for name in CLIP_BOUNDS if keys.get(name)]
+    bounds = [
+        f"{name} {value}"
+        for name, value in keys.items()
+        if value and names_part_of_video(str(name)) and not media_kind(value)
+    ]
     if bounds:
         raise BadRowError(
             "part of a video", f"{', '.join(bounds)}: cut it into a separate file"
@@ -382,8 +379,9 @@ def _sampling(keys: Mapping[str, Any]) -> Sampling:
             "video sampling",
             f"fps {fps} and frames {count}: give one of them, or --fps",
         )
+    given = count if fps is None else fps
     try:
-        value = float(count if fps is None else fps)
+        value = 0.0 if isinstance(given, bool) else float(given)
         if fps is None and value == int(value):
             value = int(value)
     except (TypeError, ValueError, OverflowError):

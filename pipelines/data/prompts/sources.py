@@ -9,7 +9,7 @@ from typing import IO
 
 from vlmdistill.pipelines.data.prompts.archives import archive_rows, is_archive
 from vlmdistill.pipelines.data.prompts.folders import media_rows
-from vlmdistill.pipelines.data.prompts.hub_datasets import dataset_rows
+from vlmdistill.pipelines.data.prompts.hub_datasets import dataset_rows, metadata_files
 from vlmdistill.pipelines.data.prompts.json_rows import rows_of
 from vlmdistill.pipelines.data.prompts.parquet_rows import parquet_rows
 from vlmdistill.pipelines.data.prompts.row import FILES, Row, dataset_name, located
@@ -54,10 +54,10 @@ def check(source: str, hub: bool) -> Path:
 def read(source: str, media: bool = False) -> Iterator[Row]:
     """Every row of a source, in order. A local path is never looked up on the hub.
 
-    With `media`, a folder is one of images and videos, and each of them a row.
+    With `media`, a folder is one of images and videos, and each of them a row, unless it has metadata.
     """
     path, split = located(source)
-    if media and path.is_dir() and not split:
+    if media and path.is_dir() and not split and not metadata_files(path):
         yield from media_rows(path)
     elif path.exists() and not path.is_dir():
         yield from _file_rows(path)

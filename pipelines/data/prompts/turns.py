@@ -12,6 +12,7 @@ from typing import Any
 from vlmdistill.pipelines.data.prompts.augment import Message
 from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.row_media import (
+    FILE_KEYS,
     FOREIGN_PLACEHOLDER,
     KINDS,
     NAMED_IN_TEXT,
@@ -103,8 +104,13 @@ class MessageReader:
         self, item: Mapping[str, Any], media: RowMedia, is_response: bool
     ) -> list[Part]:
         text = item.get("text")
-        media.unread.add(unread_names(item, {"type", "text"}), item, "text.")
+        other_keys = unread_names(item, {"type", "text"})
+        media.unread.add(other_keys, item, "text.")
         if text is None:
+            if any(isinstance(item.get(name), str) for name in other_keys):
+                raise BadRowError(
+                    "text part without text", f"it has {', '.join(other_keys)}"
+                )
             return []
         if not isinstance(text, str):
             raise BadRowError("text is not a string", type(text).__name__)
@@ -112,18 +118,18 @@ class MessageReader:
             raise BadRowError(
                 "text is not Unicode", f"unpaired surrogate at character {position}"
             )
-        if is_response or "<" not in text:
+        if is_response or not ("<" in text or "[" in text):
             return [{"type": "text", "text": text}] if text else []
         return self._parts_at_placeholders(text, media)
 
     def _parts_at_placeholders(self, text: str, media: RowMedia) -> list[Part]:
         """The texts and media of a text; all but its placeholders stays as it is, with its indentation."""
-        foreign = FOREIGN_PLACEHOLDER.search(text)
-        if foreign and media.tagged and media:
-            raise BadRowError("foreign placeholder", f"{foreign[0]}: write <image>")
         if named := NAMED_IN_TEXT.search(text):
             advice = "write <image>, and the path in a column image"
             raise BadRowError("image in the text", f"{named[0][:80]}: {advice}")
+        foreign = FOREIGN_PLACEHOLDER.search(text)
+        if foreign and media.tagged and media:
+            raise BadRowError("foreign placeholder", f"{foreign[0]}: write <image>")
         if self.counts_from_text and not media.tagged:
             lines = ON_ITS_OWN_LINE.finditer(text)
             self.unplaced += [line[1] or line[2] for line in lines]
@@ -206,12 +212,14 @@ def _plain_kind(kind: str) -> str:
 
 def _media_part(item: Mapping[str, Any], kind: Kind, media: RowMedia) -> Part:
     """The part of an image or a video, which has a file of its own or shows one of the row."""
-    keys = (kind, f"{kind}_url", "path", "url", "bytes")
+    keys = (kind, f"{kind}_url", *FILE_KEYS)
     key = next((key for key in keys if item.get(key)), None)
     if key is None:
         return media.part_without_file(kind, item)
-    value = {"bytes": item[key]} if key == "bytes" else item[key]
-    return media.part(kind, item, read_media(value))
+    content = item[key]
+    value = {"bytes": content} if key == "bytes" else content
+    other_keys = {name: item[name] for name in item if item[name] != content}
+    return media.part(kind, other_keys, read_media(value))
 
 
 def _require_content(role: str, parts: list[Part]) -> None:

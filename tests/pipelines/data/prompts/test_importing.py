@@ -288,6 +288,7 @@ def test_how_a_video_is_sampled_is_part_of_the_prompt(
         {"fps": math.inf},
         {"frames": math.inf},
         {"fps": -1},
+        {"fps": True},
         {"frames": "many"},
         {"nframes": 5_000_000_000},
     ],
@@ -440,6 +441,7 @@ def test_a_missing_source_stops_before_anything_is_written(
         (Choices(frames=3_000_000_000), "--frames 3000000000: .* 2147483647"),
         (Choices(fps=1, frames=8), "--fps 1 .*--frames 8"),
         (Choices(augment=["loud"]), "'loud'.* none, long"),
+        (Choices(augment_text=["describe"]), "describe.* none, long, explain, reason"),
         (Choices(images=Path("/nowhere")), "--images /nowhere"),
     ],
 )

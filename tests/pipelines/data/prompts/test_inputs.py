@@ -279,6 +279,9 @@ def test_sampling_of_a_row_that_is_overruled_need_not_make_sense(out: Path) -> N
         {"start": 1, "end": 3},
         {"start_frame": 0, "end_frame": 30},
         {"bound": [0, 5]},
+        {"clip": [0, 5]},
+        {"timestamps": [0.5, 1.5]},
+        {"startTime": 1.5},
     ],
 )
 def test_a_part_of_a_video_is_refused(out: Path, keys: dict[str, Any]) -> None:
@@ -606,6 +609,12 @@ def test_a_question_is_asked_only_where_there_is_none(out: Path) -> None:
         imported(out, TALK, ask=" ")
 
 
+ANTHROPIC = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/jpeg", "data": "BASE64"},
+}
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -613,14 +622,15 @@ def test_a_question_is_asked_only_where_there_is_none(out: Path) -> None:
         {"messages": [{"role": "user", "content": [{"image": "1.jpg"}, {"text": "What is this?"}]}]},
         {"texts": [{"user": "What is this?", "assistant": "A wall.", "images": ["1.jpg"]}]},
         {"question": "What is this?", "image": "file:///DIR/a%20b.jpg"},
+        {"messages": [{"role": "user", "content": [ANTHROPIC, {"text": "What is this?"}]}]},
     ],
 )  # fmt: skip
 def test_an_image_is_found_in_every_usual_form(out: Path, row: dict[str, Any]) -> None:
     folder = out.parents[1]
     shutil.copy(folder / "1.jpg", folder / "a b.jpg")
-    asked = one(out, json.loads(json.dumps(row).replace("/DIR", str(folder)))).messages[
-        0
-    ]["content"]
+    content = base64.b64encode((folder / "1.jpg").read_bytes()).decode()
+    text = json.dumps(row).replace("/DIR", str(folder)).replace("BASE64", content)
+    asked = one(out, json.loads(text)).messages[0]["content"]
     assert [part["type"] for part in asked] == ["image", "text"]
 
 

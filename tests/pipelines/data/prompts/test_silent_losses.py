@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import lzma
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import (
     archives,
     formats,
+    importing,
     parquet_rows,
     sources,
     unpacking,
 )
-from vlmdistill.pipelines.data.prompts.importing import import_prompts
+from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
 from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
@@ -168,11 +170,11 @@ def test_a_picture_that_a_text_names_is_not_left_out(
 
 
 def test_a_part_with_a_picture_under_another_key_is_warned_of(out: Path) -> None:
-    source = {"type": "base64", "media_type": "image/jpeg", "data": "/9j/"}
-    content = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    file = {"mime_type": "image/jpeg", "data": "/9j/"}
+    content = [{"type": "image", "file": file}, {"type": "text", "text": "What?"}]
     turn = {"role": "user", "content": content}
     row = {"images": ["1.jpg"], "messages": [turn]}
-    assert imported(out, row).hidden_media == {"image.source": 1}
+    assert imported(out, row).hidden_media == {"image.file": 1}
 
 
 def test_bytes_of_a_picture_are_known_in_any_column(tmp_path: Path, out: Path) -> None:
@@ -296,6 +298,34 @@ def test_numbers_in_text_stay_as_they_are_written(out: Path, quote: str) -> None
     assert asked.splitlines() == ["Q?", *lines]
 
 
+def test_a_text_part_whose_text_has_another_key_is_refused(out: Path) -> None:
+    image = {"type": "image", "image": "1.jpg"}
+    content = [image, {"type": "text", "content": "What is this?"}]
+    row = {"messages": [{"role": "user", "content": content}]}
+    assert refused(out, row) == ("text part without text", "it has content")
+
+
+def test_numbers_of_json_stay_as_they_are_written(tmp_path: Path, out: Path) -> None:
+    rows = [
+        '{"question": "Q?", "hint": 1.50, "choices": [1.50, 1e5, -2, true]}',
+        '{"question": "R?", "passage": 0.10, "A": 2.00, "B": 1E400}',
+        '{"question": "S?", "options": "[1.50, 2.0]", "fps": 1.50}',
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    import_prompts([str(tmp_path / "rows.jsonl")], out)
+    assert [texts(prompt)[0][1] for prompt in read(out)] == [
+        "Q?\n1.50\nA. 1.50\nB. 1e5\nC. -2\nD. True",
+        "R?\n0.10\nA. 2.00\nB. 1E400",
+        "S?\nA. 1.50\nB. 2.0",
+    ]
+
+
+def test_columns_of_nan_are_none_at_all(out: Path) -> None:
+    columns = ("option_a", "option_b", "hint", "image", "A", "choices", "image_id")
+    asked = one(out, {"question": "Which?", **dict.fromkeys(columns, math.nan)})
+    assert texts(asked) == [("user", "Which?")]
+
+
 def test_a_numbered_placeholder_without_images_is_no_text(out: Path) -> None:
     assert refused(out, {"question": "What is in <image 1>?"})[0] == "image count"
     typed = {"messages": [{"role": "user", "content": "What does <image 1> mean?"}]}
@@ -309,6 +339,9 @@ def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
         "<start_of_image>What?",
         "<|begin_of_image|><|image|><|end_of_image|>What?",
         "<img><IMG_CONTEXT></img>What?",
+        "<img>What?",
+        "[IMG] What?",
+        "[image]\nWhat?",
     ):
         row = said(text, "A wall.", image="1.jpg")
         assert refused(out, row)[0] == "foreign placeholder"
@@ -407,7 +440,8 @@ def test_metadata_name_what_is_missing_and_keep_to_their_split(
     lines = "".join(f"{name},What is {name}?\n" for name in names)
     (tmp_path / "data" / "metadata.csv").write_text("file_name,question\n" + lines)
     summary = import_prompts([str(tmp_path / "data")], out)
-    assert (summary.added, summary.skipped) == (1, {"missing image": 1})
+    assert summary.skipped == {"missing image": 1, "file not read": 1}
+    assert (summary.added, summary.unread_files) == (1, ["test/1.jpg"])
     import_prompts([f"{tmp_path / 'data'}@test"], out)
     assert parts_of(read(out)[1]) == ["1.jpg", "What is test/1.jpg?"]
     with pytest.raises(DataError, match="train"):
@@ -513,6 +547,31 @@ def test_parquet_that_unpacks_to_far_more_than_it_has_is_refused(
             import_prompts([str(path)], out)
 
 
+def test_many_rows_with_one_long_text_do_not_fill_memory(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "MOST_TEXT", 2**20)
+    rows = [{"question": f"{n}?", "context": "a" * 50_000} for n in range(200)]
+    for name in ("a.parquet", "a.jsonl.gz"):
+        source = packed(tmp_path, name, rows)
+        with pytest.raises(DataError, match=f"{name}.*repeat"):
+            import_prompts([str(source)], out)
+    few = Choices(limit=3)
+    assert import_prompts([str(source)], out, choices=few).added == 3
+
+
+def test_long_texts_are_taken_a_few_at_once(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "CHUNK_BYTES", 1000)
+    done = list[int]()
+    source = packed(
+        out.parents[1], "a.jsonl", [said("a" * 600 + str(n)) for n in range(4)]
+    )
+    import_prompts([str(source)], out, progress=lambda rows, *_: done.append(rows))
+    assert done == [2, 4]
+
+
 def test_large_values_of_parquet_are_read_a_few_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,6 +603,14 @@ def test_a_sample_of_an_archive_fits_into_memory(
 def test_a_sample_of_an_archive_has_no_key_twice(tmp_path: Path, out: Path) -> None:
     source = tar(tmp_path / "a.tar", ("0.json", TWICE.encode()), ("1.json", TALK))
     assert import_prompts([source], out).skipped == {"a key twice": 1}
+
+
+def test_numbers_that_say_something_about_media_are_counted(out: Path) -> None:
+    keys = {"image_id": 7, "duration": 2.5, "timestamp": 1764000000, "min_pixels": 64}
+    others = {"clip_id": "b", "score": 3, "height": 20, "image_index": 0}
+    row = said("<video>\nWhat moves?", "A ball.", video="1.mp4", **keys, **others)
+    counted = imported(out, row).unread_columns
+    assert counted == dict.fromkeys([*keys, "clip_id"], 1)
 
 
 def test_the_command_warns_of_images_that_no_prompt_shows(

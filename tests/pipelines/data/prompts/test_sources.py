@@ -29,6 +29,7 @@ from tests.pipelines.data.prompts.rows import (
     said,
     texts,
 )
+from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts.formats import Format
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import read
@@ -166,6 +167,52 @@ def test_questions_beside_their_images_are_read(
     packed(folder, name, [said("<image>\nWhat?", "A wall.", image="train/2.jpg")])
     assert import_prompts([str(folder)], out).added == 1
     assert contents(out) == [(["2.jpg", "What?"], "A wall.")]
+
+
+def test_files_of_a_folder_that_are_not_read_are_named(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(tmp_path / "1.jpg", folder)
+    packed(folder, "train.jsonl", [TALK])
+    packed(folder, "test.jsonl", [TALK])
+    for name in ("notes.txt", "more.csv", "more.tsv", "README.md"):
+        (folder / name).write_text("question\nWho?\n")
+    command = ["prompts", str(folder), "--runs", str(tmp_path / "runs")]
+    assert main(command) == 0
+    warned = capsys.readouterr().err
+    assert "4 files are not read: more.csv, more.tsv, notes.txt, ..." in warned
+    summary = import_prompts([f"{folder}@test"], out)
+    assert (summary.added, summary.skipped) == (1, {"file not read": 4})
+    assert summary.unread_files[-1] == "train.jsonl"
+
+
+def test_metadata_of_images_are_read_also_with_a_question(
+    tmp_path: Path, out: Path
+) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name in ("1.jpg", "2.jpg"):
+        shutil.copy(tmp_path / "1.jpg", folder / name)
+    (folder / "metadata.csv").write_text("file_name,caption\n1.jpg,A wall.\n")
+    summary = import_prompts([str(folder)], out, choices=Choices(ask="What is this?"))
+    assert (summary.added, summary.unread_files) == (1, ["2.jpg"])
+    assert contents(out) == [(["1.jpg", "What is this?"], "A wall.")]
+
+
+def test_photos_of_an_archive_that_share_the_first_part_of_their_names_do_not_merge(
+    tmp_path: Path, out: Path
+) -> None:
+    members = [("IMG.001.png", RED), ("IMG.002.png", BLUE), ("other.png", RED)]
+    asking = Choices(ask="What is this?")
+    summary = import_prompts([tar(tmp_path / "a.tar", *members)], out, choices=asking)
+    assert summary.skipped == {"several media files without text": 1}
+    for number in (1, 2):
+        members.insert(2 * number - 1, (f"IMG.00{number}.txt", b"A photo."))
+    summary = import_prompts([tar(tmp_path / "b.tar", *members)], out, choices=asking)
+    assert summary.skipped == {"two files of one sample": 1}
+    assert [len(prompt.files) for prompt in read(out)] == [1]
 
 
 def test_a_table_beside_images_is_named(tmp_path: Path, out: Path, media: Path) -> None:
