@@ -182,13 +182,28 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     # `convert` would clip brighter pixels at 255. Pillow scales a PPM to 16 bits.
     is_ppm = image.mode == "I" and image.format == "PPM"
     if is_ppm or image.mode.startswith("I;16"):
-        grey_HW = np.asarray(image).astype(np.uint32)
-        return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8))
+        pixels_HW = np.asarray(image).astype(np.uint32)
+        grey = Image.fromarray(((pixels_HW + 128) // 257).astype(np.uint8))
+        transparent = image.info.get("transparency")
+        if transparent is None:
+            return grey
+        opacity_HW = np.where(pixels_HW == transparent, 0, 255).astype(np.uint8)
+        return Image.merge("LA", (grey, Image.fromarray(opacity_HW)))
     if image.mode in ("I", "F"):
         raise OSError(
             f"its pixels are 32-bit numbers of unknown range (mode {image.mode}): convert it to 8 or 16 bits"
         )
-    return image
+    return _with_eight_bit_transparency(image)
+
+
+def _with_eight_bit_transparency(image: Image.Image) -> Image.Image:
+    """A PNG of 16 bits a colour, whose pixels Pillow cuts to 8 bits, with its transparent colour cut, too."""
+    colour = image.info.get("transparency")
+    if not isinstance(colour, tuple) or max(colour) < 256:
+        return image
+    changed = image.copy()
+    changed.info["transparency"] = tuple(value >> 8 for value in colour)
+    return changed
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:

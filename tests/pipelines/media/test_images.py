@@ -4,6 +4,7 @@ import base64
 import io
 import struct
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,39 @@ def test_one_colour_may_be_transparent(tmp_path: Path) -> None:
     shown = np.asarray(read_image(tmp_path / "a.png"))
     assert (shown[:, :20] == 255).all()
     np.testing.assert_array_equal(sent(tmp_path / "a.png"), shown)
+
+
+def sixteen_bit_png(colours: int, pixels: list[int], transparent: list[int]) -> bytes:
+    """A PNG of one row with a transparent colour, which Pillow cannot write."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        checksum = zlib.crc32(name + data).to_bytes(4)
+        return len(data).to_bytes(4) + name + data + checksum
+
+    width = len(pixels) // colours
+    kind = {1: 0, 3: 2}[colours]  # grey or RGB
+    header = struct.pack(">IIBBBBB", width, 1, 16, kind, 0, 0, 0)
+    row = b"\0" + struct.pack(f">{len(pixels)}H", *pixels)
+    return b"".join(
+        [
+            b"\x89PNG\r\n\x1a\n",
+            chunk(b"IHDR", header),
+            chunk(b"tRNS", struct.pack(f">{colours}H", *transparent)),
+            chunk(b"IDAT", zlib.compress(row)),
+            chunk(b"IEND", b""),
+        ]
+    )
+
+
+@pytest.mark.parametrize("colours", [1, 3])
+def test_one_colour_of_sixteen_bits_may_be_transparent(
+    tmp_path: Path, colours: int
+) -> None:
+    dark, clear_colour = [0x1234] * colours, [0x8000] * colours
+    content = sixteen_bit_png(colours, [*dark, *clear_colour], clear_colour)
+    (tmp_path / "a.png").write_bytes(content)
+    shown = np.asarray(read_image(tmp_path / "a.png"))
+    assert shown.tolist() == [[[0x12] * 3, [255] * 3]]
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif", "jp2", "pgm"])
