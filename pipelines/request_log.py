@@ -19,11 +19,12 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.media.images import name_of
-from vlmdistill.stores.backends.clock import beyond
+from vlmdistill.stores.backends.clock import AHEAD, beyond
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.input_files import read_bytes
@@ -43,18 +44,6 @@ Headers = Iterable[tuple[str, str]]
 """Names and values, a name for each of its values."""
 
 
-def decoded(body: bytes) -> Any:
-    """The JSON of a request; ValueError if an object has a key twice, one of which a policy would not see."""
-    return json.loads(body, object_pairs_hook=_with_single_keys)
-
-
-def _with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a key twice")
-    return values
-
-
 class Recorder:
     """Writes lines in a thread of its own, in order. `recorded` and `lost` count them."""
 
@@ -66,10 +55,12 @@ class Recorder:
         self.folder, self.keep_seconds = folder, keep_seconds
         self.header_names = named_headers(folder / POLICY)
         self.recorded = self.lost = 0
+        self._started = time.time() - time.monotonic()
         self._ahead: str | None = None
         """How far the clock is ahead; None before it was looked at."""
         if not folder.is_dir():
             folder.mkdir(PRIVATE_FOLDER, parents=True)
+        _require_private(folder)
         (folder / MEDIA).mkdir(PRIVATE_FOLDER, exist_ok=True)
         for path in (folder / MEDIA, *folder.glob(DAYS)):  # of an earlier version
             with suppress(OSError):  # it is another user's, a link, or gone
@@ -157,12 +148,7 @@ class Recorder:
         try:
             days = [*self.folder.glob(DAYS)]
             media = [*(self.folder / MEDIA).iterdir()]
-            if self._ahead is None:  # before anything is written under a wrong clock
-                self._ahead = beyond(now, [*days, *media])
-                if self._ahead:
-                    text = "nothing is removed from %s: %s; if it is right, start the server again"
-                    log.warning(text, self.folder, self._ahead)
-            if self._ahead:
+            if not self._may_remove(now, [*days, *media]):
                 return
             for file in days:
                 if file.stem < first:
@@ -173,6 +159,24 @@ class Recorder:
                     file.unlink(missing_ok=True)
         except OSError as error:
             log.warning("what is too old stays in %s: %s", self.folder, one_line(error))
+
+    def _may_remove(self, now: float, files: Iterable[Path]) -> bool:
+        """Whether the clock is right, as far as the files, and the time since the start, can tell."""
+        if self._ahead is None:  # before anything is written under a wrong clock
+            self._ahead = beyond(now, files)
+            self._warn()
+        jumped = now - time.monotonic() - self._started
+        if not self._ahead and jumped > AHEAD:
+            self._ahead = f"the clock has jumped ahead by {jumped / DAY:.0f} days"
+            self._warn()
+        return not self._ahead
+
+    def _warn(self) -> None:
+        if self._ahead:
+            text = (
+                "nothing is removed from %s: %s; if it is right, start the server again"
+            )
+            log.warning(text, self.folder, self._ahead)
 
 
 def named_headers(policy: Path) -> frozenset[str]:
@@ -190,6 +194,25 @@ def named_headers(policy: Path) -> frozenset[str]:
     if not all(isinstance(table, dict) for table in tables):
         raise DataError(f"{policy} cannot be used: allow and deny are tables")
     return frozenset(name.strip().lower() for table in tables for name in table)
+
+
+def _require_private(folder: Path) -> None:
+    """Let nobody else enter a folder that has nothing but a log; warn if others can enter another one."""
+    if not folder.stat().st_mode & 0o077:
+        return
+    foreign: list[str] = []
+    with suppress(OSError):  # it is another user's, or a link
+        foreign = [path.name for path in folder.iterdir() if not _is_ours(path.name)]
+        if not foreign:
+            _make_private(folder)
+            return
+    reason = f"holds {foreign[0]}, too" if foreign else "is not this user's own"
+    advice = "others can list the log in %s, which %s: give a folder of its own, or `chmod 700` it"
+    log.warning(advice, folder, reason)
+
+
+def _is_ours(name: str) -> bool:
+    return name in (MEDIA, POLICY) or fnmatch(name, DAYS)
 
 
 def _make_private(path: Path) -> None:

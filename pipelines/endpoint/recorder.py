@@ -5,8 +5,9 @@ from typing import Any
 
 from vlmdistill.pipelines.endpoint.chat import image_source
 from vlmdistill.pipelines.endpoint.served_decoder import ServedResponse
-from vlmdistill.pipelines.request_log import Headers, Keep, decoded
+from vlmdistill.pipelines.request_log import Headers, Keep
 from vlmdistill.stores.input_files import read_bytes
+from vlmdistill.stores.json_text import loads_once
 
 
 def exchange(
@@ -14,9 +15,9 @@ def exchange(
 ) -> dict[str, Any]:
     """The line of a response that has ended, with its tokens; `keep` stores the request's images.
 
-    ValueError if the `body` of the request has a key twice: the line would have one of its values.
+    ValueError if the `body` of the request has a key with two values: the line would have one of them.
     """
-    decoded(body)
+    loads_once(body.decode())
     counts = response.decoding
     decoding = {
         "drafter": response.drafter_name,

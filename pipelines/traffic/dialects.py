@@ -4,10 +4,11 @@
 - `BatchRequest` and `BatchAnswer`: the input and the output files of OpenAI's batch API.
 - `LiteLLMLine`: the standard logging payload of LiteLLM (docs.litellm.ai/docs/proxy/logging_spec).
 
-A line of any other form is refused. So is a field that is not declared here, by its name: it could hold a
-value that a policy denies. Only LiteLLM's payload may have other fields, which its specification describes.
+A line of any other form is refused. So is one with a field that is not declared here: it could hold a value
+that a policy denies. Only LiteLLM's payload may have other fields, which its specification describes.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -252,11 +253,23 @@ def _form_of(value: Mapping[str, Any]) -> type[msgspec.Struct]:
 
 
 def _typed(value: Any, form: Any) -> Any:
-    """A value as an object of a form; BadRowError names a field that is wrong, without its private value."""
+    """A value as an object of a form; BadRowError says where it is wrong, without any text of the value."""
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
-        raise BadRowError(f"unreadable line: {str(error)[:200]}") from None
+        raise BadRowError(f"unreadable line: {_without_names(str(error))}") from None
+
+
+def _without_names(problem: str) -> str:
+    """A problem without the name of an unknown field, which may be private text, unless it means headers."""
+    match = re.search(r"unknown field `(.*)`", problem, re.DOTALL)
+    if match is None or _plain_field(match[1]) in HEADER_FIELDS:
+        return problem
+    return problem.replace(f" `{match[1]}`", "")
+
+
+def _plain_field(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
 
 
 def _by_lower_name(headers: Headers) -> dict[str, list[str]]:
@@ -273,7 +286,7 @@ def _by_lower_name(headers: Headers) -> dict[str, list[str]]:
 def _require_no_headers(body: Mapping[str, Any]) -> None:
     """BadRowError if a body has headers, or `user` or `model` in a spelling that no policy would meet."""
     for name in body:
-        plain_name = name.strip().lower().replace("-", "_")
+        plain_name = _plain_field(name)
         if plain_name in HEADER_FIELDS:
             raise BadRowError("headers in the request", f"'{name}': put them beside it")
         if plain_name in BODY_NAMES and name != plain_name:

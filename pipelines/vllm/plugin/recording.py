@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmdistill.pipelines.request_log import Headers, Keep, Recorder, decoded
+from vlmdistill.pipelines.request_log import Headers, Keep, Recorder
+from vlmdistill.stores.json_text import loads_once
 from vlmdistill.stores.schema import seconds
 
 FOLDER, FOR = "VLMDISTILL_RECORD", "VLMDISTILL_RECORD_FOR"
@@ -109,8 +110,8 @@ def with_tokens(body: bytes) -> bytes:
 
 
 def exchange(asked: bytes, said: bytes, headers: Headers, keep: Keep) -> dict[str, Any]:
-    """The line of a response that has ended; ValueError if it is none, or the request has a key twice."""
-    request = decoded(asked)
+    """The line of a response that has ended; ValueError if it is none, or a key has two values."""
+    request = loads_once(asked.decode())
     is_stream = said.lstrip().startswith((b"data:", b":"))
     response = joined(said) if is_stream else json.loads(said)
     for turn in request["messages"]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests import thorough, tiny
 from tests.drafters import synthetic
 from tests.served_app import serving
 from vlmdistill.drafters.decoding.clock import Cycle, Laps
+from vlmdistill.pipelines import request_log
 from vlmdistill.pipelines.endpoint import switch as switches
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.served_decoder import (
@@ -308,8 +310,6 @@ def test_recorded_days_are_removed_with_their_images(
 def test_a_clock_that_is_far_ahead_removes_no_recorded_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
-
     now = time.time()
     today = time.strftime("%Y-%m-%d", time.gmtime(now))
     (tmp_path / "media").mkdir()
@@ -321,6 +321,22 @@ def test_a_clock_that_is_far_ahead_removes_no_recorded_day(
             recorder.add(lambda _: {})
     assert {file.name for file in tmp_path.rglob("*")} >= {f"{today}.jsonl", "image"}
     assert len([*tmp_path.glob("*.jsonl")]) == 2
+
+
+def test_a_clock_that_jumps_ahead_removes_no_recorded_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_log, "HOUR", 0.01)
+    now = time.time()
+    with Recorder(tmp_path, keep_seconds=86400.0) as recorder:
+        recorder.add(lambda keep: {"image": keep(b"x")})
+        while not recorder.recorded:  # and so the clock was looked at
+            time.sleep(0.01)
+        monkeypatch.setattr(time, "time", lambda: now + 400 * 86400)
+        while not any("jumped ahead by 400 days" in line for line in caplog.messages):
+            time.sleep(0.01)
+    assert len([*tmp_path.glob("*.jsonl")]) == 1
+    assert len([*(tmp_path / "media").iterdir()]) == 1
 
 
 class Stalled(Switch):

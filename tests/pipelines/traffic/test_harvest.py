@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -628,17 +628,29 @@ def test_payloads_of_litellm_are_read(workspace: Workspace) -> None:
         ({"time": 0.35}, "$.time"),
         ({"response": "Hi."}, "$.response"),
         ({"request": json.dumps(asked("Who?"))}, "$.request"),
-        ({"timestamp": NOW}, "timestamp"),
+        ({"timestamp": NOW}, "unknown field"),
+        ({"response": {"choices": []}, "custom_id": "1"}, "unknown field"),
     ],
     ids=str,
 )
-def test_a_line_of_another_form_is_dropped_with_the_name_of_its_field(
+def test_a_line_of_another_form_is_dropped_with_the_place_of_its_field(
     workspace: Workspace, line: dict[str, Any], named: str
 ) -> None:
     made = taken(workspace, [exchange(0, **line)])
     (reason,) = made.dropped
     assert (made.kept, named in reason) == (0, True)
     assert "board" not in reason
+
+
+def test_a_key_of_a_line_that_is_private_text_is_not_written(
+    workspace: Workspace,
+) -> None:
+    secret = "Zebedee's ``diary`` in 3.50"
+    lines = [exchange(0, **{secret: 1}), {"custom_id": "1", "response": {secret: 1}}]
+    made = taken(workspace, lines)
+    assert sum(made.dropped.values()) == 2
+    assert "diary" not in json.dumps(asdict(made))
+    assert b"diary" not in everything(workspace.root)
 
 
 def test_the_converter_of_the_page_makes_lines_that_are_read(
@@ -696,6 +708,21 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_harvested(
     assert (again.files, again.unchanged, len(again.unread)) == (1, 2, 1)
     (tmp_path / "logs/b.jsonl").unlink()
     assert main(["harvest", logs, "--runs", str(workspace.root.parent)]) == 0
+
+
+def test_files_beside_a_log_that_no_one_reads_are_named(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "logs/a.jsonl", [exchange(0)])
+    for name in ("a.jsonl.1", "a.jsonl.zst", "policy.toml", "1.png", "media/0123"):
+        (tmp_path / "logs" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "logs" / name).write_text("{}")
+    command = ["harvest", str(tmp_path / "logs"), "--runs", str(workspace.root.parent)]
+    assert main(command) == 0
+    warned = capsys.readouterr().err
+    assert "2 files are not read" in warned
+    assert "a.jsonl.1" in warned
+    assert "policy" not in warned
 
 
 def test_a_log_of_bad_files_alone_is_an_error(

@@ -220,6 +220,33 @@ def test_a_log_is_for_its_user_alone_and_follows_no_link(tmp_path: Path) -> None
     assert not victim.exists()
 
 
+def test_a_folder_of_the_user_is_made_private_if_it_holds_a_log_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    for folder, name in ((own, "policy.toml"), (shared, "notes.txt")):
+        folder.mkdir(0o755)
+        (folder / name).touch()
+        Recorder(folder).close()
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
+    (warning,) = caplog.messages
+    assert "notes.txt" in warning
+    assert "chmod 700" in warning
+
+
+def test_of_a_request_with_a_key_twice_no_value_is_lost(
+    encoder: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
+    app = Recording(Server(encoder))
+    start = json.dumps(asked("What is here?"))[:-1]
+    for users in ('"user": "ann", "user": "ann"', '"user": "ann", "user": "bob"'):
+        ask(app, f"{start}, {users}}}".encode())
+    app.recorder.close()
+    assert (app.recorder.recorded, app.recorder.lost) == (1, 1)
+
+
 @pytest.mark.parametrize("text", ["[deny", "deny = 1"])
 def test_a_policy_that_cannot_be_read_starts_no_server(
     tmp_path: Path, text: str
