@@ -9,6 +9,7 @@ All files that the product writes are named by what is in use, or left over. Wha
 may hold any prompt, so all of it goes, and at a URL all that the last version does not name.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Collection, Iterable
@@ -44,6 +45,7 @@ PARTS = ("prompts", "responses", "reports", "traffic")
 """Of a workspace, which may hold texts."""
 PAGES = "*.html"  # in the folder of reports
 CLOCK = ".clock"  # its time is that of the last deletion
+SKEW = 86400.0  # seconds by which clocks of machines may differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +72,16 @@ class Forgotten:
 def forget(
     workspace: Workspace, older_than: float, *, dry_run: bool = False
 ) -> Forgotten:
-    """Delete the traffic that was asked more than so many seconds ago, from the whole workspace.
+    """Delete the traffic that was asked more than so many seconds ago from the workspace; 0: all traffic.
 
     DataError if another run is writing to it, or still reads prompts; if it has links, whose files would
-    stay; or if the clock is far beyond the newest file: the same deletion again is done. StoreError if the
-    store is damaged or being written to.
+    stay; after everything else, if a wrong clock says that the rest was asked in the future, so that its age
+    is unknown; or if the clock is far beyond the newest file: the same deletion again is done. StoreError if
+    the store is damaged or being written to.
     """
     _require_no_links(workspace)
-    before = _now(workspace, dry_run) - older_than
+    now = _now(workspace, dry_run)
+    before = now - older_than if older_than else math.inf
     # At a URL, what an inner block has changed is published before what an outer one has.
     with (
         only_writer(workspace.reports, wait=True) as reports,
@@ -100,7 +104,7 @@ def forget(
             kept_keys = frozenset(prompt.key for prompt in kept)
             shown = _ShownPrompts(workspace.reports, old_keys, kept_keys)
             forgotten = Forgotten(
-                before=utc(before),
+                before=utc(now - older_than),
                 samples=len(samples),
                 responses=responses,
                 prompts=len(prompts) - len(kept),
@@ -125,6 +129,13 @@ def forget(
         raise DataError(
             f"{len(running)} running commands still read prompts, such as in {running[0]}: wait until they "
             "end, or stop them, and run it again"
+        )
+    from_future = [prompt.time for prompt in kept if (prompt.time or 0) > now + SKEW]
+    if from_future:
+        raise DataError(
+            f"{len(from_future)} prompts stay that were asked in the future, such as on "
+            f"{utc(from_future[0] or 0)}: a clock was wrong at their harvest, or is now. To delete all "
+            "traffic: --older-than 0s"
         )
     return forgotten
 

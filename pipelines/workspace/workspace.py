@@ -143,17 +143,20 @@ class Workspace:
             backend.release(folder)
 
     def clear_staging(self) -> list[Path]:
-        """Remove the `staging` folders of killed processes; the folders of processes that still run."""
-        backend = Local(self.root)
+        """Remove the `staging` folders of killed processes; the folders of processes that still run.
+
+        Also those of a feature store, which may have no record yet.
+        """
         in_use = list[Path]()
-        for leaf in backend.list_names(STAGING):
-            name = f"{STAGING}/{leaf}"
-            folder = self.root / name
-            with backend.try_lock(name) as has_ended:
-                if has_ended:
-                    backend.remove(name)
-                elif folder.exists():
-                    in_use.append(folder)
+        for backend in (Local(self.root), Local(self.root / "features")):
+            for leaf in backend.list_names(STAGING):
+                name = f"{STAGING}/{leaf}"
+                folder = backend.root / name
+                with backend.try_lock(name) as has_ended:
+                    if has_ended:
+                        backend.remove(name)
+                    elif folder.exists():
+                        in_use.append(folder)
         return in_use
 
     def rounds(self, name: str, again: bool = False) -> Path:

@@ -10,16 +10,19 @@ from vlmdistill.stores.backends.backend import STAGING, Backend
 from vlmdistill.stores.commits import KEPT, complete_ledger, find_naming, require_all
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.manifest import (
+    ANNEXES,
     CACHE,
     HEADS,
     SHARDS,
     STATS,
+    STORE,
     VIEWS,
     CacheRecord,
     Commit,
     TableRecord,
     find_record,
     kind_of,
+    names_in,
     record_names,
 )
 from vlmdistill.stores.store import Store
@@ -28,7 +31,7 @@ GRACE = 24 * 3600.0  # seconds
 HASH = "[0-9a-f]{16}"
 WRITTEN = re.compile(  # names that writers give: any other file is the user's own
     rf"shards/.+-{HASH}|heads/{HASH}|(views|stats)/.+-{HASH}\.arrow|cache/index(\.json|-{HASH}\.arrow)"
-    rf"|staging/((copy|probe|removed)-)?{HASH}"
+    rf"|(annexes/{HASH}/)?staging/((copy|probe|removed)-)?{HASH}"
 )
 log = logging.getLogger("vlmdistill.stores")
 
@@ -175,6 +178,12 @@ def _unnamed(
         for leaf in backend.list_names(folder):
             if f"{folder}/{leaf}" not in named:
                 yield f"{folder}/{leaf}"
+    # Of an annex that has no record yet, nothing else is written.
+    for annex in names_in(backend, ANNEXES):
+        folder = f"{ANNEXES}/{annex}"
+        if backend.size(f"{folder}/{STORE}") is None:
+            for leaf in backend.list_names(f"{folder}/{STAGING}"):
+                yield f"{folder}/{STAGING}/{leaf}"
     # The record of a cache goes before its table.
     used = _used_cache(backend, records)
     for leaf in reversed(backend.list_names(CACHE)):

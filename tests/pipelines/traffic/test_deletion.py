@@ -79,6 +79,12 @@ WORST = {
     "adapt": "staging/#/prompts.parquet",
     "forget": "staging/removed-",
 }
+if THOROUGH:  # what publishes few files that have a text
+    AFTER |= {
+        "annex": ("features", "--for", "eagle3", "--workers", "0"),
+        "resplit": ("prompts", "--resplit", "0.3"),
+    }
+    WORST |= {"annex": "annexes/", "resplit": "prompts.parquet"}
 DEATHS, DEATHS_AT_URL = count(1, 100), 12  # of each command, besides the worst one
 pytestmark = pytest.mark.timeout(count(600, 7200))
 LATE = ("features", "adapt", "forget")  # are worst after the publication

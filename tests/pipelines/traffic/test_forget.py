@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -16,6 +16,7 @@ import fsspec
 import polars as pl
 import pytest
 
+from tests.cli.test_full_disk import full
 from tests.pipelines.bench.made_up import evaluation, measured, shown
 from tests.pipelines.traffic import killing
 from tests.pipelines.traffic.conftest import ANSWER, asked, data_url, said, write
@@ -35,7 +36,7 @@ from vlmdistill.pipelines.workspace import parts
 from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.backends.remote import Remote
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import FOR_USER, DataError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
@@ -404,6 +405,38 @@ def test_what_a_running_command_still_reads_is_no_success(held_out: Workspace) -
             forget(held_out, 30 * DAY)
         assert holding(held_out.root, b"Zebedee") == [str(folder / "prompts")]
     assert forget(held_out, 30 * DAY).prompts == 0
+    assert not raw(held_out, "Zebedee")
+
+
+@pytest.mark.parametrize("size", [0, 300, 5000])
+def test_on_a_full_disk_a_deletion_that_ends_well_has_left_nothing(
+    workspace: Workspace, size: int
+) -> None:
+    with suppress(*FOR_USER), full(size):
+        forget(workspace, 30 * DAY)
+        assert not raw(workspace, "Zebedee")
+    forget(workspace, 30 * DAY)
+    assert not raw(workspace, "Zebedee")
+    assert raw(workspace, "Florence")
+
+
+def test_traffic_of_the_future_is_told_and_goes_with_all_traffic(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: NOW - 300 * DAY)
+        with pytest.raises(DataError, match=r"future.*0s"):
+            forget(workspace, 30 * DAY)
+        assert forget(workspace, 0).prompts == 6
+    assert not raw(workspace, "Zebedee")
+    assert not raw(workspace, "Florence")
+
+
+def test_what_was_left_before_a_store_has_a_record_goes(held_out: Workspace) -> None:
+    left = Path(held_out.features) / "staging" / f"{1:016}"
+    left.mkdir(parents=True)
+    (left / "record").write_text("Zebedee")
+    forget(held_out, 30 * DAY)
     assert not raw(held_out, "Zebedee")
 
 

@@ -86,6 +86,16 @@ def test_a_dry_run_removes_nothing_and_an_annex_forgets_with_its_store(
     )
 
 
+def test_what_a_killed_process_left_of_an_annex_without_a_record_goes(
+    store: Store,
+) -> None:
+    folder = Path(store.path) / "annexes" / f"{1:016}" / "staging" / f"{2:016}"
+    folder.mkdir(parents=True)
+    (folder / "record").write_text("Zebedee")
+    assert expire(store, 0).removed == {f"annexes/{1:016}/staging/{2:016}": 7}
+    assert not on_disk(Path(store.path), b"Zebedee")
+
+
 def test_of_a_sample_that_two_shards_have_no_copy_stays(store: Store) -> None:
     folder = Path(store.path)
     write(store, "later", [sample(1, time=50), sample(50, time=50)])
