@@ -17,9 +17,8 @@ import httpx2
 import pytest
 
 from tests.drafters import synthetic
-from tests.traffic.adapting import SMALL
 from tests.traffic.conftest import fresh
-from tests.traffic.loop import command, embedded, text
+from tests.traffic.loop import adaptation, command, embedded, text
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.pipelines.bench.server_client import Counters, between, parse
 from vlmdistill.pipelines.cluster.engine_environment import engine_python
@@ -133,30 +132,9 @@ def test_what_is_recorded_adapts_the_drafter_and_is_taken_over(
 ) -> None:
     before = running.accepted_per_draft()
     said = running.ask(running.bodies[:8])
-    settings = [word for one in SMALL for word in ("--set", one)]
-    adapting = running.run(
-        *(
-            "adapt",
-            "hawk",
-            "--from",
-            str(running.recorded),
-            "--steps",
-            "80",
-            "--limit",
-            "16",
-        ),
-        *(
-            "--eval-share",
-            "0.25",
-            "--max-new-tokens",
-            "24",
-            "--workers",
-            "1",
-            *settings,
-        ),
-    )
-    assert adapting.returncode == 0, adapting.stderr
-    assert "hawk.r1 is in use from now on" in adapting.stdout
+    run = running.run(*adaptation(running.recorded))
+    assert run.returncode == 0, run.stderr
+    assert "hawk.r1 is in use from now on" in run.stdout
     audit = json.loads(
         (running.workspace.traffic / "audit.jsonl").read_text().splitlines()[0]
     )

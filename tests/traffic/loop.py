@@ -82,6 +82,13 @@ def ask(
     return found
 
 
+def adaptation(recorded: Path) -> list[str]:
+    """The words of the command that adapts `hawk` from a log."""
+    budget = "--steps 80 --limit 16 --eval-share 0.25 --max-new-tokens 24 --workers 1"
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    return ["adapt", "hawk", "--from", str(recorded), *budget.split(), *settings]
+
+
 def text(said: dict[str, Any]) -> str:
     return str(said["choices"][0]["message"]["content"])
 
@@ -94,37 +101,16 @@ def test_a_served_drafter_is_adapted_to_its_own_log_and_swapped_while_it_serves(
     with server(workspace, recorded, tmp_path / "serve.log") as served:
         first = [ask(served, line, log) for line in lines]
         assert {one["decoding"]["drafter"] for one in first} == {"hawk"}
-        settings = [word for one in SMALL for word in ("--set", one)]
-        adapting = subprocess.run(
-            command(
-                *(
-                    "adapt",
-                    "hawk",
-                    "--from",
-                    str(recorded),
-                    "--steps",
-                    "80",
-                    "--limit",
-                    "16",
-                ),
-                *(
-                    "--eval-share",
-                    "0.25",
-                    "--max-new-tokens",
-                    "24",
-                    "--workers",
-                    "1",
-                    *settings,
-                ),
-                *("--model", "demo-small", "--runs", str(workspace.root.parent)),
-            ),
+        where = ("--model", "demo-small", "--runs", str(workspace.root.parent))
+        run = subprocess.run(
+            command(*adaptation(recorded), *where),
             capture_output=True,
             text=True,
             check=False,
             env={**os.environ, "RAY_ADDRESS": "local"},
         )
-        assert adapting.returncode == 0, adapting.stderr
-        assert "hawk.r1 is in use from now on" in adapting.stdout
+        assert run.returncode == 0, run.stderr
+        assert "hawk.r1 is in use from now on" in run.stdout
         end = time.monotonic() + 120
         while not served.metric('vlmdistill_drafter{version="hawk.r1"}'):
             assert time.monotonic() < end
@@ -141,7 +127,6 @@ def test_a_served_drafter_is_adapted_to_its_own_log_and_swapped_while_it_serves(
         assert gained[1] > 1.1 * gained[0]
         assert served.metric("vlmdistill_drafter_rollbacks") == 0
     assert versions.current(workspace, "hawk") == "hawk.r1"
-    where = ("--model", "demo-small", "--runs", str(workspace.root.parent))
     forgetting = command("forget", "--older-than", "0s", *where)
     assert subprocess.run(forgetting, check=False).returncode == 0
     assert not list((workspace.root / "harvested").iterdir())
