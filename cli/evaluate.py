@@ -381,6 +381,9 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
     if as_json:
         console.result({"evaluations": rows}, as_json=True)
     elif rows:
+        for row in rows:
+            if row.setdefault("not_ranked"):
+                row["speedup"] = None  # a number in doubt is not shown
         columns = list(selection.LISTED)
         lines = [[_cell(row[name]) for name in columns] for row in rows]
         console.rows(columns, lines)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Final, Literal
 
 from vlmdistill.pipelines.bench import audit
-from vlmdistill.pipelines.bench.records import Decoding, Evaluation, PromptResult
+from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.statistics import (
     BUSY,
     FEWEST,
@@ -251,6 +251,13 @@ class Group:
         for evaluation in self.evaluations:
             for name, value in _facts(evaluation).items():
                 values.setdefault(name, {})[value] = None
+        for result in self.results:
+            if result.repeats > 1:
+                text = (
+                    f"{result.name} at temperature {result.temperature:g} is the latest of "
+                    f"{result.repeats}"
+                )
+                values.setdefault("repeated evaluations", {})[text] = None
         return {name: "; ".join(different) for name, different in values.items()}
 
     @property
@@ -442,16 +449,17 @@ def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
 
     The drafters of a run are measured beside the same plain decoding: if it differs, a record was changed.
     """
-    first: dict[object, Decoding] = {}
+    first: dict[object, PromptResult] = {}
     doubted_runs = set[object]()
     for result in results:
         run = _run(result)
         for prompt in result.measurement.prompts:
-            plain = first.setdefault((run, prompt.key), prompt.plain)
-            if not _equal(plain, prompt.plain):
+            other = first.setdefault((run, prompt.key), prompt)
+            if not _agree(prompt, other):
                 doubted_runs.add(run)
     doubt = (
-        "records of its run differ in the numbers of plain decoding, which they share"
+        "records of its run differ in the numbers of plain decoding or in the times of all decodings, "
+        "which they share"
     )
     return [
         replace(result, beside=(*result.beside, doubt))
@@ -461,9 +469,19 @@ def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
     ]
 
 
-def _equal(plain: Decoding, other: Decoding) -> bool:
-    """Whether two records of plain decoding have the same tokens and seconds."""
-    return plain.tokens == other.tokens and plain.seconds == other.seconds
+def _agree(prompt: PromptResult, other: PromptResult) -> bool:
+    """Whether two records of one prompt have the same plain decoding, and the same times of all decodings."""
+    plain, other_plain = prompt.plain, other.plain
+    same_plain = (plain.tokens, plain.seconds) == (
+        other_plain.tokens,
+        other_plain.seconds,
+    )
+    turn, other_turn = prompt.turn, other.turn
+    if len(turn.seconds) == 2:  # the drafter was alone
+        return same_plain
+    times = turn.seconds, turn.started, turn.ended
+    other_times = other_turn.seconds, other_turn.started, other_turn.ended
+    return same_plain and times == other_times
 
 
 def _run(result: DrafterResult) -> tuple[object, ...]:

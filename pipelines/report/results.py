@@ -52,6 +52,8 @@ class DrafterResult:
     measurement: Measurement
     beside: tuple[str, ...] = ()
     """Doubts that other results of the same run raise, or all prompts of a part."""
+    repeats: int = 1
+    """Results of its kind that the workspace has: this is the latest."""
 
     def __repr__(self) -> str:
         """Its rates and their intervals; the numbers of each prompt are in `measurement`."""
@@ -131,6 +133,7 @@ class DrafterResult:
             "weights": evaluation.weights,
             "commit": evaluation.software.commit,
             **self._rates,
+            "not_ranked": "; ".join(self.unranked) or None,
         }
 
     @property

@@ -32,6 +32,7 @@ LISTED: Final = (
     "tau",
     "speedup",
     "machine",
+    "not_ranked",
 )
 """The columns that `eval --list` prints."""
 
@@ -88,10 +89,15 @@ class Kept:
     @property
     def latest(self) -> "Kept":
         """The latest result of each kind."""
-        latest: dict[tuple[object, ...], DrafterResult | ServerResult] = {}
+        of_kind: dict[tuple[object, ...], list[DrafterResult | ServerResult]] = {}
         for result in self.results:  # the latest first
-            latest.setdefault(result.kind, result)
-        return Kept([*latest.values()])
+            of_kind.setdefault(result.kind, []).append(result)
+        latest: list[DrafterResult | ServerResult] = []
+        for result, *earlier in of_kind.values():
+            if isinstance(result, DrafterResult):
+                result = replace(result, repeats=1 + len(earlier))
+            latest.append(result)
+        return Kept(latest)
 
 
 def read(reports: Path) -> Kept:
