@@ -1,19 +1,20 @@
-"""Decodes prompts at temperature 0 in a process of its own, which has seen no response to them."""
+"""Decodes prompts in a process of its own, which has seen no response to them."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from vlmdistill.pipelines.bench.records import Again
+from vlmdistill.pipelines.bench.records import Again, Evaluation
 from vlmdistill.pipelines.cluster.processes import Processes
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.stores.progress import Progress
+from vlmdistill.stores.schema import content_hash
 
-PROMPTS = 8  # decoded again, at most
+PROMPTS = 8  # of each temperature, at most
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class Repeated:
     tree: str
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A prompt that is decoded again."""
+
+    temperature: float
+    number: int  # of the prompt in the evaluation
+    key: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """How prompts were decoded the first time."""
@@ -32,7 +42,7 @@ class Conditions:
     model: str
     how: Mapping[str, Any]  # of loading the target
     prompts_file: Path
-    keys: Sequence[str]
+    seed: int
     max_new_tokens: int
     threads: int
 
@@ -41,13 +51,30 @@ Calls = dict[str, tuple[Again, ...]]
 """By the labels of the drafters."""
 
 
-def decode_again(drafters: Sequence[Repeated], conditions: Conditions) -> Calls:
+def chosen(evaluation: Evaluation) -> Iterator[Chosen]:
+    """Some prompts of each temperature, by a hash of plain decoding's seconds.
+
+    So no drafter can know them while it decodes, and all drafters of a run have the same ones.
+    """
+    for measurement in evaluation.temperatures:
+        seconds = [prompt.plain.seconds for prompt in measurement.prompts]
+        numbers = sorted(
+            range(len(seconds)), key=lambda number: content_hash([seconds, number])
+        )
+        for number in sorted(numbers[:PROMPTS]):
+            key = measurement.prompts[number].key
+            yield Chosen(measurement.temperature, number, key)
+
+
+def decode_again(
+    drafters: Sequence[Repeated], prompts: Sequence[Chosen], conditions: Conditions
+) -> Calls:
     """The calls of each drafter for some of the prompts; TrainingError if the process fails."""
-    if not PROMPTS or not drafters:
+    if not prompts or not drafters:
         return {}
     with tempfile.TemporaryDirectory() as folder, Processes() as children:
         out = Path(folder) / "calls.json"
-        arguments = (drafters, conditions, PROMPTS, out)
+        arguments = (drafters, prompts, conditions, out)
         environment = {"OMP_NUM_THREADS": str(conditions.threads)}
         children.start("decoding again", _decode, arguments, environment)
         for _ in children.messages():
@@ -57,35 +84,43 @@ def decode_again(drafters: Sequence[Repeated], conditions: Conditions) -> Calls:
 
 def _decode(
     drafters: Sequence[Repeated],
+    chosen_prompts: Sequence[Chosen],
     conditions: Conditions,
-    count: int,
     out: Path,
     report: Progress,
 ) -> None:
-    """Decode the first `count` prompts, and write the calls to `out`: runs in a process of its own."""
+    """Decode prompts, and write the calls to `out`: runs in a process of its own."""
+    import torch
+
     from vlmdistill.drafters.core.tree import Tree
     from vlmdistill.drafters.decoding.decoders import speculate
+    from vlmdistill.pipelines.bench.sampled import prompt_seed
     from vlmdistill.pipelines.targets.loading import load
 
     target = load(conditions.model, **conditions.how)
-    prompts = prompt_table.load(conditions.prompts_file, conditions.model, "all")
-    chosen_keys = set(conditions.keys[:count])
-    chosen = [prompt for prompt in prompts if prompt.key in chosen_keys]
+    table = prompt_table.load(conditions.prompts_file, conditions.model, "all")
+    chosen_keys = {choice.key for choice in chosen_prompts}
+    prompt_of = {prompt.key: prompt for prompt in table if prompt.key in chosen_keys}
     calls: Calls = {}
     for done, repeated in enumerate(drafters, 1):
         drafter = target.drafter(repeated.folder)
         tree = Tree.parse(repeated.tree)
         calls[repeated.label] = ()
-        for prompt in chosen:
+        for choice in chosen_prompts:
+            generator = torch.Generator(target.device)
+            generator.manual_seed(prompt_seed(conditions.seed, choice.number))
             cycles = speculate(
                 target,
                 drafter,
-                target.encode(prompt.messages),
+                target.encode(prompt_of[choice.key].messages),
                 tree=tree,
                 max_new_tokens=conditions.max_new_tokens,
+                temperature=choice.temperature,
+                generator=generator,
             )
             # The first cycle is the prefill's.
-            again = Again(key=prompt.key, calls=len(list(cycles)) - 1)
+            count = len(list(cycles)) - 1
+            again = Again(key=choice.key, calls=count, temperature=choice.temperature)
             calls[repeated.label] += (again,)
             report(done, len(drafters))
     out.write_bytes(msgspec.json.encode(calls))

@@ -20,13 +20,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import (
+    LABELS,
     Baseline,
     Decoding,
     Evaluation,
@@ -40,10 +43,10 @@ from vlmdistill.pipelines.bench.records import (
 )
 from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.bench.statistics import (
-    BUSY,
+    FEWEST,
     TOLERANCE,
     cpu_share_of,
-    tolerance,
+    is_busy,
 )
 from vlmdistill.stores.errors import DataError
 
@@ -54,13 +57,17 @@ TOKENS: Final = 3.0  # likewise, of counts
 SLOW_STEP: Final = 1.1
 """Plain decoding's step over the target's own, in pairs: honest ones have 0.98 to 1.04."""
 SLOW: Final = 1.15  # plain decoding over `generate`, and over earlier evaluations
+SLOW_SHARED: Final = 1.5  # likewise, where other programs had a part of the CPU
 SLOW_READS: Final = 1.5
 """A step over that of an earlier evaluation, which was not measured beside it."""
-SLOW_SAMPLING: Final = 1.3
-"""Plain decoding's step beside a verification, over the same at temperature 0."""
 FAST_PACE: Final = 2.0
 """The calibrated step over plain decoding's: other programs can only slow it down."""
-BETWEEN: Final = 0.01  # seconds that may pass between two decodings of a prompt
+BETWEEN: Final = 0.003  # seconds that may pass between two decodings of a prompt
+OF_TURNS: Final = 0.005  # share of all prompts' time that two clocks differ by
+BACKWARDS: Final = 1.0  # seconds that the machine's clock may be set back
+PAUSE: Final = 0.1  # seconds that may pass between two prompts,
+OF_PROMPT: Final = 0.05  # besides this share of the time that a prompt takes
+NORMAL: Final = 1.4826  # standard deviation over the median of absolute deviations
 EQUAL: Final = 1e-6  # relative difference of numbers that are recorded twice
 ROUNDED: Final = 1e-3  # sum of the probabilities of guesses, which are rounded
 LEAKED: Final = 0.1
@@ -110,7 +117,7 @@ def _wrong_counts(
 class _Limits:
     """What a response and a cycle cannot exceed."""
 
-    tokens: int  # of a response
+    tokens: int  # of a response, unless the target has fewer positions left
     gained: int | None  # tokens of a cycle; None: not known
 
 
@@ -126,6 +133,9 @@ def _contradictions(
         yield from _contradictions_of_side(whose, decoded)
         if decoded.tokens > limits.tokens:
             yield f"the responses of {whose} have more tokens than the limit"
+        limit = min(limits.tokens, prompt.room or 0)
+        if decoded.finish == "length" and decoded.tokens < limit:
+            yield f"the responses of {whose} end before an EOS and before the limit"
         if temperature > 0 and (decoded.surprise is None or not decoded.ranks):
             yield f"the sampled responses of {whose} were not compared with the target's distribution"
     if plain.accepted:
@@ -281,16 +291,16 @@ def _wrong_seeds(
 
 def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
     """Prompts for which the process that decodes again needs another number of calls."""
-    calls_of: dict[str, int] = {}
+    calls_of: dict[tuple[float, str], int] = {}
     for measurement in evaluation.temperatures:
-        if measurement.temperature == 0:
-            for prompt in measurement.prompts:
-                calls_of[prompt.key] = prompt.drafted.calls
-    differing = [
-        again.key
-        for again in evaluation.again
-        if again.calls != calls_of.get(again.key, again.calls)
-    ]
+        for prompt in measurement.prompts:
+            place = measurement.temperature, prompt.key
+            calls_of[place] = prompt.drafted.calls
+    differing = []
+    for again in evaluation.again:
+        calls = calls_of.get((again.temperature, again.key))
+        if calls is not None and calls != again.calls:
+            differing.append(again.key)
     if differing:
         yield (
             "a process that has seen no response needs other numbers of calls for the same prompts: "
@@ -348,7 +358,10 @@ def doubts_of_run(evaluation: Evaluation) -> list[str]:
 
 def slow_baseline(evaluation: Evaluation) -> list[str]:
     """Warnings of a baseline that is slower than it has to be: speedups over it say little."""
-    return [*_slow_steps(evaluation), *_slow_target(evaluation)]
+    warnings = [*_slow_steps(evaluation), *_slow_target(evaluation)]
+    for measurement in evaluation.temperatures:
+        warnings += _slow_responses(measurement)
+    return warnings
 
 
 def _slow_steps(evaluation: Evaluation) -> Iterator[str]:
@@ -362,16 +375,77 @@ def _slow_steps(evaluation: Evaluation) -> Iterator[str]:
         yield f"a step of plain decoding takes {min(ratios):.2f} times as long as the target's own step"
 
 
+def _slow_responses(measurement: Measurement) -> Iterator[str]:
+    """The steps of plain decoding's responses are slower than the target's own right after them.
+
+    On prompts of a kind, or on all.
+    """
+    groups = measurement.by(LABELS["kind"])
+    if len(groups) > 1:
+        groups["every"] = measurement
+    for kind, group in groups.items():
+        ratio = _Ratio.of_steps(group.prompts)
+        if ratio.is_above(SLOW_STEP):
+            yield (
+                f"a step of plain decoding in the responses to {kind} prompts at temperature "
+                f"{measurement.temperature:g} takes {ratio.pooled:.2f} times as long as the target's own "
+                "step right after them"
+            )
+
+
+@dataclass(frozen=True)
+class _Ratio:
+    """The seconds of plain decoding's steps over those of the target's own."""
+
+    pooled: float
+    prompts: int
+    error: float  # of the logarithm
+
+    @classmethod
+    def of_steps(cls, prompts: Iterable[PromptResult]) -> "_Ratio":
+        """Of responses with a second token, in CPU seconds on a CPU.
+
+        The error is from the lower half of the logarithms, which a few slow responses leave as it is.
+        """
+        seconds, bare_seconds, logarithms = 0.0, 0.0, []
+        for prompt in prompts:
+            spent, calls = _decode_seconds(prompt.plain), prompt.plain.calls
+            if prompt.bare_step and spent and calls:
+                seconds += spent
+                bare_seconds += calls * prompt.bare_step
+                logarithms.append(math.log(spent / calls / prompt.bare_step))
+        if not logarithms:
+            return cls(0.0, 0, 0.0)
+        middle = median(logarithms)
+        below = [middle - value for value in logarithms if value <= middle]
+        spread = NORMAL * median(below)
+        error = spread / len(logarithms) ** 0.5
+        return cls(seconds / bare_seconds, len(logarithms), error)
+
+    def is_above(self, limit: float) -> bool:
+        """Whether it is, and not by chance."""
+        allowed = limit * math.exp(ERRORS * self.error)
+        return self.prompts >= FEWEST and self.pooled > allowed
+
+
+def _decode_seconds(decoded: Decoding) -> float:
+    """Seconds after the prefill; on a CPU in CPU seconds, of which it has the same share as of the others."""
+    if decoded.cpu_seconds is None or not decoded.seconds:
+        return decoded.decode_seconds
+    return decoded.decode_seconds * decoded.cpu_seconds / decoded.seconds
+
+
 def _slow_target(evaluation: Evaluation) -> Iterator[str]:
     """Plain decoding is slower than `generate`, or than in the last evaluation on this machine."""
     now, earlier = baseline(evaluation), evaluation.earlier
     if now.against_stock and now.against_stock < 1 / SLOW:
         yield f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast"
         return
-    if earlier is None or _is_busy(evaluation):
+    if earlier is None:
         return
     if now.against_stock and earlier.against_stock:
-        if now.against_stock * SLOW < earlier.against_stock:
+        slow = SLOW_SHARED if _is_busy(evaluation) else SLOW
+        if now.against_stock * slow < earlier.against_stock:
             yield (
                 f"plain decoding is {now.against_stock:.2f} times as fast as model.generate, and was "
                 f"{earlier.against_stock:.2f} times as fast on {earlier.measured}"
@@ -385,49 +459,12 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
 
 def _odd_times(evaluation: Evaluation) -> Iterator[str]:
     """Times that do not fit the machine's clock or speed, or the order of decoding."""
-    yield from _slow_at_temperature(evaluation)
     for measurement in evaluation.temperatures:
         where = f" at temperature {measurement.temperature:g}"
         yield from _fast_pace(evaluation, measurement, where)
         yield from _unaccounted_turns(measurement, where)
-        yield from _fixed_order(measurement, where)
-
-
-def _slow_at_temperature(evaluation: Evaluation) -> Iterator[str]:
-    """A step of plain decoding beside a cycle's verification.
-
-    Sampling is less work for one token than for several, so that the step is no larger a part of the
-    verification than at temperature 0. Other programs may disturb one side alone.
-    """
-    parts = {}
-    for measurement in evaluation.temperatures:
-        sides = [
-            side
-            for prompt in measurement.prompts
-            for side in (prompt.plain, prompt.drafted)
-        ]
-        cpu_share = cpu_share_of(sides)
-        if cpu_share is None or cpu_share >= BUSY:
-            parts[measurement.temperature] = _step_of_verification(measurement)
-    greedy = parts.pop(0.0, None)
-    for temperature, part in parts.items():
-        if greedy and part and part > SLOW_SAMPLING * greedy:
-            yield (
-                f"beside a verification, a step of plain decoding takes {part / greedy:.2f} times as long at "
-                f"temperature {temperature:g} as at 0"
-            )
-
-
-def _step_of_verification(measurement: Measurement) -> float | None:
-    """Seconds of a step of plain decoding over those of a verification with its acceptance."""
-    plain_calls = sum(prompt.plain.calls for prompt in measurement.prompts)
-    calls = sum(prompt.drafted.calls for prompt in measurement.prompts)
-    plain_seconds = sum(prompt.plain.decode_seconds for prompt in measurement.prompts)
-    phases = [prompt.drafted.phases for prompt in measurement.prompts]
-    seconds = sum(phase.verify + phase.accept for phase in phases)
-    if not plain_calls or not calls or not seconds:
-        return None
-    return plain_seconds / plain_calls / (seconds / calls)
+        yield from _repeated_turns(measurement, where)
+        yield from _wrong_order(evaluation, measurement, where)
 
 
 def _fast_pace(
@@ -452,14 +489,9 @@ def _unaccounted_turns(measurement: Measurement, where: str) -> Iterator[str]:
     """The decodings of a prompt do not fill the time from its beginning to its end."""
     turns = [prompt.turn for prompt in measurement.prompts]
     passed = sum(turn.ended - turn.started for turn in turns)
-    decoding = sum(sum(turn.seconds) for turn in turns)
+    decoding = sum(sum(turn.seconds) + (turn.other or 0.0) for turn in turns)
     decodings = sum(len(turn.seconds) for turn in turns)
-    sides = [
-        side
-        for prompt in measurement.prompts
-        for side in (prompt.plain, prompt.drafted)
-    ]
-    allowed = tolerance(cpu_share_of(sides)) * passed + BETWEEN * decodings
+    allowed = OF_TURNS * passed + BETWEEN * decodings
     if abs(passed - decoding) > allowed:
         yield (
             f"the decodings{where} have {decoding:.1f} seconds, and {passed:.1f} passed by the machine's "
@@ -467,20 +499,57 @@ def _unaccounted_turns(measurement: Measurement, where: str) -> Iterator[str]:
         )
 
 
-def _fixed_order(measurement: Measurement, where: str) -> Iterator[str]:
-    """The order of two decoders is the same for all prompts.
-
-    It rotates with the prompts: with k decoders, each of the two comes first at least once in k prompts.
-    """
-    turns: Sequence[Turn] = [prompt.turn for prompt in measurement.prompts]
-    decodings = max(len(turn.seconds) for turn in turns)
-    if len(turns) < 2 * decodings:
+def _repeated_turns(measurement: Measurement, where: str) -> Iterator[str]:
+    """Much time passes between prompts, as if the fastest of several decodings were kept."""
+    turns = [prompt.turn for prompt in measurement.prompts]
+    if len(turns) < FEWEST or any(turn.other is None for turn in turns):
         return
-    plain_came_first = {turn.plain < turn.drafted for turn in turns}
-    if plain_came_first == {True}:
-        yield f"plain decoding came before the drafter on each prompt{where}: the order should rotate"
-    if plain_came_first == {False}:
-        yield f"the drafter came before plain decoding on each prompt{where}: the order should rotate"
+    # The median passes over an evaluation that was interrupted.
+    pause = median(after.started - before.ended for before, after in pairwise(turns))
+    passed = median(turn.ended - turn.started for turn in turns)
+    if pause > PAUSE + OF_PROMPT * passed:
+        yield (
+            f"{pause:.2f} seconds passed between two prompts{where}, each of which took {passed:.2f}: "
+            "as if prompts were decoded several times, or times were changed"
+        )
+
+
+def _wrong_order(
+    evaluation: Evaluation, measurement: Measurement, where: str
+) -> Iterator[str]:
+    """Decoders did not take turns as they should, or prompts do not follow each other.
+
+    The order rotates with the prompts, and each decoder decodes once, or twice if the first time warms up:
+    for the first prompt of each kind in each process.
+    """
+    prompts = measurement.prompts
+    rounds = [_rounds(number, prompt.turn) for number, prompt in enumerate(prompts)]
+    unexpected = [
+        prompt.key
+        for prompt, count in zip(prompts, rounds, strict=True)
+        if count is None
+    ]
+    if unexpected:
+        yield f"the decoders did not take turns{where}: {_some(unexpected)}"
+    processes = max(1, len(evaluation.calibrations) - 1)
+    kinds = {prompt.kind for prompt in prompts}
+    if rounds.count(2) > len(kinds) * processes:
+        yield f"prompts were decoded twice{where} that are not the first ones of their kind"
+    turns = [prompt.turn for prompt in prompts]
+    if any(
+        after.started < before.ended - BACKWARDS for before, after in pairwise(turns)
+    ):
+        yield f"the prompts{where} were not decoded one after the other"
+
+
+def _rounds(number: int, turn: Turn) -> int | None:
+    """How often each decoder decoded prompt `number`; None: not equally often, or in another order."""
+    for rounds in (1, 2):
+        decoders, rest = divmod(len(turn.seconds), rounds)
+        place_of_plain = rounds * (-number % decoders) + rounds - 1
+        if not rest and turn.plain == place_of_plain:
+            return rounds
+    return None
 
 
 def leaked(evaluation: Evaluation) -> list[str]:
@@ -513,9 +582,7 @@ def baseline(evaluation: Evaluation) -> Baseline:
     """How fast plain decoding was in an evaluation."""
     reads = []
     for calibration in evaluation.calibrations:
-        cpu_share = calibration.cpu_share
-        undisturbed = cpu_share is None or cpu_share >= BUSY
-        if calibration.reads and undisturbed:
+        if calibration.reads and not is_busy(calibration.cpu_share):
             reads.append(calibration.reads)
     return Baseline(
         measured=evaluation.measured,
@@ -552,8 +619,7 @@ def _is_busy(evaluation: Evaluation) -> bool:
         for prompt in measurement.prompts
         for side in (prompt.plain, prompt.drafted)
     ]
-    cpu_share = cpu_share_of(sides)
-    return cpu_share is not None and cpu_share < BUSY
+    return is_busy(cpu_share_of(sides))
 
 
 def against_stock(evaluation: Evaluation) -> float | None:

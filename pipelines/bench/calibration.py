@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from vlmdistill.drafters.decoding.acceptance import choose
 from vlmdistill.drafters.decoding.clock import clocked, wait
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.pipelines.bench.records import Calibration
@@ -24,6 +25,7 @@ RUNS: Final = 8  # of plain decoding, at most: a response may be short
 STEPS: Final = 24  # of plain decoding in a run, at most
 SECONDS: Final = 0.3  # of plain decoding, after which no other run begins
 ROWS: Final = 5  # of the small product: a verification of a chain of four
+STEPS_BESIDE: Final = 3  # of the target alone, right after a response
 
 
 def calibrate(target: "VisionLanguageTarget", prompt: Any) -> Calibration:
@@ -115,7 +117,7 @@ def _run_of_pairs(target: "VisionLanguageTarget", prompt: Any) -> Iterator[StepP
     cycles = plain(target, prompt, max_new_tokens=1 + STEPS)
     token = next(cycles).ids[-1]
     while True:
-        _, bare, bare_cpu = clocked(partial(_bare_step, target, token), device)
+        _, bare, bare_cpu = clocked(partial(_bare_step, target, token, 0), device)
         cycle, elapsed, cpu = clocked(partial(next, cycles, None), device)
         if cycle is None:
             return
@@ -125,12 +127,28 @@ def _run_of_pairs(target: "VisionLanguageTarget", prompt: Any) -> Iterator[StepP
         token = cycle.ids[-1]
 
 
+def step_beside(
+    target: "VisionLanguageTarget", token: int, temperature: float
+) -> float:
+    """The mean seconds of the target's own step after what plain decoding has just decoded.
+
+    As in the mean over a response, slow steps count. On a CPU in CPU seconds. `token` is the last one.
+    """
+    in_cpu_seconds = target.device.type == "cpu"
+    seconds = []
+    for _ in range(STEPS_BESIDE):
+        step = partial(_bare_step, target, token, temperature)
+        _, elapsed, cpu_seconds = clocked(step, target.device)
+        seconds.append(cpu_seconds if in_cpu_seconds else elapsed)
+    return statistics.fmean(seconds)
+
+
 @torch.inference_mode()
-def _bare_step(target: "VisionLanguageTarget", token: int) -> None:
+def _bare_step(target: "VisionLanguageTarget", token: int, temperature: float) -> None:
     """A step by calls of the target alone: all that plain decoding has to do. Commits nothing."""
     one_1 = torch.ones(1, dtype=torch.long, device=target.device)
     hidden_1D = target.extend(one_1 * token, one_1, None, ("hidden",))["hidden"]
-    target.logits(hidden_1D).argmax(-1).tolist()
+    choose(target.logits(hidden_1D), temperature, None).tolist()
 
 
 def _median(values: list[float]) -> float | None:

@@ -19,7 +19,12 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.decoding.hardware import Hardware
 from vlmdistill.pipelines.bench import deleted, records
-from vlmdistill.pipelines.bench.again import Conditions, Repeated, decode_again
+from vlmdistill.pipelines.bench.again import (
+    Conditions,
+    Repeated,
+    chosen,
+    decode_again,
+)
 from vlmdistill.pipelines.bench.audit import last_baseline
 from vlmdistill.pipelines.bench.calibration import calibrate
 from vlmdistill.pipelines.bench.plan import (
@@ -289,9 +294,6 @@ def _decoded_again(
     It has seen no response, so that none of its drafts can be copied from one.
     """
     settings = plan.settings
-    # It decodes greedily: at other temperatures its responses are not the same.
-    if 0 not in settings.temperatures:
-        return [*evaluations]
     gc.collect()
     torch.cuda.empty_cache()  # does nothing without a GPU
     folder_of = {trained.name: trained.folder for trained in plan.drafters}
@@ -304,12 +306,12 @@ def _decoded_again(
         model=plan.workspace.model,
         how=dict(settings.how),
         prompts_file=plan.prompts_file,
-        keys=first.keys,
+        seed=settings.seed,
         max_new_tokens=settings.max_new_tokens,
         threads=first.threads,
     )
     try:
-        calls = decode_again(repeated, conditions)
+        calls = decode_again(repeated, [*chosen(first)], conditions)
     except TrainingError as error:
         reason = one_line(error)
         return [replace(evaluation, not_again=reason) for evaluation in evaluations]

@@ -214,6 +214,9 @@ class Turn:
     """Of each decoding, in the order of decoding, warm-ups included."""
     plain: Count  # the index of plain decoding in `seconds`
     drafted: Count  # the index of the drafter
+    other: Amount | None = None
+    """Seconds of encoding, of the target's own steps and of checks, between `started`
+    and `ended` as well. None: they are not in between."""
 
     def __post_init__(self) -> None:
         if max(self.plain, self.drafted) >= len(self.seconds):
@@ -231,6 +234,11 @@ class PromptResult:
     drafted: Decoding
     turn: Turn
     stock: Stock | None = None  # decoded in turn with the others, for some prompts
+    room: Count | None = None
+    """Positions of the target for the response; None: not recorded."""
+    bare_step: Amount | None = None
+    """Seconds of the target's own step, the mean of some right after plain decoding. On a
+    CPU in CPU seconds. None: not measured."""
 
 
 LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
@@ -413,10 +421,11 @@ class Leak:
 
 @dataclass(frozen=True, kw_only=True)
 class Again:
-    """A prompt decoded at temperature 0 in a process of its own."""
+    """A prompt decoded in a process of its own."""
 
     key: str
     calls: Count
+    temperature: Amount = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding.clock import Cycle, Timed, clocked, timed
 from vlmdistill.drafters.decoding.decoders import decode
+from vlmdistill.pipelines.bench.calibration import step_beside
 from vlmdistill.pipelines.bench.greedy import GreedyCheck, finish_of
 from vlmdistill.pipelines.bench.records import (
     GENERATED,
@@ -47,6 +48,7 @@ class _Turn:
 
     started: float
     ended: float = 0.0
+    other: float = 0.0  # seconds of all that decodes nothing
     seconds: list[float] = field(default_factory=list)  # of each decoding, in order
     place: dict[str, int] = field(default_factory=dict)  # by decoder, in `seconds`
     decoded: dict[str, Timed] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class _Turn:
     seed: dict[str, int] = field(default_factory=dict)
     stock: Stock | None = None
     stock_ids: list[int] | None = None
+    bare_step: float | None = None
 
     def record(self, name: str) -> Turn:
         """The turn as the record of a drafter has it."""
@@ -63,6 +66,7 @@ class _Turn:
             seconds=tuple(self.seconds),
             plain=self.place[PLAIN],
             drafted=self.place[name],
+            other=self.other,
         )
 
 
@@ -92,17 +96,23 @@ class SideBySide:
         compiles and loads kernels.
         """
         kind = kind_of(prompt)
+        turn = _Turn(started=time.time())
+        encoding_began = time.perf_counter()
         encoded = self.target.encode(prompt.messages)
+        turn.other += time.perf_counter() - encoding_began
         room = self.target.info.max_position - encoded.length
         limit = max(1, min(self.max_new_tokens, room))
         rounds = 1 if kind in self._warm else 2
-        turn = self._take_turn(number, encoded, limit, rounds)
+        self._take_turn(turn, number, encoded, limit, rounds)
         self._warm.add(kind)
+        checks_began = time.perf_counter()
         check = GreedyCheck(self.target, encoded, limit, turn.stock_ids)
         decodings = {
             name: self._decoding(name, turn, encoded, limit, check)
             for name in [PLAIN, *self.drafters]
         }
+        turn.other += time.perf_counter() - checks_began
+        turn.ended = time.time()
         results = {
             name: PromptResult(
                 key=prompt.key,
@@ -112,6 +122,8 @@ class SideBySide:
                 drafted=decodings[name],
                 turn=turn.record(name),
                 stock=turn.stock,
+                room=max(0, room),
+                bare_step=turn.bare_step,
             )
             for name in self.drafters
         }
@@ -123,13 +135,14 @@ class SideBySide:
             shown=self._show(prompt, turn.decoded) if number < SHOWN else {},
         )
 
-    def _take_turn(self, number: int, encoded: Any, limit: int, rounds: int) -> _Turn:
+    def _take_turn(
+        self, turn: _Turn, number: int, encoded: Any, limit: int, rounds: int
+    ) -> None:
         """Decode a prompt with every decoder, `rounds` times each."""
         names = [PLAIN, *self.drafters]
         if self.temperature == 0 and number < GENERATED:
             names.append(STOCK)
         first = number % len(names)
-        turn = _Turn(started=time.time())
         for name in [*names[first:], *names[:first]]:
             for _ in range(rounds):
                 turn.place[name] = len(turn.seconds)
@@ -138,8 +151,15 @@ class SideBySide:
                 else:
                     seconds = self._decode(name, turn, encoded, number, limit)
                 turn.seconds.append(seconds)
-        turn.ended = time.time()
-        return turn
+            if name == PLAIN:
+                self._step_alone(turn)
+
+    def _step_alone(self, turn: _Turn) -> None:
+        """Measure the target's own step, right after the last token of plain decoding."""
+        began = time.perf_counter()
+        last_token = turn.decoded[PLAIN].ids[-1]
+        turn.bare_step = step_beside(self.target, last_token, self.temperature)
+        turn.other += time.perf_counter() - began
 
     def _decode(
         self, name: str, turn: _Turn, encoded: Any, number: int, limit: int

@@ -54,16 +54,19 @@ from vlmdistill.pipelines.bench.records import (
 FEWEST = 6  # prompts for an interval
 FEWEST_OF_KIND = 4
 """Prompts of each kind: with three, too few intervals hold the truth."""
-FEWEST_SHARED = 24
-"""Prompts that tell whether a drafter did less work, where other programs had a part of
-the CPU: of seven, all were faster by chance."""
 FEWEST_SEEDS = 5  # for an interval over seeds
 TOLERANCE = 0.02  # share of the elapsed seconds that the cycles may leave unaccounted
 TOLERANCE_SHARED = 0.08  # the same where other programs had a part of the CPU
-CHEAP = 0.9
-"""Share of plain decoding's seconds below which a drafter did less work on a prompt,"""
-MOST_PROMPTS = 0.9  # if so for this share of the prompts
+CHEAP = (0.9, 0.5, 0.25)
+"""Shares of plain decoding's seconds below which a drafter did less work on a prompt,"""
+CHANCE = 1e-4
+"""if so on so many prompts that chance is excluded: as many are expected on which plain
+decoding took as much less time. Or, where no other program had a part of the CPU,"""
+MOST_PROMPTS = 0.9  # on this share of `FEWEST` prompts or more.
 DRIFT = 1.25  # ratio of two calibrations of one evaluation above which they differ
+WAITING = 0.8
+"""A drafter's CPU seconds over elapsed ones below which it waits, where plain decoding
+does not."""
 BUSY = 0.9  # CPU seconds over elapsed seconds below which other programs had the CPU
 
 Floats = npt.NDArray[np.float64]
@@ -215,8 +218,8 @@ def figures(measurement: Measurement) -> Figures:
         plain_lossless=_checks(plain),
         sections=tuple(_sections(prompts)),
     )
-    doubts = (*_doubts(unjudged), *_cheaper(prompts))
-    warnings = (*doubts, *_warnings(unjudged))
+    doubts = (*_doubts(unjudged), *_cheaper(prompts), *_waiting(plain, drafted))
+    warnings = (*doubts, *_warnings(unjudged), *_at_last_position(prompts))
     return replace(unjudged, doubts=doubts, warnings=warnings)
 
 
@@ -569,11 +572,7 @@ def _doubts(rated: Figures) -> Iterator[str]:
 def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
     """Work on a prompt that took a drafter less time than plain decoding, though both sides do the same."""
     sides = [side for prompt in prompts for side in (prompt.plain, prompt.drafted)]
-    cpu_share = cpu_share_of(sides)
-    is_shared = cpu_share is not None and cpu_share < BUSY
-    fewest = FEWEST_SHARED if is_shared else FEWEST
-    if len(prompts) < fewest:
-        return
+    is_shared = is_busy(cpu_share_of(sides))
     first_cycle, prefill, vision = [], [], []
     for prompt in prompts:
         plain, drafted = prompt.plain, prompt.drafted
@@ -587,12 +586,45 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
         "vision encoder": vision,
     }
     for work, seconds in works.items():
-        ratios = [own / plain for own, plain in seconds if plain]
-        if len(ratios) >= fewest and np.quantile(ratios, MOST_PROMPTS) < CHEAP:
-            yield (
-                f"the drafter's {work} takes {np.median(ratios):.0%} of the time that plain decoding's "
-                "takes for the same work"
-            )
+        ratio_P = np.array([own / plain for own, plain in seconds if plain])
+        for share in CHEAP:
+            if _is_cheaper(ratio_P, share, is_shared=is_shared):
+                yield (
+                    f"on {(ratio_P < share).sum()} of {len(ratio_P)} prompts, the drafter's {work} takes "
+                    f"less than {share:.0%} of the time that plain decoding's takes for the same work"
+                )
+                break
+
+
+def _waiting(plain: Sequence[Decoding], drafted: Sequence[Decoding]) -> Iterator[str]:
+    """A drafter waits, though no other program has the CPU: as for work that is done elsewhere."""
+    share, plain_share = cpu_share_of(drafted), cpu_share_of(plain)
+    if share is None or plain_share is None or is_busy(plain_share):
+        return
+    if share < WAITING:
+        yield (
+            f"the drafter had the CPU for {share:.0%} of its time, and plain decoding for "
+            f"{plain_share:.0%}: it waits for work that no CPU seconds count"
+        )
+
+
+def _is_cheaper(ratio_P: Floats, share: float, *, is_shared: bool) -> bool:
+    """Whether ratios of seconds are below a share more often than by chance: a sign test.
+
+    The order of the sides rotates, so that by chance a ratio is as often above the inverse of the share.
+    """
+    below = int((ratio_P < share).sum())
+    above = int((ratio_P > 1 / share).sum())
+    if _coin_tail(below, below + above) < CHANCE:
+        return True
+    enough = len(ratio_P) >= FEWEST and not is_shared
+    return enough and below >= MOST_PROMPTS * len(ratio_P)
+
+
+def _coin_tail(heads: int, tosses: int) -> float:
+    """The probability of at least so many heads in tosses of a coin."""
+    ways = sum(math.comb(tosses, count) for count in range(heads, tosses + 1))
+    return math.ldexp(ways, -tosses)
 
 
 def _warnings(rated: Figures) -> Iterator[str]:
@@ -601,11 +633,27 @@ def _warnings(rated: Figures) -> Iterator[str]:
         yield "nothing was drafted: no response has more than its first token"
     if rated.accounted < 1 - tolerance(rated.cpu_share):
         yield _unaccounted("the", rated.accounted)
-    if rated.cpu_share is not None and rated.cpu_share < BUSY:
+    if is_busy(rated.cpu_share):
         yield (
             f"this program had the CPU for {rated.cpu_share:.0%} of the time: other programs may have "
             "slowed it down"
         )
+
+
+def _at_last_position(prompts: Sequence[PromptResult]) -> Iterator[str]:
+    """Responses that end since the target has no position left for another token."""
+    ended = 0
+    for prompt in prompts:
+        longest = max(prompt.plain.tokens, prompt.drafted.tokens)
+        is_cut = "length" in (prompt.plain.finish, prompt.drafted.finish)
+        ended += is_cut and longest == prompt.room
+    if ended:
+        yield f"responses to {ended} of {len(prompts)} prompts end at the target's last position"
+
+
+def is_busy(cpu_share: float | None) -> bool:
+    """Whether other programs had a part of the CPU; not of a GPU, whose share is None."""
+    return cpu_share is not None and cpu_share < BUSY
 
 
 def tolerance(cpu_share: float | None) -> float:
@@ -613,8 +661,7 @@ def tolerance(cpu_share: float | None) -> float:
 
     Other programs may take the CPU between two cycles, too.
     """
-    shared = cpu_share is not None and cpu_share < BUSY
-    return TOLERANCE_SHARED if shared else TOLERANCE
+    return TOLERANCE_SHARED if is_busy(cpu_share) else TOLERANCE
 
 
 def _unaccounted(whose: str, share: float) -> str:

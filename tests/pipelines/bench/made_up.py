@@ -174,6 +174,12 @@ def in_turn(result: PromptResult, number: int) -> PromptResult:
     return dataclasses.replace(result, turn=turn)
 
 
+def in_sequence(at: Measurement) -> Measurement:
+    """The prompts as decoded one after the other."""
+    prompts = [in_turn(prompt, number) for number, prompt in enumerate(at.prompts)]
+    return dataclasses.replace(at, prompts=tuple(prompts))
+
+
 def evaluation(
     name: str = "sparrow", /, *temperatures: Measurement, **changes: Any
 ) -> Evaluation:

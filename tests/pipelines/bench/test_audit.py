@@ -6,6 +6,7 @@ Slow drafters, work outside the cycles, rejected tokens and wrong tokens at temp
 
 import dataclasses
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.drafters import synthetic
+from tests.pipelines.bench import made_up
 from tests.pipelines.bench.conftest import held_out
 from tests.pipelines.bench.made_up import evaluation, newest
 from tests.ticks import Ticks
@@ -171,9 +173,9 @@ def test_a_drafter_that_asks_the_target_is_exposed(
     exposed(run(*FEW), "the target counts other forward passes than the drafter")
 
 
-@pytest.mark.parametrize("spoilt", [0, 10])
+@pytest.mark.parametrize(("spoilt", "temperature"), [(0, "1"), (10, "0")])
 def test_a_drafter_that_has_seen_the_response_is_exposed(
-    spoilt: int, run: Run, monkeypatch: pytest.MonkeyPatch
+    spoilt: int, temperature: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may hide it, and spoil one draft in ten."""
     answers: dict[tuple[int, ...], list[int]] = {}
@@ -218,8 +220,38 @@ def test_a_drafter_that_has_seen_the_response_is_exposed(
         ),
     )
     monkeypatch.setattr(again, "PROMPTS", 2)
-    found = run(*FEW)
+    found = run(*FEW, "--temperature", temperature)
     exposed(found, "a process that has seen no response needs other numbers of calls")
+
+
+def test_nobody_knows_before_which_prompts_are_decoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are chosen by the times of plain decoding, at each temperature."""
+
+    def numbers(seed: int) -> dict[float, list[int]]:
+        at = [made_up.measured(share, count=40) for share in (0.0, 1.0)]
+        rng = random.Random(seed)
+        timed_at = []
+        for measurement in at:
+            prompts = []
+            for prompt in measurement.prompts:
+                plain = dataclasses.replace(prompt.plain, seconds=rng.random())
+                prompts.append(dataclasses.replace(prompt, plain=plain))
+            timed_at.append(dataclasses.replace(measurement, prompts=tuple(prompts)))
+        by_temperature: dict[float, list[int]] = {0.0: [], 1.0: []}
+        for choice in again.chosen(evaluation("wren", *timed_at)):
+            by_temperature[choice.temperature].append(choice.number)
+        return by_temperature
+
+    monkeypatch.setattr(again, "PROMPTS", 8)
+    chosen = numbers(1)
+    assert chosen == numbers(1)
+    assert chosen[0.0] != chosen[1.0]
+    assert chosen != numbers(2)
+    for prompts in chosen.values():
+        assert len({*prompts}) == 8
+        assert max(prompts) > 8
 
 
 def by_ticks(run: Run) -> Evaluated:
@@ -258,6 +290,11 @@ def wasted_pass(target: Any, *args: Any, **options: Any) -> Iterator[Cycle]:
 def test_a_slow_baseline_is_in_doubt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = by_ticks(run)
     assert not audit.slow_baseline(honest.record)
+    (at,) = honest.record.temperatures
+    for prompt in at.prompts:
+        assert prompt.bare_step is not None
+        step = prompt.plain.decode_seconds / prompt.plain.calls
+        assert step == pytest.approx(prompt.bare_step, rel=0.1)
     assert honest.group.rankings[0].ranked
     monkeypatch.setattr(decoders, "choose", wasted_work(0.2))
     found = by_ticks(run)

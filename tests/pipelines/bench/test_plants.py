@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pipelines.bench import made_up
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import evaluation, measured
+from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
 from tests.thorough import count
+from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import (
     Calibration,
@@ -154,6 +154,26 @@ def test_responses_beyond_the_limit_are_a_failure() -> None:
     assert audit.failures(evaluation("wren", at, max_new_tokens=104))
 
 
+@pytest.mark.parametrize(("room", "fails"), [(500, True), (8, False), (None, False)])
+def test_responses_of_both_sides_that_are_cut_are_a_failure(
+    room: int | None, fails: bool
+) -> None:
+    """Unless the target has no position left."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        cut: dict[str, Any] = {"tokens": 8, "finish": "length"}
+        plain = replace(one.plain, calls=7, passes=7, **cut)
+        own = replace(one.drafted, calls=3, passes=3, accepted=4, **cut)
+        own = replace(own, chain_tried=(), chain_accepted=())
+        return replace(one, plain=plain, drafted=own, room=room)
+
+    made = evaluation("wren", changed(measured(), planted), max_new_tokens=24)
+    assert bool(audit.failures(made)) == fails
+    (result,) = of_drafters([made])
+    warned = any("last position" in text for text in result.warnings)
+    assert warned == (room == 8)
+
+
 @pytest.mark.parametrize("lost", [{"surprise": None}, {"ranks": ()}])
 def test_samples_that_were_not_compared_are_a_failure(lost: dict[str, Any]) -> None:
     honest = measured(1.0)
@@ -174,31 +194,109 @@ def test_prompts_that_were_not_checked_are_counted() -> None:
     assert "on 1 of 24 prompts" in found.verdict.text
 
 
-@pytest.mark.parametrize("slower_share", [1.4, 2.0])
-def test_a_slow_loop_at_a_temperature_alone_is_in_doubt(slower_share: float) -> None:
-    def slow(one: PromptResult) -> PromptResult:
+def test_a_list_shows_no_number_in_doubt(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("wren", measured())
+    save("sparrow", changed(measured(), late_clock))
+    where = ("--runs", str(workspace.root.parent))
+    assert main(["eval", "--list", *where]) == 0
+    (heads, *rows) = capsys.readouterr().out.splitlines()
+    assert heads.split()[-1] == "not_ranked"
+    (sound,) = [row for row in rows if "wren" in row]
+    (doubtful,) = [row for row in rows if "sparrow" in row]
+    assert "1.50" in sound
+    assert "cycles account for" in doubtful
+    assert "1.67" not in doubtful
+
+
+@pytest.mark.parametrize("phase", ["prefill", "vision"])
+@pytest.mark.parametrize("share", [0.35, 0.7, 1.0])
+def test_less_work_on_a_part_of_the_prompts_is_in_doubt(
+    phase: str, share: float
+) -> None:
+    """The drafter has it from a cache."""
+    honest = measured(count=49, noise=0.05)
+    prompts = [
+        without(phase)(prompt) if number < share * 49 else prompt
+        for number, prompt in enumerate(honest.prompts)
+    ]
+    made = evaluation("wren", replace(honest, prompts=tuple(prompts)))
+    assert not doubted(evaluation("wren", honest))
+    assert doubted(made)
+    assert doubted(replace(made, temperatures=(beside_others(made.temperatures[0]),)))
+
+
+def beside_others(at: Measurement) -> Measurement:
+    """Other programs had half of the CPU."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.5 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.5 * one.drafted.seconds)
+        return replace(one, plain=plain, drafted=own)
+
+    return changed(at, planted)
+
+
+def with_own_steps(
+    at: Measurement, slow_share: Callable[[PromptResult], float]
+) -> Measurement:
+    """With the target's own step beside each response, than which plain decoding's is slower."""
+    draw = np.random.default_rng(0)
+
+    def planted(one: PromptResult) -> PromptResult:
+        slower_share = slow_share(one)
+        step = one.plain.decode_seconds / one.plain.calls
         decode_seconds = slower_share * one.plain.decode_seconds
         seconds = one.plain.prefill_seconds + decode_seconds
         plain = replace(one.plain, seconds=seconds, decode_seconds=decode_seconds)
-        return replace(one, plain=plain)
+        own_step = step * float(np.exp(draw.normal(0, 0.05)))
+        return replace(one, plain=plain, bare_step=own_step)
 
-    greedy, sampled = measured(noise=0.05), measured(1.0, noise=0.05)
-    assert not audit.doubts_of_run(evaluation("wren", greedy, sampled))
-    planted = in_turn(changed(sampled, slow))
-    assert audit.doubts_of_run(evaluation("wren", greedy, planted))
+    return in_sequence(changed(at, planted))
+
+
+def with_texts(at: Measurement) -> Measurement:
+    """A quarter of the prompts have no image."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        is_text = int(one.key[1:]) % 4 == 0
+        return replace(one, kind="text") if is_text else one
+
+    return changed(at, planted)
+
+
+def in_texts(one: PromptResult) -> float:
+    return 1.5 if one.kind == "text" else 1.0
+
+
+def in_late_steps(one: PromptResult) -> float:
+    """Each step of the last third takes twice as long."""
+    return 1.33
+
+
+def in_a_fifth(one: PromptResult) -> float:
+    return 3.0 if int(one.key[1:]) % 5 == 0 else 1.0
+
+
+@pytest.mark.parametrize("slow_share", [in_texts, in_late_steps, in_a_fifth])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_loop_that_is_slow_in_a_part_of_the_responses_is_in_doubt(
+    slow_share: Callable[[PromptResult], float], temperature: float
+) -> None:
+    """Whatever its steps took when the machine was calibrated."""
+    at = with_texts(measured(temperature, count=49))
+    honest = evaluation("wren", with_own_steps(at, lambda one: 1.0))
+    assert not doubted(honest)
+    assert doubted(evaluation("wren", with_own_steps(at, slow_share)))
 
 
 @pytest.mark.parametrize(("prompts", "doubts"), [(7, False), (24, True)])
 def test_few_prompts_beside_other_programs_do_not_tell_of_less_work(
     prompts: int, doubts: bool
 ) -> None:
-    def beside_others(one: PromptResult) -> PromptResult:
-        plain = replace(one.plain, cpu_seconds=0.5 * one.plain.seconds)
-        own = replace(one.drafted, cpu_seconds=0.5 * one.drafted.seconds)
-        return without("prefill")(replace(one, plain=plain, drafted=own))
-
-    made = evaluation("wren", changed(measured(count=prompts), beside_others))
-    assert doubted(made) == doubts
+    at = beside_others(changed(measured(count=prompts), without("prefill")))
+    assert doubted(evaluation("wren", at)) == doubts
 
 
 def calibration(**changes: Any) -> Calibration:
@@ -222,12 +320,6 @@ def generated(seconds: float) -> Change:
     )
 
 
-def in_turn(at: Measurement) -> Measurement:
-    """As decoded anew with the seconds that the prompts have now."""
-    prompts = [made_up.in_turn(one, number) for number, one in enumerate(at.prompts)]
-    return replace(at, prompts=tuple(prompts))
-
-
 def slower(share: float, decoded: Decoding) -> Decoding:
     names = ("seconds", "prefill_seconds", "decode_seconds")
     scaled = {name: share * getattr(decoded, name) for name in names}
@@ -249,6 +341,14 @@ def scaled(share: float) -> Change:
     return planted
 
 
+def faster(one: PromptResult) -> PromptResult:
+    """The drafter's seconds by one factor, wherever they are."""
+    own = slower(0.93, one.drafted)
+    seconds = [*one.turn.seconds]
+    seconds[one.turn.drafted] = own.seconds
+    return replace(one, drafted=own, turn=replace(one.turn, seconds=tuple(seconds)))
+
+
 def not_rotated(one: PromptResult) -> PromptResult:
     plain_first = (one.plain.seconds, one.drafted.seconds)
     return replace(one, turn=replace(one.turn, plain=0, drafted=1, seconds=plain_first))
@@ -260,12 +360,105 @@ def best_of_three(one: PromptResult) -> PromptResult:
 
 
 @pytest.mark.parametrize(
-    "plant", [scaled(0.5), scaled(0.9), scaled(1.2), not_rotated, best_of_three]
+    "plant",
+    [scaled(0.5), scaled(0.9), scaled(1.2), faster, not_rotated, best_of_three],
 )
 def test_times_that_do_not_fill_the_clock_are_in_doubt(plant: Change) -> None:
-    honest = in_turn(measured(noise=0.05))
+    honest = in_sequence(measured(noise=0.05))
     assert not doubted(evaluation("wren", honest))
     assert doubted(evaluation("wren", changed(honest, plant)))
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_prompts_that_are_decoded_several_times_are_in_doubt(times: int) -> None:
+    """The fastest of these turns is in the record, and time passed meanwhile."""
+    at = measured(count=12, noise=0.05)
+    prompts = []
+    now = 1_700_000_000.0
+    for prompt in at.prompts:
+        turn = prompt.turn
+        passed = turn.ended - turn.started
+        ended = now + passed
+        prompts.append(
+            replace(prompt, turn=replace(turn, started=now, ended=ended, other=0.0))
+        )
+        now = ended + (times - 1) * passed + 0.1
+    made = evaluation("wren", replace(at, prompts=tuple(prompts)))
+    assert doubted(made) == (times > 1)
+
+
+def test_prompts_that_were_decoded_again_later_are_in_doubt() -> None:
+    """As an evaluation continues whose unlucky prompts were removed."""
+    at = measured(count=12, noise=0.05)
+    last = at.prompts[-1].turn.ended
+    turn = at.prompts[3].turn
+    later = replace(turn, started=last + 1, ended=last + 1 + turn.ended - turn.started)
+    third = replace(at.prompts[3], turn=later)
+    made = replace(at, prompts=(*at.prompts[:3], third, *at.prompts[4:]))
+    assert not doubted(evaluation("wren", at))
+    assert doubted(evaluation("wren", made))
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_drafter_that_decodes_each_prompt_several_times_is_in_doubt(
+    rounds: int,
+) -> None:
+    """All of its decodings are in the record, and its last or fastest counts."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        turn = one.turn
+        own = one.drafted.seconds
+        before = [own] * (rounds - 1)
+        seconds = [*turn.seconds]
+        seconds[turn.drafted : turn.drafted] = before
+        drafted_at = turn.drafted + rounds - 1
+        plain_at = turn.plain + (rounds - 1) * (turn.drafted < turn.plain)
+        ended = turn.ended + (rounds - 1) * own
+        again = replace(
+            turn,
+            seconds=tuple(seconds),
+            plain=plain_at,
+            drafted=drafted_at,
+            ended=ended,
+        )
+        return replace(one, turn=again)
+
+    honest = measured(noise=0.05)
+    assert doubted(evaluation("wren", changed(honest, planted)))
+
+
+def test_a_warm_up_of_every_prompt_is_in_doubt() -> None:
+    def twice(one: PromptResult) -> PromptResult:
+        turn = one.turn
+        seconds = tuple(spent for spent in turn.seconds for _ in range(2))
+        plain, own = 2 * turn.plain + 1, 2 * turn.drafted + 1
+        started = turn.ended - sum(seconds)
+        again = replace(
+            turn, seconds=seconds, plain=plain, drafted=own, started=started
+        )
+        return replace(one, turn=again)
+
+    honest = measured(noise=0.05)
+    first, *others = honest.prompts
+    warmed = replace(honest, prompts=(twice(first), *others))
+    assert not doubted(evaluation("wren", warmed))
+    made = evaluation("wren", changed(honest, twice))
+    assert any("decoded twice" in text for text in audit.doubts_of_run(made))
+
+
+def test_a_drafter_that_waits_for_work_elsewhere_is_in_doubt() -> None:
+    """Its CPU seconds would rank it."""
+
+    def with_share(share: float) -> Change:
+        def planted(one: PromptResult) -> PromptResult:
+            plain = replace(one.plain, cpu_seconds=0.98 * one.plain.seconds)
+            own = replace(one.drafted, cpu_seconds=share * one.drafted.seconds)
+            return replace(one, plain=plain, drafted=own)
+
+        return planted
+
+    assert not doubted(evaluation("wren", changed(measured(), with_share(0.97))))
+    assert doubted(evaluation("wren", changed(measured(), with_share(0.5))))
 
 
 def test_a_lone_record_that_is_faster_than_the_machine_is_in_doubt() -> None:
@@ -278,7 +471,7 @@ def test_a_lone_record_that_is_faster_than_the_machine_is_in_doubt() -> None:
             one, plain=slower(0.4, one.plain), drafted=slower(0.4, one.drafted)
         )
 
-    scaled_at = in_turn(changed(measured(), faster))
+    scaled_at = in_sequence(changed(measured(), faster))
     made = evaluation("wren", scaled_at, calibrations=honest.calibrations)
     assert doubted(made)
 
@@ -289,7 +482,7 @@ def test_seconds_that_are_recorded_twice_must_agree(side: str) -> None:
         changes: dict[str, Any] = {side: slower(0.9, getattr(one, side))}
         return replace(one, **changes)
 
-    honest = in_turn(measured())
+    honest = in_sequence(measured())
     assert audit.failures(evaluation("wren", honest)) == []
     assert audit.failures(evaluation("wren", changed(honest, planted)))
 
@@ -342,7 +535,7 @@ def test_seconds_that_another_clock_excludes_are_a_failure(
 
     honest = changed(measured(speedup=1.5), with_clocks)
     assert not doubted(evaluation("wren", honest))
-    made = evaluation("wren", in_turn(changed(honest, shortened)))
+    made = evaluation("wren", in_sequence(changed(honest, shortened)))
     assert bool(audit.failures(made)) == (side == "drafted" or share < 0.6)
 
 
@@ -371,6 +564,31 @@ def test_records_of_a_run_share_the_numbers_of_plain_decoding() -> None:
         assert len(beside) == 2 - count_ranked
 
 
+def test_records_of_a_run_share_the_times_of_all_decodings() -> None:
+    """Here those of two drafters and plain decoding: one record was changed, its turns as well."""
+
+    def of_three(share: float) -> Measurement:
+        def planted(one: PromptResult) -> PromptResult:
+            own = slower(share, one.drafted)
+            seconds = (own.seconds, one.plain.seconds, 1.0)
+            ended = one.turn.started + sum(seconds)
+            turn = replace(one.turn, seconds=seconds, plain=1, drafted=0, ended=ended)
+            return replace(one, drafted=own, turn=turn)
+
+        return changed(measured(noise=0.05), planted)
+
+    def doubts(share: float) -> list[bool]:
+        both = [
+            evaluation("wren", of_three(share)),
+            evaluation("sparrow", of_three(1.0)),
+        ]
+        (ranking,) = rank(both)
+        return [bool(result.beside) for result in ranking.results]
+
+    assert doubts(1.0) == [False, False]
+    assert doubts(0.8) == [True, True]
+
+
 @pytest.mark.parametrize("slower", [1.12, 1.14, 1.2, 1.5])
 def test_a_slow_loop_of_plain_decoding_is_in_doubt(slower: float) -> None:
     honest = evaluation("wren", measured(), calibrations=(calibration(), calibration()))
@@ -393,15 +611,10 @@ def test_a_slow_path_in_the_target_is_in_doubt(slower: float) -> None:
 def test_an_evaluation_beside_other_programs_is_no_baseline(
     workspace: Workspace, save: Save
 ) -> None:
-    """Nor is it compared with one: CPU seconds of a step vary with the caches."""
-
-    def beside_others(one: PromptResult) -> PromptResult:
-        plain = replace(one.plain, cpu_seconds=0.5 * one.plain.seconds)
-        own = replace(one.drafted, cpu_seconds=0.5 * one.drafted.seconds)
-        return replace(one, plain=plain, drafted=own)
+    """Compared with one it may be slower: CPU seconds of a step vary with the caches."""
 
     honest = changed(measured(), generated(1.5 * 1.66))
-    disturbed = changed(changed(measured(), generated(1.5 * 2.2)), beside_others)
+    disturbed = beside_others(changed(measured(), generated(1.5 * 2.2)))
     save("wren", honest, stem="a", measured="2026-01-01 00:00:00")
     save("wren", disturbed, stem="b", measured="2026-01-02 00:00:00")
     found = audit.last_baseline(workspace.reports, evaluation("wren", honest))
@@ -409,8 +622,10 @@ def test_an_evaluation_beside_other_programs_is_no_baseline(
     assert found.measured == "2026-01-01 00:00:00"
     faster = replace(found, against_stock=2.2)
     assert audit.slow_baseline(evaluation("wren", honest, earlier=faster))
-    busy = changed(honest, beside_others)
+    busy = beside_others(honest)
     assert not audit.slow_baseline(evaluation("wren", busy, earlier=faster))
+    fastest = replace(found, against_stock=2 * 1.66)
+    assert audit.slow_baseline(evaluation("wren", busy, earlier=fastest))
 
 
 def test_a_slow_step_is_in_doubt_where_generate_was_not_timed() -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import measured
+from tests.pipelines.bench.made_up import in_sequence, measured
 from tests.pipelines.bench.test_plants import (
     calibration,
     changed,
     drafted,
     drops_bonus,
-    in_turn,
 )
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import Leak, Measurement, PromptResult
@@ -52,7 +51,7 @@ def slower_plain(one: PromptResult) -> PromptResult:
 def beside(save: Save, at: Measurement) -> None:
     """Two records of a run have other plain decoding."""
     save("wren", at)
-    save("msd", in_turn(changed(at, slower_plain)))
+    save("msd", in_sequence(changed(at, slower_plain)))
 
 
 PLANTS: dict[str, Plant] = {

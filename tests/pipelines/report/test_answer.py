@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import measured, shown
+from tests.pipelines.bench.made_up import in_sequence, measured, shown
 from tests.pipelines.report.html_page import Page, make
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.report.answer import Recommendation, answers
@@ -23,7 +23,7 @@ def mixed(image: float, text: float, **changes: Any) -> Measurement:
     others = (
         replace(one, key=f"t{at}", kind="text") for at, one in enumerate(texts.prompts)
     )
-    return replace(images, prompts=(*images.prompts, *others))
+    return in_sequence(replace(images, prompts=(*images.prompts, *others)))
 
 
 def first(workspace: Workspace) -> Recommendation:

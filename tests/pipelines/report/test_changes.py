@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipelines.bench.made_up import evaluation, measured
+from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
     Calibration,
@@ -105,7 +105,8 @@ def test_a_second_run_is_no_change(save: Save, compared: Callable[[], Changes]) 
 def test_prompts_are_paired_by_key(save: Save, compared: Callable[[], Changes]) -> None:
     at = noisy(1, temperature=0)
     save("a", "sparrow", at)
-    save("b", "sparrow", dataclasses.replace(at, prompts=at.prompts[::-1]))
+    reversed_at = dataclasses.replace(at, prompts=at.prompts[::-1])
+    save("b", "sparrow", in_sequence(reversed_at))
     (one,) = compared().drafters
     assert [rate.verdict for rate in one.rates] == ["equal"] * len(ALL)
     assert all(rate.ratio and rate.ratio.low == pytest.approx(1) for rate in one.rates)

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import evaluation, measured
+from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Measurement
@@ -179,7 +179,7 @@ def on_sets(sets: dict[str, float], **checks: Any) -> Measurement:
         for name, at in parts
         for prompt in at.prompts
     ]
-    return Measurement(temperature=0.0, prompts=tuple(prompts))
+    return in_sequence(Measurement(temperature=0.0, prompts=tuple(prompts)))
 
 
 def test_a_table_for_a_paper_has_no_speedup_that_a_warning_doubts(

@@ -1,0 +1,303 @@
+"""How often honest evaluations are doubted, in simulations of quiet and of busy machines.
+
+On a busy machine, CPU seconds vary with the caches, slowly and from step to step. Other programs take slices
+of time whose lengths are heavy-tailed: their variance is infinite.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.pipelines.bench.made_up import drafted, evaluation, plain
+from tests.thorough import count
+from vlmdistill.pipelines.bench import audit
+from vlmdistill.pipelines.bench.records import (
+    Baseline,
+    Calibration,
+    Decoding,
+    Evaluation,
+    Measurement,
+    Phases,
+    PromptResult,
+    RankCount,
+    Stock,
+    Turn,
+)
+from vlmdistill.pipelines.bench.sampled import RARE, prompt_seed
+from vlmdistill.pipelines.report.results import of_drafters
+
+TRIALS = count(10, 400)
+OF_EACH, OF_ANY = 0.005, 0.02  # shares of honest evaluations
+STEP, PREFILL, VISION = 0.014, 0.06, 0.005  # seconds
+AGAINST_STOCK = 1.66
+COPIED = 1e10  # bytes a second
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Noise of a machine: deviations of logarithms of seconds."""
+
+    drift: float  # of a decoding, beside the one before it
+    step: float
+    work: float  # of a prefill
+    slices: float  # of other programs, for each CPU second
+    seconds: float = 0.004  # the shortest slice
+
+
+QUIET = Load(drift=0.03, step=0.05, work=0.1, slices=0.5)
+BUSY = Load(drift=0.12, step=0.12, work=0.35, slices=60)
+
+
+class Machine:
+    """Its clocks, and a speed that drifts."""
+
+    def __init__(self, load: Load, draw: np.random.Generator) -> None:
+        self.load, self.draw = load, draw
+        self.pace = 0.0  # logarithm
+
+    def drifts(self) -> None:
+        noise = self.draw.normal(0, self.load.drift)
+        self.pace = 0.8 * self.pace + noise
+
+    def cpu_seconds(self, seconds: float, spread: float, number: int = 1) -> Floats:
+        noise_N = self.draw.normal(self.pace, spread, number)
+        return seconds * np.exp(noise_N)
+
+    def elapsed(self, cpu_N: Floats) -> Floats:
+        slices_N = self.draw.poisson(self.load.slices * cpu_N)
+        if not slices_N.any():
+            return cpu_N
+        slice_seconds = self.load.seconds * (1 + self.draw.pareto(1.5, slices_N.sum()))
+        ends_N = np.cumsum(slices_N)
+        sums = np.concatenate([[0.0], np.cumsum(slice_seconds)])
+        waits_N: Floats = sums[ends_N] - sums[ends_N - slices_N]
+        return cpu_N + waits_N
+
+    @property
+    def cpu_share(self) -> float:
+        cpu_N = self.cpu_seconds(STEP, self.load.step, 30)
+        return float(cpu_N.sum() / self.elapsed(cpu_N).sum())
+
+    def between(self) -> float:
+        """Seconds that pass between two calls."""
+        return float(self.elapsed(np.array([2e-4]))[0])
+
+
+def decoded(made: Decoding, machine: Machine, step: float, text: bool) -> Decoding:
+    """With the seconds of a machine, whose cycles take so long."""
+    machine.drifts()
+    vision = 0.0 if text else VISION
+    first_N = np.concatenate(
+        [
+            machine.cpu_seconds(seconds, machine.load.work)
+            for seconds in (vision, PREFILL, PREFILL / 20)
+        ]
+    )
+    cycles_N = machine.cpu_seconds(step, machine.load.step, made.calls)
+    first, cycles = machine.elapsed(first_N), float(machine.elapsed(cycles_N).sum())
+    seconds = float(first.sum()) + cycles + machine.between()
+    return replace(
+        made,
+        seconds=seconds,
+        prefill_seconds=float(first.sum()),
+        decode_seconds=cycles,
+        cpu_seconds=min(seconds, float(first_N.sum() + cycles_N.sum())),
+        phases=Phases(
+            vision=float(first[0]),
+            prefill=float(first[1]),
+            draft_prefill=float(first[2]),
+            draft=0.2 * cycles,
+            verify=0.7 * cycles,
+            accept=0.05 * cycles,
+        ),
+    )
+
+
+def sampled(made: Decoding, number: int, draw: np.random.Generator) -> Decoding:
+    """With what a response of the target's own distribution tells of it."""
+    first_N = draw.beta(4, 1, made.tokens)
+    rare_N = RARE * draw.random(made.tokens)
+    ranks = []
+    for rank, share_N in (("first", first_N), ("rare", rare_N)):
+        tokens = int((draw.random(made.tokens) < share_N).sum())
+        variance = float((share_N * (1 - share_N)).sum())
+        expected = float(share_N.sum())
+        ranks.append(
+            RankCount(
+                rank=rank,  # type: ignore[arg-type]
+                tokens=tokens,
+                expected=expected,
+                variance=variance,
+            )
+        )
+    nats_N = draw.exponential(0.4, made.tokens) - 0.4
+    return replace(
+        made,
+        check=None,
+        seed=prompt_seed(0, number),
+        surprise=float(nats_N.sum()),
+        surprise_variance=0.16 * made.tokens,
+        ranks=tuple(ranks),
+    )
+
+
+def response(tokens: int, calls: int, *, of_drafter: bool) -> Decoding:
+    made = drafted if of_drafter else plain
+    return made(
+        tokens=tokens,
+        calls=calls,
+        passes=calls,
+        accepted=tokens - 1 - calls,
+        check="identical",
+        chain_tried=(),
+        chain_accepted=(),
+    )
+
+
+def prompt(number: int, temperature: float, machine: Machine) -> PromptResult:
+    """A prompt decoded by both sides and, sometimes, by the stock model."""
+    draw = machine.draw
+    text = number % 5 == 4
+    tokens, other_tokens = (
+        int(np.clip(np.exp(draw.normal(4.6, 0.3)), 16, 500)) for _ in range(2)
+    )
+    if temperature == 0:
+        other_tokens = tokens
+    sides = {
+        "plain": response(tokens, tokens - 1, of_drafter=False),
+        "drafted": response(
+            other_tokens, int((other_tokens - 1) / 3) + 1, of_drafter=True
+        ),
+    }
+    order = ["plain", "drafted"]
+    if temperature == 0 and number < 6:
+        order.append("stock")
+    order = order[number % len(order) :] + order[: number % len(order)]
+    seconds, between, stock, bare = [], 0.0, None, 0.0
+    for side in order:
+        between += machine.between()
+        if side == "stock":
+            machine.drifts()
+            cpu_N = machine.cpu_seconds(AGAINST_STOCK * STEP, machine.load.step, tokens)
+            elapsed = float(machine.elapsed(cpu_N).sum())
+            stock = Stock(
+                tokens=tokens, seconds=elapsed, cpu_seconds=float(cpu_N.sum())
+            )
+            seconds.append(elapsed)
+            continue
+        step = STEP if side == "plain" else 2.2 * STEP
+        sides[side] = decoded(sides[side], machine, step, text)
+        if temperature:
+            sides[side] = sampled(sides[side], number, draw)
+        seconds.append(sides[side].seconds)
+        if side == "plain":
+            steps_N = machine.cpu_seconds(STEP, machine.load.step, 3)
+            bare = float(steps_N.mean())
+    other = float(machine.elapsed(machine.cpu_seconds(0.3, machine.load.work))[0])
+    started = 1_700_000_000.0 + 1000 * number
+    turn = Turn(
+        started=started,
+        ended=started + sum(seconds) + other + between,
+        seconds=tuple(seconds),
+        plain=order.index("plain"),
+        drafted=order.index("drafted"),
+        other=other,
+    )
+    return PromptResult(
+        key=f"k{number}",
+        dataset="made up",
+        kind="text" if text else "image",
+        plain=sides["plain"],
+        drafted=sides["drafted"],
+        turn=turn,
+        stock=stock,
+        room=512,
+        bare_step=bare,
+    )
+
+
+def in_sequence(prompts: list[PromptResult], machine: Machine) -> list[PromptResult]:
+    """One begins after the other."""
+    now = prompts[0].turn.started
+    moved = []
+    for result in prompts:
+        turn = result.turn
+        now += 0.01 + machine.between()
+        later = replace(turn, started=now, ended=now + turn.ended - turn.started)
+        now = later.ended
+        moved.append(replace(result, turn=later))
+    return moved
+
+
+def calibration(machine: Machine) -> Calibration:
+    machine.drifts()
+    cpu_N = machine.cpu_seconds(STEP, machine.load.step, 48)
+    bare_N = machine.cpu_seconds(STEP, machine.load.step, 48)
+    return Calibration(
+        plain_step=float(np.median(machine.elapsed(cpu_N))),
+        bare_step=float(np.median(machine.elapsed(bare_N))),
+        step_ratio=float(np.median(cpu_N / bare_N)),
+        step_bytes=47_924_224,
+        small_product=1e-4,
+        large_product=1e-3,
+        bandwidth=COPIED,
+        cpu_share=machine.cpu_share,
+    )
+
+
+def honest(number: int, load: Load, draw: np.random.Generator) -> Evaluation:
+    """An evaluation on so many prompts at two temperatures."""
+    machine = Machine(load, draw)
+    first = calibration(machine)
+    temperatures = []
+    for temperature in (0.0, 1.0):
+        prompts = [prompt(at, temperature, machine) for at in range(number)]
+        temperatures.append(
+            Measurement(
+                temperature=temperature,
+                prompts=tuple(in_sequence(prompts, machine)),
+            )
+        )
+    return evaluation(
+        "wren",
+        *temperatures,
+        max_new_tokens=512,
+        calibrations=(first, calibration(machine)),
+        earlier=Baseline(measured="before", against_stock=AGAINST_STOCK),
+    )
+
+
+def alarms(made: Evaluation) -> set[str]:
+    """The audits that find something, by their texts without numbers."""
+    texts = audit.failures(made)
+    for result in of_drafters([made]):
+        texts += result.doubts
+    return {re.sub(r"[\d.,]+|image|text|every", "#", text)[:60] for text in texts}
+
+
+@pytest.mark.parametrize("load", [QUIET, BUSY], ids=["quiet", "busy"])
+@pytest.mark.parametrize("number", [49, 100])
+def test_honest_evaluations_are_seldom_doubted(number: int, load: Load) -> None:
+    draw = np.random.default_rng(number)
+    doubted, of_audit = 0, Counter[str]()
+    for _ in range(TRIALS):
+        found = alarms(honest(number, load, draw))
+        of_audit.update(found)
+        doubted += bool(found)
+    assert doubted <= OF_ANY * TRIALS, of_audit
+    # Fewer trials tell only whether alarms are frequent.
+    assert all(count <= max(1, OF_EACH * TRIALS) for count in of_audit.values())
+
+
+def test_the_load_is_what_it_is_said_to_be() -> None:
+    draw = np.random.default_rng(0)
+    for load, least, most in ((QUIET, 0.95, 1.0), (BUSY, 0.3, 0.8)):
+        (at, _) = honest(49, load, draw).temperatures
+        spent = sum(result.plain.cpu_seconds or 0.0 for result in at.prompts)
+        elapsed = sum(result.plain.seconds for result in at.prompts)
+        assert least <= spent / elapsed <= most
