@@ -68,6 +68,8 @@ BACKWARDS: Final = 1.0  # seconds that the machine's clock may be set back
 PAUSE: Final = 0.1  # seconds that may pass between two prompts,
 OF_PROMPT: Final = 0.05  # besides this share of the time that a prompt takes
 NORMAL: Final = 1.4826  # standard deviation over the median of absolute deviations
+MORE_CALLS: Final = 1.25
+"""Calls for sampled prompts on a GPU in another process, over those of the evaluation."""
 EQUAL: Final = 1e-6  # relative difference of numbers that are recorded twice
 ROUNDED: Final = 1e-3  # sum of the probabilities of guesses, which are rounded
 LEAKED: Final = 0.1
@@ -290,21 +292,35 @@ def _wrong_seeds(
 
 
 def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
-    """Prompts for which the process that decodes again needs another number of calls."""
-    calls_of: dict[tuple[float, str], int] = {}
+    """Prompts for which the process that decodes again needs another number of calls.
+
+    A GPU may round otherwise in another process, and then samples other tokens: there, a sampled prompt
+    counts only as one of many that all together need far more calls.
+    """
+    decoded_at: dict[tuple[float, str], Decoding] = {}
     for measurement in evaluation.temperatures:
         for prompt in measurement.prompts:
-            place = measurement.temperature, prompt.key
-            calls_of[place] = prompt.drafted.calls
+            decoded_at[measurement.temperature, prompt.key] = prompt.drafted
     differing = []
+    sampled_calls, sampled_calls_again = 0, 0
     for again in evaluation.again:
-        calls = calls_of.get((again.temperature, again.key))
-        if calls is not None and calls != again.calls:
+        decoded = decoded_at.get((again.temperature, again.key))
+        if decoded is None:
+            continue
+        if again.temperature and decoded.cpu_seconds is None:
+            sampled_calls += decoded.calls
+            sampled_calls_again += again.calls
+        elif decoded.calls != again.calls:
             differing.append(again.key)
     if differing:
         yield (
             "a process that has seen no response needs other numbers of calls for the same prompts: "
             f"{_some(differing)}"
+        )
+    if sampled_calls_again > MORE_CALLS * sampled_calls:
+        yield (
+            f"a process that has seen no response needs {sampled_calls_again} calls for sampled prompts that "
+            f"took {sampled_calls}"
         )
 
 

@@ -18,6 +18,7 @@ from tests.thorough import count
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import (
+    Again,
     Calibration,
     Decoding,
     Evaluation,
@@ -425,6 +426,23 @@ def test_a_drafter_that_decodes_each_prompt_several_times_is_in_doubt(
 
     honest = measured(noise=0.05)
     assert doubted(evaluation("wren", changed(honest, planted)))
+
+
+@pytest.mark.parametrize("more", [0, 1, 20])
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+def test_sampled_calls_repeat_exactly_on_a_cpu_and_about_on_a_gpu(
+    more: int, device: str
+) -> None:
+    """A GPU may round otherwise in another process; a drafter that knows responses saves far more."""
+    cpu_seconds = 1.0 if device == "CPU" else None
+    at = measured(1.0, cpu_seconds=cpu_seconds)
+    again = tuple(
+        Again(key=prompt.key, calls=prompt.drafted.calls + more, temperature=1.0)
+        for prompt in at.prompts[:8]
+    )
+    honest = audit.failures(evaluation("wren", at))
+    planted = audit.failures(evaluation("wren", at, again=again))
+    assert (planted != honest) == (more > (0 if device == "CPU" else 1))
 
 
 def test_a_warm_up_of_every_prompt_is_in_doubt() -> None:
