@@ -1,7 +1,8 @@
 """`vlmdistill train`: train a drafter on a feature store."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -42,6 +43,20 @@ Init = Annotated[
     typer.Option(
         metavar="FROM",
         help="Initialize from this drafter or published checkpoint (matching weights only).",
+    ),
+]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        metavar="MINUTES",
+        help="Train for this time, in place of the steps or epochs: steps are timed first.",
+    ),
+]
+CpuSeconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Train for these CPU seconds of all threads and ranks; see --minutes.",
     ),
 ]
 ShowConfig = Annotated[
@@ -93,6 +108,8 @@ def train(
     name: Name = None,
     recipe: console.Recipe = None,
     settings: Settings = None,
+    minutes: Minutes = None,
+    cpu_seconds: CpuSeconds = None,
     init: Init = None,
     seed: console.Seed = 0,
     ranks: Ranks = 1,
@@ -123,7 +140,9 @@ def train(
     catalogue.check(drafter)
     if recipe and not recipe.endswith(".toml"):
         catalogue.check_recipe(recipe)
+    _check_budget(minutes, cpu_seconds, settings or (), dry_run)
     workspace = console.workspace(model, runs)
+    from vlmdistill.drafters.training.run import Budget
     from vlmdistill.pipelines import train as pipeline
 
     plan = pipeline.planned(
@@ -147,6 +166,10 @@ def train(
         trackers=tuple(tracker or ()),
         init=workspace.trained(init).absolute() if init else None,
     )
+    if minutes is not None:
+        plan = replace(plan, budget=Budget(60 * minutes))
+    if cpu_seconds is not None:
+        plan = replace(plan, budget=Budget(cpu_seconds, of_cpu=True))
     from vlmdistill.pipelines.planning import forecast
 
     if dry_run:
@@ -165,6 +188,33 @@ def train(
         out = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":
         console.result(_facts(out, as_json), as_json)
+
+
+def _check_budget(
+    minutes: float | None,
+    cpu_seconds: float | None,
+    settings: Sequence[str],
+    dry_run: bool,
+) -> None:
+    """BadParameter if the length of the training is given twice, or is none, or cannot be known."""
+    lengths: list[str] = []
+    for option, time in (("--minutes", minutes), ("--cpu-seconds", cpu_seconds)):
+        if time is None:
+            continue
+        lengths.append(option)
+        if not 0 < time < inf:
+            raise typer.BadParameter("give a time above 0", param_hint=option)
+        if dry_run:
+            raise typer.BadParameter(
+                "the steps are known once some are timed, which --dry-run does not do",
+                param_hint=option,
+            )
+    lengths += [f"--set {text}" for text in settings if text.startswith("steps=")]
+    if len(lengths) > 1:
+        raise typer.BadParameter(
+            "each says how long to train: give one of them",
+            param_hint=" and ".join(lengths),
+        )
 
 
 def _show_config(drafter: str, plan: "Run", as_json: bool) -> None:
@@ -188,6 +238,8 @@ def _facts(folder: Path, as_json: bool) -> dict[str, Any]:
         "steps": training["steps"],
         "saved_step": training["saved_step"],
     }
+    if "budget" in training:
+        facts["budget"] = training["budget"]
     if "init" in training:
         facts |= _init_facts(training["init"])
     measured = _measurement_of(training)

@@ -11,6 +11,7 @@ import torch
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.training import ranks
+from vlmdistill.drafters.training.budget import fitted
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.recipes import resolve
 from vlmdistill.drafters.training.run import Run
@@ -71,7 +72,7 @@ def other_target(model: str, store: str, cache: str | None) -> str | None:
 
 
 def run(plan: Run, force: bool = False, report: Progress = silent) -> Path:
-    """Train as one rank, of those that a launcher such as torchrun started; see `trainer.train`.
+    """Train as one rank, of those that a launcher such as torchrun started; see `fitted` and `trainer.train`.
 
     Only rank 0 locks the drafter's folder, reports steps and records their rate.
     """
@@ -92,7 +93,7 @@ def run(plan: Run, force: bool = False, report: Progress = silent) -> Path:
             locks.enter_context(only_writer(plan.out))
 
         ranks.first(lock)
-        folder = train(plan, on_step, force)
+        folder = train(fitted(plan, force), on_step, force)
         rates.record(plan.out.parents[1], f"train {plan.drafter}", tokens, seconds)
         return folder
 

@@ -38,6 +38,7 @@ class TrainingProgress:
     sums_H3: Tensor  # by hop: loss, rows that agree, rows that count
     tokens: int
     seconds: float  # from the end of the step before, waiting included
+    cpu_seconds: float  # of all threads and ranks
     waited: float  # of those, for data
     learning_rate: float
     gradient_norm: float  # before clipping

@@ -22,6 +22,22 @@ from vlmdistill.stores.schema import Feature, content_hash
 from vlmdistill.stores.store import Store
 
 
+@dataclass(frozen=True)
+class Budget:
+    """The time that the steps of a run may take; see `training.budget`."""
+
+    seconds: float
+    of_cpu: bool = False
+    """CPU seconds of all threads and ranks, in place of time by the clock."""
+
+    @property
+    def text(self) -> str:
+        """The time in words."""
+        if self.of_cpu:
+            return f"{self.seconds:g} CPU seconds"
+        return f"{self.seconds / 60:g} minutes"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One training run: the drafter, its settings, the data, and the folder to write."""
@@ -44,6 +60,8 @@ class Run:
     """Trackers that get the figures of `metrics.jsonl`, too."""
     init: Path | None = None
     """Drafter or published checkpoint whose weights the run begins with."""
+    budget: Budget | None = None
+    """The time that has decided `config.training.steps`."""
 
     @property
     def state(self) -> Path:
@@ -74,7 +92,8 @@ class Run:
             "save_every",
             "checkpoints",
         )
-        return {name: getattr(self, name) for name in names}
+        budget = self.budget.text if self.budget else None
+        return {"budget": budget} | {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,9 @@ class RunData:
         if initial:
             settings["init"] = initial.hash
             signed.append(initial.hash)
+        if run.budget:
+            settings["budget"] = run.budget.text
+            signed.append(run.budget.text)
         settings["content"] = content_of(store, keys, needs)
         return cls(store, needs, samples, content_hash(signed), settings, initial)
 
@@ -188,6 +210,7 @@ def _check_drafter(run: Run, data: RunData, description: Mapping[str, Any]) -> N
         "seed": training.get("seed"),
         **flat(description["config"]),
         "init": training.get("init", {}).get("hash"),
+        "budget": training.get("budget", {}).get("asked"),
     }
     compared = {name: data.settings[name] for name in data.settings if name in settings}
     differing = ranks.differences(compared, settings) or "other samples"

@@ -35,7 +35,7 @@ from vlmdistill.stores.input_files import decode, read_bytes, regular
 from vlmdistill.stores.manifest import Record, seal, unseal
 from vlmdistill.stores.retry import retried
 from vlmdistill.stores.schema import SCHEMA_VERSION
-from vlmdistill.stores.sharing.mirror import Mirror
+from vlmdistill.stores.sharing.mirror import Mirror, Version
 
 log = logging.getLogger(__name__)
 RECORD = "checkpoint.json"
@@ -81,6 +81,8 @@ class Position:
     epoch_passes: float = 0.0  # of the epoch so far
     stages_done: list[StageDone] = field(default_factory=list)
     history: list[HeldOut] = field(default_factory=list)
+    seconds: float = 0.0  # of the steps
+    cpu_seconds: float = 0.0  # of the steps, over all ranks
 
     @property
     def best(self) -> HeldOut | None:
@@ -208,13 +210,27 @@ class RemoteRun:
 
     # FileNotFoundError: a newer checkpoint has replaced the one that was being read.
     @retried(on=FileNotFoundError)
+    def checkpoint(self) -> Saved | None:
+        """The record of the copy, None if there is none; TrainingError when it is damaged."""
+        try:
+            return self._record_of(self._mirror.remote.latest())
+        except StoreError:
+            raise _damaged(self.url) from None
+
+    def _record_of(self, version: Version | None) -> Saved | None:
+        """The record of the checkpoint in a version of the copy."""
+        stored = version.files.get(RECORD) if version else None
+        if stored is None:
+            return None
+        with TemporaryDirectory() as folder:
+            self._mirror.remote.download(stored, Path(folder) / RECORD)
+            return read(Path(folder))
+
+    @retried(on=FileNotFoundError)
     def _begin(self, signature: str, force: bool) -> None:
         latest = self._mirror.remote.latest()
-        stored = latest.files.get(RECORD) if latest else None
-        if stored and not force:
-            with TemporaryDirectory() as folder:
-                self._mirror.remote.download(stored, Path(folder) / RECORD)
-                remote = read(Path(folder))
+        if not force:
+            remote = self._record_of(latest)
             local = read(self.folder)
             if remote and remote.signature != signature:
                 raise TrainingError(

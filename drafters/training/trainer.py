@@ -82,6 +82,17 @@ def train(
     return run.out
 
 
+def take_steps(run: Run, on_step: OnStep) -> None:
+    """Train as `train` does and make no drafter: the steps are looked at, and forgotten."""
+    with Signals() as signals, ranks.guarded(), cpu.tuned():
+        data = _open_data(run, force=False)
+        trainer = _begin(run, data, signals, on_step, force=False)
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+
 def _open_data(run: Run, force: bool) -> RunData:
     """The data of the run; TrainingError on all ranks if settings or data differ between them."""
     ranks.join()
@@ -228,6 +239,15 @@ def _choose_vocabulary(
     drafter.choose_vocabulary(ranks.total(count_V.to(source.device)))
 
 
+@dataclass(frozen=True)
+class _StepTimes:
+    """How long a step took; see `TrainingProgress`."""
+
+    seconds: float
+    cpu_seconds: float
+    waited: float
+
+
 @dataclass(kw_only=True)
 class _Trainer:
     """The loop over stages, epochs and optimizer steps."""
@@ -286,7 +306,7 @@ class _Trainer:
         steps = Prefetched(self.source.steps(reader, batches_left))
         # A GPU computes the gradients of a step while the CPU fetches the batches of the next.
         meanwhile = None if self.source.device.type == "cpu" else steps.fetch
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         for step in steps:
             # Train step
             epoch_share = batches_read / batches
@@ -302,7 +322,12 @@ class _Trainer:
 
             # Report, stop, validate, save
             seconds = time.perf_counter() - began
-            self._report(stage, result, learning_rate, seconds, step.waited)
+            # Ranks do the same work: the threads of this one stand for all.
+            cpu_seconds = (time.process_time() - cpu_began) * self.source.world
+            position.seconds += seconds
+            position.cpu_seconds += cpu_seconds
+            times = _StepTimes(seconds, cpu_seconds, step.waited)
+            self._report(stage, result, learning_rate, times)
             if result.signal:
                 self._stop(result.signal)
             self._validate_if_due(stage)
@@ -310,7 +335,7 @@ class _Trainer:
                 self._save()
             if self._is_over(stage):
                 break
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
         reader.close()
         position.end_epoch()
         return batches > 0
@@ -372,8 +397,7 @@ class _Trainer:
         stage: Stage,
         result: StepResult,
         learning_rate: float,
-        seconds: float,
-        waited: float,
+        times: "_StepTimes",
     ) -> None:
         """Record the figures of the last step on rank 0."""
         if self.metrics is None:
@@ -385,8 +409,9 @@ class _Trainer:
             total=max(self.planned_steps, step),
             sums_H3=result.sums_H3,
             tokens=result.tokens,
-            seconds=seconds,
-            waited=waited,
+            seconds=times.seconds,
+            cpu_seconds=times.cpu_seconds,
+            waited=times.waited,
             learning_rate=learning_rate,
             gradient_norm=result.gradient_norm,
             memory=memory(),
@@ -494,6 +519,12 @@ class _Trainer:
         }
         if data.initial and self.warm_start:
             record["init"] = data.initial.record(self.warm_start)
+        if self.run.budget:
+            record["budget"] = {
+                "asked": self.run.budget.text,
+                "seconds": round(position.seconds, 1),
+                "cpu_seconds": round(position.cpu_seconds, 1),
+            }
         return record
 
     def _write_stats(self) -> None:

@@ -357,6 +357,15 @@ class StageTaken:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimeBudget:
+    """The time that a training was given in place of a number of steps, and what its steps took."""
+
+    asked: str  # in words
+    seconds: Amount
+    cpu_seconds: Amount
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """How a drafter was trained, from its folder.
 
@@ -370,6 +379,7 @@ class Training:
     seed: int | None = None
     stages: tuple[StageTaken, ...] = ()
     history: tuple[Agreement, ...] = ()
+    budget: TimeBudget | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

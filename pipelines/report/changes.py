@@ -236,6 +236,8 @@ def _training(evaluation: Evaluation) -> str:
         facts.append(f"seed {training.seed}")
     if training.signature is not None:
         facts.append(f"settings and samples {training.signature}")
+    if training.budget is not None:
+        facts.append(f"for {training.budget.asked}")
     if training.view is not None:
         facts.append(f"view {training.view}")
     return ", ".join([*facts, *stages_run(training, evaluation.config)])

@@ -6,7 +6,6 @@ it was. What trains is fixed by a view when the capture has ended; more traffic 
 
 import json
 import logging
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,9 +21,7 @@ import polars as pl
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.drafters.core.settings import from_dict, override
-from vlmdistill.drafters.training import trainer
-from vlmdistill.drafters.training.progress import TrainingProgress
-from vlmdistill.drafters.training.run import Run, splits
+from vlmdistill.drafters.training.run import Budget, Run, splits
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import audit, evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
@@ -50,7 +47,7 @@ from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError, StoppedError, naming
+from vlmdistill.stores.errors import DataError, naming
 from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.manifest import VIEWS, record_names
 from vlmdistill.stores.schema import TIME, content_hash
@@ -61,7 +58,6 @@ from vlmdistill.stores.views.filters import filter_store
 log = logging.getLogger("vlmdistill.pipelines")
 
 PLAN, METRICS = "plan.json", "metrics.jsonl"
-TIMED = 8  # steps by which the length of a step is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +106,6 @@ class RoundPlan(msgspec.Struct, kw_only=True):
     harvested: dict[str, Any] | None = None
     fresh: int = 0  # samples of traffic that the base was not trained on
     known: int = 0  # others that it trains on as well
-    steps: int = 0
     seconds: dict[str, float] = {}  # by stage of the round
 
 
@@ -302,22 +297,16 @@ class _Round:
         return replace(run, config=changed, view=view, init=self.base.absolute())
 
     def _train(self, view: str) -> None:
-        if not self.plan.steps:
-            self.plan.steps = self.how.steps or self._affordable_steps(view)
-            self._write_plan()
+        run = self._run(self.how.steps or 1, view)
+        if self.how.minutes is not None:
+            run = replace(run, budget=Budget(60 * self.how.minutes))
         with self.bar(f"training {self.plan.drafter}", "steps") as report:
-            train.run(self._run(self.plan.steps, view), report=report)
-
-    def _affordable_steps(self, view: str) -> int:
-        """The steps that fit into the minutes."""
-        minutes = self.how.minutes or 0
-        with self.workspace.staging() as folder:
-            seconds = seconds_per_step(self._run(TIMED, view), folder)
-        return max(1, round(60 * minutes / seconds))
+            train.run(run, report=report)
 
     def _judge(self) -> Judgement:
         """Measure base and candidate on held-out prompts; whether the candidate is published, and why."""
-        self.facts = {"steps": self.plan.steps}
+        description = describe(self.workspace.drafter(self.plan.drafter))
+        self.facts = {"steps": description["training"]["steps"]}
         new_prompts, old_prompts = self._held_out()
         verdicts = []
         for side, held_out in (("new", new_prompts), ("old", old_prompts)):
@@ -453,30 +442,3 @@ def _traffic_keys(file: Path, split: str) -> set[str]:
     rows = pl.read_parquet(file, columns=["key", "split", TIME])
     is_traffic = pl.col(TIME).is_not_null() & (pl.col("split") == split)
     return set(rows.filter(is_traffic)["key"])
-
-
-class _TimedError(Exception):
-    """Breaks off a run all of whose steps are timed."""
-
-
-def seconds_per_step(run: Run, folder: Path) -> float:
-    """The median length of the steps of a run, which writes into an empty `folder` alone.
-
-    It takes all steps and makes no drafter. Raises what `trainer.train` raises.
-    """
-    lengths: list[float] = []
-
-    def note(progress: TrainingProgress) -> None:
-        lengths.append(progress.seconds)
-        is_last = progress.step == progress.total
-        if is_last:  # before the store gets statistics of the samples
-            raise _TimedError
-
-    try:
-        trainer.train(replace(run, out=folder / run.out.name, checkpoints=None), note)
-    except _TimedError:
-        pass
-    except StoppedError as error:
-        again = "the steps were being timed, which the same command does again"
-        raise StoppedError(again, error.signal) from None
-    return statistics.median(lengths)

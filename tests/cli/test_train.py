@@ -35,6 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_stopped_on_several_ranks_continues_on_one(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With the steps that fit into its CPU seconds, by the length of steps on several ranks."""
     words = [
         "train",
         "sparrow",
@@ -42,8 +43,8 @@ def test_a_run_stopped_on_several_ranks_continues_on_one(
         str(store),
         "--runs",
         str(tmp_path),
-        "--set",
-        "steps=5000",
+        "--cpu-seconds",
+        "3600",
         *SHORT,
     ]
     state = (
@@ -72,7 +73,7 @@ def test_a_run_stopped_on_several_ranks_continues_on_one(
     shown, err = typed.communicate(timeout=400)
     assert (typed.returncode, shown) == (130, ""), err
     stopped = re.fullmatch(
-        r"interrupted: (\d+) of 5000 steps .*", err.strip().splitlines()[-1]
+        r"interrupted: (\d+) of (\d+) steps .*", err.strip().splitlines()[-1]
     )
     assert stopped, err
     record = json.loads(state.read_bytes())
@@ -94,7 +95,7 @@ def test_a_run_stopped_on_several_ranks_continues_on_one(
     assert main([*words, "--save-every", "5"]) == 143
     again = total()
     assert again > int(stopped[1])
-    assert f"interrupted: {again} of 5000 steps " in capsys.readouterr().err
+    assert f"interrupted: {again} of {stopped[2]} steps " in capsys.readouterr().err
 
 
 def test_a_store_behind_a_url(
