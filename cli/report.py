@@ -1,7 +1,7 @@
 """`vlmdistill report`: all evaluations of a workspace as a page and tables, or what changed between two."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,10 +12,12 @@ from vlmdistill.cli import console
 from vlmdistill.cli.evaluate import without_nulls
 
 if TYPE_CHECKING:
+    from vlmdistill.pipelines.bench.statistics import Rate
     from vlmdistill.pipelines.report.changes import Change, ChangedDrafter, Changes
     from vlmdistill.pipelines.report.comparison import Group
     from vlmdistill.pipelines.report.page import ReportPage
     from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
+    from vlmdistill.pipelines.report.seeds import OverSeeds, SeededDrafter
 
 HIGHER, LOWER = "++", "--"
 
@@ -168,9 +170,13 @@ def _joined(conditions: Mapping[str, str]) -> str:
 
 def _show_group(group: "Group") -> None:
     """Print the tables of a group, its conclusions, and its warnings on stderr."""
+    from vlmdistill.pipelines.report.seeds import HEADER, NOTE, over_seeds, seed_rows
     from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, divided, result_rows
 
     console.rows([*COLUMNS], result_rows(group.results))
+    if compared := over_seeds(group.results):
+        console.rows(HEADER, seed_rows(compared))
+        console.echo(NOTE)
     part_rows = divided(group.results)
     if part_rows:
         console.rows(PARTS, part_rows)
@@ -191,7 +197,43 @@ def _report_facts(page: "ReportPage") -> dict[str, Any]:
         for result in group.results
     ]
     served = [_served_facts(result) for result in page.served]
-    return {"differing": differing(page.groups), "rows": rows, "served": served}
+    facts = {"differing": differing(page.groups), "rows": rows, "served": served}
+    if seeds := [*_seed_facts(page)]:
+        facts["seeds"] = seeds
+    return facts
+
+
+def _seed_facts(page: "ReportPage") -> "Iterator[dict[str, Any]]":
+    """The drafters with several seeds as JSON."""
+    from vlmdistill.pipelines.report.seeds import over_seeds
+
+    for group in page.groups:
+        for compared in over_seeds(group.results):
+            for drafter in compared.drafters:
+                yield {
+                    "group": group.number,
+                    "drafter": drafter.name,
+                    "temperature": drafter.temperature,
+                    "seeds": [*drafter.results],
+                    "rates": {
+                        rate: _over_seeds(compared, drafter, rate)
+                        for rate in ("tau", compared.speed)
+                    },
+                }
+
+
+def _over_seeds(
+    compared: "OverSeeds", drafter: "SeededDrafter", rate: "Rate"
+) -> dict[str, Any] | None:
+    """Mean, spread and distance from the best of a rate; None if it is in doubt."""
+    if not compared.known(drafter, rate):
+        return None
+    below = compared.below_best(drafter, rate)
+    return {
+        "mean": drafter.mean(rate),
+        "spread": drafter.spread(rate),
+        "below_best": asdict(below) if below else None,
+    }
 
 
 def _facts(result: "DrafterResult") -> dict[str, Any]:
@@ -260,9 +302,9 @@ def _show_differences(compared: "Changes") -> None:
     if compared.only_after:
         console.echo(f"only in B: {', '.join(compared.only_after)}")
     for reason, drafters in _by_reason(compared.refused).items():
-        console.echo(f"{drafters} do not compare: {reason}")
+        console.echo(f"not compared, {drafters}: {reason}")
     for reason, drafters in _by_reason(compared.untimed).items():
-        console.echo(f"times of {drafters} do not compare: {reason}")
+        console.echo(f"times not compared, {drafters}: {reason}")
 
 
 def _by_reason(reasons: Mapping[str, Sequence[str]]) -> dict[str, str]:

@@ -1,29 +1,27 @@
-"""Compare two methods: several seeds of each under one recipe, and whether they differ by more than luck.
+"""Compare methods: several seeds of each under one recipe, and whether they differ by more than luck.
 
 python -m examples.compare hivis msd --set steps=300
 
-It needs prompts (`vlmdistill prompts`). Other options are those of `vlmdistill train`.
+It needs prompts (`vlmdistill prompts`). Other options are those of `vlmdistill train`. `vlmdistill report`
+then has a row for each method, with mean and spread over seeds and a paired test.
 """
 
 import argparse
 import sys
 
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS, Rate, difference
-from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.workspace.workspace import Workspace, default_model
-
-RATES: tuple[Rate, ...] = ("tau", "decode_speedup")
+from vlmdistill.pipelines.bench.statistics import FEWEST_SEEDS
+from vlmdistill.pipelines.workspace.workspace import default_model
 
 
 def compare(words: list[str]) -> int:
-    """Capture, train, evaluate in one process, print the differences; the first bad exit status."""
+    """Capture, train, evaluate in one process, print the table over seeds; the first bad exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("methods", nargs=2, metavar="method")
+    parser.add_argument("methods", nargs="+", metavar="method")
     parser.add_argument(
         "-m",
         "--model",
@@ -41,45 +39,30 @@ def compare(words: list[str]) -> int:
     )
     parser.add_argument("--limit", default="50", help="held-out prompts; default: 50")
     given, more = parser.parse_known_args(words)
-    if len(set(given.methods)) < 2:
-        parser.error(
-            f"two different methods are compared, not {given.methods[0]} with itself"
-        )
+    if len(set(given.methods)) < len(given.methods) or len(given.methods) < 2:
+        parser.error("give at least two different methods")
     if odd := {"--name", "--seed"} & {word.partition("=")[0] for word in more}:
         parser.error(
             f"{odd.pop()} is set for each training: the number of seeds is --seeds"
         )
     where = ["--model", given.model, "--runs", given.runs]
-    names = {
-        method: [f"{method}-{seed}" for seed in range(given.seeds)]
-        for method in given.methods
-    }
     jobs = [
-        (method, name, seed)
-        for method in names
-        for seed, name in enumerate(names[method])
+        (method, f"{method}.s{seed}", str(seed))
+        for method in given.methods
+        for seed in range(given.seeds)
     ]
+    names = [name for _, name, _ in jobs]
+    title = "-".join([*given.methods, "seeds"])
     steps = [
-        ["features", "--for", ",".join(names), *where],
+        ["features", "--for", ",".join(given.methods), *where],
         *(
-            ["train", method, "--name", name, "--seed", str(seed), *more, *where]
+            ["train", method, "--name", name, "--seed", seed, *more, *where]
             for method, name, seed in jobs
         ),
-        ["eval", *(name for _, name, _ in jobs), "--limit", given.limit, *where],
+        ["eval", *names, "--limit", given.limit, "--name", title, *where],
+        ["report", "--where", f"name = '{title}'", "--format", "md", *where],
     ]
-    if status := next((status for step in steps if (status := main(step))), 0):
-        return status
-    workspace = Workspace.of(given.model, given.runs)
-    measured = {
-        one.name: one.measurement
-        for one in reversed(selection.read(workspace.reports).drafter_results)
-    }
-    one, other = ([measured[name] for name in of_seed] for of_seed in names.values())
-    for rate in RATES:
-        found = difference(one, other, rate)
-        remark = "" if found.interval else " (too few seeds)"
-        sys.stdout.write(f"{rate}, {' minus '.join(names)}: {found.text}{remark}\n")
-    return 0
+    return next((status for step in steps if (status := main(step))), 0)
 
 
 if __name__ == "__main__":

@@ -269,7 +269,7 @@ def _changed(
     name: str, before: DrafterResult, after: DrafterResult, rates: Sequence[Rate]
 ) -> ChangedDrafter:
     """How these rates have changed."""
-    old, new = _by_key(before.measurement), _by_key(after.measurement)
+    old, new = by_key(before.measurement), by_key(after.measurement)
     old_figures, new_figures = figures(old), figures(new)
     changes = []
     for rate in rates:
@@ -282,7 +282,7 @@ def _changed(
     )
 
 
-def _by_key(measurement: Measurement) -> Measurement:
+def by_key(measurement: Measurement) -> Measurement:
     """Its prompts in an order that does not depend on that of decoding."""
     prompts = sorted(measurement.prompts, key=lambda prompt: prompt.key)
     return replace(measurement, prompts=tuple(prompts))

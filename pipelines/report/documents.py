@@ -9,6 +9,7 @@ from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.bench.statistics import Rate
 from vlmdistill.pipelines.report.comparison import Group
 from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
+from vlmdistill.pipelines.report.seeds import HEADER, NOTE, over_seeds, seed_rows
 from vlmdistill.pipelines.report.tables import COLUMNS, SERVED, result_rows, served
 from vlmdistill.pipelines.targets.software import PACKAGES
 from vlmdistill.stores.errors import printable
@@ -35,14 +36,19 @@ class Section:
 
 
 def sections(report: "ReportPage") -> Iterator[Section]:
-    """A section for each group that compares, and one for serving engines."""
+    """A section for each group that compares, for its seeds if it has any, and one for serving engines."""
+    count = len(report.groups)
     for group in report.groups:
-        yield _group_section(group, len(report.groups))
+        yield group_section(group, count)
+        if compared := over_seeds(group.results):
+            title = f"group {group.number} of {count}, over seeds" if count > 1 else ""
+            rows = seed_rows(compared)
+            yield Section(title or "over seeds", {}, [NOTE], [*HEADER], rows)
     if report.served:
-        yield _served_section(report)
+        yield served_section(report)
 
 
-def _group_section(group: Group, count: int) -> Section:
+def group_section(group: Group, count: int) -> Section:
     """A group of so many."""
     title = f"group {group.number} of {count}" if count > 1 else ""
     measured = sorted({evaluation.measured for evaluation in group.evaluations})
@@ -54,7 +60,8 @@ def _group_section(group: Group, count: int) -> Section:
     return Section(title, facts, sentences, [*COLUMNS], result_rows(group.results))
 
 
-def _served_section(report: "ReportPage") -> Section:
+def served_section(report: "ReportPage") -> Section:
+    """The table of serving engines."""
     sentences = [f"Warning: {warning}." for warning in report.served_warnings]
     sentences.append(
         "In parentheses: quartiles of times, and the 95% interval of the speedup over the baseline."
@@ -64,27 +71,28 @@ def _served_section(report: "ReportPage") -> Section:
 
 def markdown(report: "ReportPage") -> str:
     """All sections as Markdown."""
-    lines = [f"# {_markdown(report.title)}: evaluation of drafters"]
+    lines = [f"# {markdown_text(report.title)}: evaluation of drafters"]
     for section in sections(report):
         if section.title:
             lines += ["", f"## {section.title.capitalize()}"]
         lines.append("")
         lines += [
-            f"- {name}: {_markdown(value)}" for name, value in section.facts.items()
+            f"- {name}: {markdown_text(value)}" for name, value in section.facts.items()
         ]
         for sentence in section.sentences:
-            lines += ["", _markdown(sentence)]
-        lines += ["", _table_line(section.header)]
-        lines.append(_table_line(["---"] * len(section.header)))
-        lines += [_table_line(map(_markdown, row)) for row in section.rows]
+            lines += ["", markdown_text(sentence)]
+        lines += ["", markdown_row(section.header)]
+        lines.append(markdown_row(["---"] * len(section.header)))
+        lines += [markdown_row(map(markdown_text, row)) for row in section.rows]
     return "\n".join(lines) + "\n"
 
 
-def _table_line(cells: Iterable[str]) -> str:
+def markdown_row(cells: Iterable[str]) -> str:
+    """A row of a table; the cells are Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Text on one line that Markdown shows as it is."""
     plain = line(text).replace("&", "&amp;").replace("<", "&lt;")
     return MARKS.sub(r"\\\g<0>", plain)

@@ -4,11 +4,24 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vlmdistill.pipelines.bench.records import LABELS
+from vlmdistill.pipelines.bench.statistics import Rate
 from vlmdistill.pipelines.report.comparison import is_disturbed
-from vlmdistill.pipelines.report.documents import Section, line, sections
+from vlmdistill.pipelines.report.documents import (
+    Section,
+    group_section,
+    line,
+    served_section,
+)
+from vlmdistill.pipelines.report.seeds import (
+    MARK,
+    OverSeeds,
+    SeededDrafter,
+    is_significant,
+    over_seeds,
+)
 from vlmdistill.pipelines.report.tables import rate
 
 if TYPE_CHECKING:
@@ -33,6 +46,11 @@ DAGGER = r"\textsuperscript{\dag}"
 LOSSY = rf"; {DAGGER} not lossless"
 UNSOUND = rf"; {DAGGER} not sound"
 MISSING = "--"
+SEEDS = (
+    r" Over seeds: mean $\pm$ standard deviation, and \textsuperscript{*} where a test paired by seed (95\,\%"
+    " interval over seeds and prompts) tells it from the best."
+)
+RATES: Final[tuple[Rate, ...]] = ("tau", "speedup")
 COMMENT = (
     "% set | method | T | prompts | tau | speedup; the mean gives each set equal weight"
 )
@@ -44,12 +62,16 @@ class _Cell:
 
     tau: float
     speedup: float | None  # None: a warning doubts it
+    tau_note: str = ""
+    speedup_note: str = ""
 
     @property
     def shown(self) -> "_Printed":
         """As printed."""
-        speedup = "" if self.speedup is None else f"{self.speedup:.2f}"
-        return _Printed(f"{self.tau:.2f}", speedup)
+        tau = f"{self.tau:.2f}"
+        if self.speedup is None:
+            return _Printed(tau, tau_note=self.tau_note)
+        return _Printed(tau, f"{self.speedup:.2f}", self.tau_note, self.speedup_note)
 
 
 @dataclass(frozen=True)
@@ -58,6 +80,9 @@ class _Printed:
 
     tau: str = ""
     speedup: str = ""
+    tau_note: str = ""
+    """Of several seeds, their spread and whether it is significantly below the best."""
+    speedup_note: str = ""
 
 
 @dataclass
@@ -99,17 +124,13 @@ def latex(report: "ReportPage") -> str:
     printed, of the methods that are ranked; no speedup beside programs that had most of the CPU.
     """
     lines = [r"% \usepackage{booktabs}, then \input this file"]
-    every_section = [*sections(report)]
-    of_groups = every_section[: len(report.groups)]
-    by_number = {
-        group.number: section
-        for group, section in zip(report.groups, of_groups, strict=True)
-    }
+    count = len(report.groups)
     for groups in _alike(report.groups):
-        group_sections = [by_number[group.number] for group in groups]
+        group_sections = [group_section(group, count) for group in groups]
         lines += ["", *_comments(group_sections)]
         lines += [*_intervals(groups), *_table(groups)]
-    for section in every_section[len(report.groups) :]:
+    if report.served:
+        section = served_section(report)
         caption = f"Drafters of {report.title} in serving engines."
         lines += ["", *_comments([section]), *_served_table(caption, section)]
     return "\n".join(lines) + "\n"
@@ -135,15 +156,27 @@ def _table(groups: "Sequence[Group]") -> list[str]:
     """A row for each method and temperature, and two columns for each set."""
     by_temperature: dict[float, _Methods] = {}
     results_of_sets = dict(_sets(groups))
+    has_seeds = False
     for name, results in results_of_sets.items():
+        names: dict[str, str] = {}  # of a result with a seed, the name of its row
+        for compared in over_seeds(results):
+            has_seeds = True
+            methods = by_temperature.setdefault(compared.drafters[0].temperature, {})
+            for drafter in compared.drafters:
+                row_name = f"{drafter.name} ({len(drafter.results)} seeds)"
+                method = methods.setdefault(row_name, _Method())
+                method.cells[name] = _cell_over_seeds(compared, drafter)
+                for result in drafter.results.values():
+                    names[result.name] = row_name
         for result in results:
             methods = by_temperature.setdefault(result.temperature, {})
-            method = methods.setdefault(result.name, _Method())
+            method = methods.setdefault(names.get(result.name, result.name), _Method())
             method.lossless &= result.evaluation.lossless
             method.consistent &= not result.failures
             method.ranked &= not result.unranked
             method.undisturbed &= not is_disturbed(result.figures.cpu_share)
-            method.cells[name] = _cell(result)
+            if result.name not in names:
+                method.cells[name] = _cell(result)
     sets = sorted(results_of_sets)
     columns = [*sets, "mean"] if len(sets) > 1 else sets
     rows: list[list[str]] = []
@@ -151,7 +184,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
         if len(by_temperature) > 1:
             rows.append([_temperature_line(temperature, 1 + 2 * len(columns))])
         rows += _rows(methods, sets)
-    caption = _caption(groups[0], by_temperature)
+    caption = _caption(groups[0], by_temperature) + (SEEDS if has_seeds else "")
     alignment = "l" + "r" * 2 * len(columns)
     return _framed(caption, alignment, _header(columns), rows)
 
@@ -159,6 +192,16 @@ def _table(groups: "Sequence[Group]") -> list[str]:
 def _cell(result: "DrafterResult") -> _Cell:
     speedup = None if result.unranked else result.figures.speedup
     return _Cell(result.figures.tau, speedup)
+
+
+def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter) -> _Cell:
+    speedup = drafter.mean("speedup") if drafter.ranked else None
+    notes = []
+    for name in RATES:
+        below = compared.below_best(drafter, name)
+        mark = rf"\textsuperscript{{{MARK}}}" if is_significant(below) else ""
+        notes.append(rf" {{\scriptsize$\pm$ {drafter.spread(name):.2f}}}{mark}")
+    return _Cell(drafter.mean("tau"), speedup, *notes)
 
 
 def _temperature_line(temperature: float, width: int) -> str:
@@ -230,8 +273,9 @@ def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
         row = [escaped(name) + dagger]
         for number, cell in enumerate(cells[name]):
             bold = best[number] if method.ranked else _Printed()
-            row.append(_printed(cell.tau, bold.tau))
-            row.append(_printed(cell.speedup, bold.speedup if undisturbed else ""))
+            tau = _printed(cell.tau, bold.tau)
+            speedup = _printed(cell.speedup, bold.speedup if undisturbed else "")
+            row += [tau + cell.tau_note, speedup + cell.speedup_note]
         rows.append(row)
     return rows
 

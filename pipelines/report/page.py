@@ -23,7 +23,7 @@ from vlmdistill.pipelines.bench.statistics import (
     figures,
 )
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
-from vlmdistill.pipelines.report import charts, selection, tables, trainings
+from vlmdistill.pipelines.report import charts, seeds, selection, tables, trainings
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.chart_files import (
     PlotFormat,
@@ -74,6 +74,7 @@ class GroupView:
             fewest=FEWEST,
             fewest_of_kind=FEWEST_OF_KIND,
             answers=answers(self.group),
+            seeds=seeds,
         )
         return Markup(html)
 
@@ -129,6 +130,11 @@ class GroupView:
         for result in self.group.results:
             parts += [(result, part) for part in result.figures.sections]
         return parts
+
+    @property
+    def seeds(self) -> list[list[str]]:
+        """A row for each drafter with several seeds."""
+        return seeds.seed_rows(seeds.over_seeds(self.group.results))
 
     @property
     def samples(self) -> list[ShownPrompt]:
@@ -321,14 +327,17 @@ def _is_page_of(workspace: Workspace, file: Path) -> bool:
 
 
 def write(content: str | bytes, file: Path) -> None:
-    """Replace the file atomically; DataError if something else than a file has its name."""
+    """Replace the file atomically; DataError if it cannot be written, or is no file."""
     if file.exists() and not file.is_file():
         raise DataError(f"{file} is not a file: name another")
-    with atomic_write(file) as aside:
-        if isinstance(content, str):
-            # A record, which is JSON, may contain a lone surrogate.
-            content = content.encode(errors="replace")
-        aside.write_bytes(content)
+    if isinstance(content, str):
+        # A record, which is JSON, may contain a lone surrogate.
+        content = content.encode(errors="replace")
+    try:
+        with atomic_write(file) as aside:
+            aside.write_bytes(content)
+    except OSError as error:
+        raise DataError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def plot(report: ReportPage, folder: Path, form: PlotFormat = "svg") -> None:

@@ -257,7 +257,7 @@ def test_the_command_prints_it_and_exits_0(
     assert facts["differing"][0]["name"] == "torch"
     save("b", "sparrow", measured(count=3))
     assert main(["report", *sides]) == 0
-    assert "sparrow do not compare: other prompts\n" in capsys.readouterr().out
+    assert "not compared, sparrow: other prompts\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,170 @@
+"""Drafters that were trained with several seeds, named `x.s0`, `x.s1` and so on: one row of mean and spread.
+
+They are compared by a paired test: each seed that two drafters share gives a difference
+(`statistics.difference`).
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean, stdev
+from typing import Final
+
+from vlmdistill.pipelines.bench.statistics import (
+    FEWEST_SEEDS,
+    Difference,
+    Rate,
+    difference,
+)
+from vlmdistill.pipelines.report.changes import by_key
+from vlmdistill.pipelines.report.comparison import is_disturbed, rate_of, speed_of
+from vlmdistill.pipelines.report.results import DrafterResult
+
+NAMED: Final = re.compile(r"(.+)\.s(\d+)((?:[@ ].*)?)")
+"""A drafter, the number of its seed, and the facts that tell its evaluations apart."""
+MARK: Final = "*"
+UNKNOWN: Final = "-"
+NOTE: Final = (
+    "Over seeds: mean ± standard deviation. Below the best: the mean difference to the drafter with the "
+    "highest mean, paired by seed, with its 95% interval over seeds (Student's t) and prompts (jackknife); "
+    f"{MARK} where it excludes 0. An interval needs {FEWEST_SEEDS} seeds of each."
+)
+
+
+@dataclass(frozen=True)
+class SeededDrafter:
+    """A drafter at one temperature, trained with several seeds."""
+
+    name: str
+    temperature: float
+    results: dict[int, DrafterResult]  # by seed
+
+    @cached_property
+    def ranked(self) -> bool:
+        """Whether none of its results is in doubt."""
+        return not any(result.unranked for result in self.results.values())
+
+    @cached_property
+    def disturbed(self) -> bool:
+        """Whether other programs had most of the CPU at some seed."""
+        figures = [result.figures for result in self.results.values()]
+        return any(is_disturbed(each.cpu_share) for each in figures)
+
+    def mean(self, rate: Rate) -> float:
+        """The mean of a rate over seeds."""
+        return mean(self._values(rate))
+
+    def spread(self, rate: Rate) -> float:
+        """The standard deviation of a rate over seeds."""
+        return stdev(self._values(rate))
+
+    def text(self, rate: Rate) -> str:
+        """Mean and spread of a rate."""
+        return f"{self.mean(rate):.2f} ± {self.spread(rate):.2f}"
+
+    def _values(self, rate: Rate) -> list[float]:
+        return [rate_of(result, rate) for result in self.results.values()]
+
+
+@dataclass(frozen=True)
+class OverSeeds:
+    """Drafters at one temperature that were trained with several seeds; the best tau first."""
+
+    drafters: tuple[SeededDrafter, ...]
+
+    @cached_property
+    def speed(self) -> Rate:
+        """The speedup that compares them."""
+        return speed_of(
+            result for drafter in self.drafters for result in drafter.results.values()
+        )
+
+    def known(self, drafter: SeededDrafter, rate: Rate) -> bool:
+        """Whether a rate of a drafter can be relied on."""
+        if rate == "tau":
+            return True
+        return drafter.ranked and not drafter.disturbed
+
+    def best(self, rate: Rate) -> SeededDrafter | None:
+        """The drafter with the highest mean, of those without doubts."""
+        candidates = [
+            drafter
+            for drafter in self.drafters
+            if drafter.ranked and self.known(drafter, rate)
+        ]
+        return max(candidates, key=lambda drafter: drafter.mean(rate), default=None)
+
+    def below_best(self, drafter: SeededDrafter, rate: Rate) -> Difference | None:
+        """A drafter minus the best, over the seeds of both; None for the best, or in doubt."""
+        best = self.best(rate)
+        if best is None or best is drafter or not drafter.ranked:
+            return None
+        shared = sorted(drafter.results.keys() & best.results.keys())
+        if not shared or not self.known(drafter, rate):
+            return None
+        return difference(
+            [by_key(drafter.results[seed].measurement) for seed in shared],
+            [by_key(best.results[seed].measurement) for seed in shared],
+            rate,
+        )
+
+
+def is_significant(below: Difference | None) -> bool:
+    """Whether the interval of a difference excludes 0."""
+    if below is None or below.interval is None:
+        return False
+    return below.interval.high < 0 or below.interval.low > 0
+
+
+def over_seeds(results: Iterable[DrafterResult]) -> list[OverSeeds]:
+    """The drafters of a group that have several seeds, by temperature."""
+    by_drafter: dict[tuple[float, str], dict[int, DrafterResult]] = {}
+    for result in results:
+        if match := NAMED.fullmatch(result.name):
+            name = match[1] + match[3]
+            of_drafter = by_drafter.setdefault((result.temperature, name), {})
+            of_drafter.setdefault(int(match[2]), result)
+    by_temperature: dict[float, list[SeededDrafter]] = {}
+    for (temperature, name), of_seeds in sorted(by_drafter.items()):
+        if len(of_seeds) > 1:
+            seeded = SeededDrafter(name, temperature, dict(sorted(of_seeds.items())))
+            by_temperature.setdefault(temperature, []).append(seeded)
+    return [_best_first(drafters) for drafters in by_temperature.values()]
+
+
+def _best_first(drafters: Sequence[SeededDrafter]) -> OverSeeds:
+    by_tau = sorted(drafters, key=lambda drafter: drafter.mean("tau"), reverse=True)
+    return OverSeeds(tuple(by_tau))
+
+
+HEADER: Final = (
+    *("drafter", "T", "seeds", "tau", "below the best", "speedup", "below the best"),
+)
+
+
+def seed_rows(compared: Iterable[OverSeeds]) -> list[list[str]]:
+    """The rows of `HEADER`."""
+    rows = []
+    for at_temperature in compared:
+        for drafter in at_temperature.drafters:
+            row = [drafter.name, f"{drafter.temperature:g}"]
+            row.append(str(len(drafter.results)))
+            for rate in ("tau", at_temperature.speed):
+                row += _cells(at_temperature, drafter, rate)
+            rows.append(row)
+    return rows
+
+
+def _cells(compared: OverSeeds, drafter: SeededDrafter, rate: Rate) -> list[str]:
+    """Mean and spread of a rate, and its distance from the best."""
+    if not compared.known(drafter, rate):
+        return [UNKNOWN, UNKNOWN]
+    text = drafter.text(rate)
+    if rate == "cpu_speedup":
+        text += " in CPU seconds"
+    below = compared.below_best(drafter, rate)
+    if below is None:
+        return [text, "the best" if compared.best(rate) is drafter else UNKNOWN]
+    mark = f" {MARK}" if is_significant(below) else ""
+    return [text, below.text + mark]
