@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from vlmdistill.stores import notebook
 from vlmdistill.stores.annexes import SAME_SAMPLE, annex_folder, misplaced_annex
 from vlmdistill.stores.backends.backend import STAGING, Backend, writing
 from vlmdistill.stores.backends.opening import open_backend
@@ -456,6 +457,22 @@ class Store:
         except StoreError as error:
             samples, names = f"not readable ({error})", _names(self.layout.features)
         return f"<Store {self.path}: {samples} of {self.info.name}, {names} in {self.layout.dtype}>"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [
+            ("store", self.path),
+            ("target", self.info.name),
+            ("dtype", self.layout.dtype),
+            ("features", _names(self.layout.features)),
+        ]
+        try:
+            rows.append(("samples", f"{len(self):,}"))
+            for name in ("text_tokens", "visual_tokens", "response_tokens"):
+                count = f"{self.index[name].sum():,}"
+                rows.append((name.replace("_", " "), count))
+        except StoreError as error:
+            rows.append(("not readable", error))
+        return notebook.table((), rows)
 
     def __bool__(self) -> bool:
         """True: an empty store is a store."""

@@ -16,6 +16,7 @@ from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace, default_model
+from vlmdistill.stores import notebook
 from vlmdistill.stores.errors import TargetError, TrainingError, one_line
 from vlmdistill.stores.schema import Provenance
 from vlmdistill.stores.store import Store
@@ -23,6 +24,8 @@ from vlmdistill.stores.store import Store
 FIRST: Final = "wren"  # the drafter that is suggested where none is trained
 SHARE: Final = 0.8
 """Of the samples of a store; a drafter that was trained on fewer missed some."""
+
+OF_DRAFTER: Final = ("drafter", "state", "steps", "tau", "speedup")
 
 DrafterState = Literal["trained", "unfinished", "damaged"]
 """Unfinished: its training has saved no drafter yet. Damaged: its files cannot be read."""
@@ -63,6 +66,23 @@ class WorkspaceStatus:
     report_state: ReportState
     stale: tuple[str, ...]  # for the user: what is out of date
     next: str  # the next command; empty if nothing is missing
+
+    def _repr_html_(self) -> str:
+        counts = {
+            "workspace": self.root,
+            "prompts": f"{self.prompts:,} to train on, {self.held_out:,} held out",
+            "responses": f"{self.responses:,}",
+            "samples": f"{self.samples:,}",
+            "evaluations": self.evaluations,
+            "next": self.next or "nothing is missing",
+        }
+        rows = [
+            (each.name, each.state, each.steps, each.tau, each.speedup)
+            for each in self.drafters
+        ]
+        shown = [["-" if cell is None else cell for cell in row] for row in rows]
+        drafters = notebook.table(OF_DRAFTER, shown) if shown else ""
+        return notebook.table((), counts.items()) + drafters
 
 
 def status(workspace: Workspace) -> WorkspaceStatus:

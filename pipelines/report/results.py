@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, PromptResult
 from vlmdistill.pipelines.bench.served_records import (
@@ -19,8 +19,10 @@ from vlmdistill.pipelines.bench.statistics import (
     figures,
     rates,
 )
+from vlmdistill.stores import notebook
 
 E = TypeVar("E", Evaluation, ServedEvaluation)
+SHOWN: Final = ("drafter", "T", "prompts", "tau", "speedup", "in doubt")
 Speed = Literal["faster", "slower", "equal", "unknown"]
 
 
@@ -60,7 +62,7 @@ class DrafterResult:
         prompts = f"{self.figures.prompts} prompts at temperature {self.temperature:g}"
         facts = ["nothing was drafted"]
         if self.figures.calls:
-            facts = [f"tau {self.figures.tau:.2f}", self._speedup]
+            facts = [f"tau {self.figures.tau:.2f}", f"speedup {self.speedup_text}"]
         if not self.evaluation.lossless:
             facts.append("NOT LOSSLESS")
         if self.failures:
@@ -70,8 +72,9 @@ class DrafterResult:
         return f"{self.name} on {prompts}: {', '.join(facts)}"
 
     @property
-    def _speedup(self) -> str:
-        speedup = f"speedup {self.figures.speedup:.2f}"
+    def speedup_text(self) -> str:
+        """The speedup and its interval."""
+        speedup = f"{self.figures.speedup:.2f}"
         interval = self.figures.intervals.get("speedup")
         if interval is None:
             return speedup
@@ -194,6 +197,20 @@ class DrafterResult:
             name: DrafterResult(self.evaluation, measurement, doubts)
             for name, measurement in self.measurement.by(label).items()
         }
+
+
+class Results(list[DrafterResult]):
+    """Results of drafters, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for result in self:
+            rates = result.figures
+            doubts = "; ".join(result.unranked)
+            tau = f"{rates.tau:.2f}" if rates.calls else "-"
+            row = [result.name, f"{result.temperature:g}", rates.prompts, tau]
+            rows.append([*row, result.speedup_text, doubts])
+        return notebook.table(SHOWN, rows)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from vlmdistill.pipelines.planning.status import WorkspaceStatus
 from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.report.comparison import rank
-from vlmdistill.pipelines.report.results import DrafterResult
+from vlmdistill.pipelines.report.results import DrafterResult, Results
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -433,7 +433,7 @@ def evaluate(
             title=name,
             on_prompt=_of(progress, "evaluate"),
         )
-    results: list[DrafterResult] = []
+    results = Results()
     for ranking in rank(evaluations):
         results += ranking.results
     return results
