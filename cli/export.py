@@ -32,7 +32,7 @@ def export(
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
-    """Write a trained drafter in the format of serving engines.
+    """Write a trained drafter in the format of serving engines, with a card (README.md) for a hub.
 
     vLLM serves it with the plugin of vlmdistill, SGLang serves eagle3 only. `vlmdistill eval DRAFTER
     --engine vllm` measures it there.
@@ -54,14 +54,27 @@ def export(
             param_hint="--model",
         )
     from vlmdistill.drafters.checkpoints.export import export as write
+    from vlmdistill.pipelines.report import card
 
     written = write(folder, out, dtype)
-    console.result(asdict(written), as_json)
+    if not card.write(workspace, folder, written):
+        console.note(f"{out / card.CARD} is kept: remove it for a new card")
+    console.result(asdict(written) if as_json else _facts(written), as_json)
     target = model if is_of_model else written.target
     if difference := _served_difference(target, provenance):
         console.note(f"warning: {difference}")
     for line in commands(target, written):
         console.note(line)
+
+
+def _facts(written: "Exported") -> dict[str, Any]:
+    """What was written, in words."""
+    facts = asdict(written)
+    facts["layers"] = written.layers or "the last one alone"
+    facts["visual_tokens"] = "dropped" if facts.pop("drops_visual") else "all"
+    facts["images"] = "whole" if facts.pop("whole_images") else "in parts"
+    facts["vllm_method"] = facts.pop("method")
+    return facts
 
 
 def _is_given(context: typer.Context, option: str) -> bool:

@@ -33,7 +33,7 @@ from vlmdistill.pipelines.planning import forecast
 from vlmdistill.pipelines.planning import status as overview
 from vlmdistill.pipelines.planning.status import WorkspaceStatus
 from vlmdistill.pipelines.prompts import import_sources
-from vlmdistill.pipelines.report import page
+from vlmdistill.pipelines.report import card, page
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.report.results import DrafterResult, Results
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
@@ -491,7 +491,7 @@ def export(
     runs: Runs = None,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
 ) -> Exported:
-    """Write a trained drafter in the format of serving engines; as `vlmdistill export`.
+    """Write a trained drafter in the format of serving engines, with a card; as `vlmdistill export`.
 
     Args:
         drafter: Name or folder of a trained drafter.
@@ -511,7 +511,9 @@ def export(
     """
     with Workspace.of(model, runs) as workspace:
         folder = workspace.trained(str(drafter))
-        return exports.export(folder, Path(out), dtype)
+        written = exports.export(folder, Path(out), dtype)
+        card.write(workspace, folder, written)
+        return written
 
 
 @in_api_words

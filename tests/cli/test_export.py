@@ -52,6 +52,7 @@ def test_the_command_names_what_was_written(
     drafting = json.loads(words[words.index("--speculative-config") + 1])
     assert drafting["model"] == str(Path("served").absolute())
     assert sorted(file.name for file in Path("served").iterdir()) == [
+        "README.md",
         "config.json",
         "model.safetensors",
     ]

@@ -1,0 +1,91 @@
+"""The card of an export: what a hub reads, how vLLM is started, and only numbers that a report would rank."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tests.drafters import synthetic
+from tests.pipelines.bench.conftest import Save
+from tests.pipelines.bench.made_up import measured
+from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints.description import weights_hash
+from vlmdistill.pipelines.report.card import CARD
+from vlmdistill.pipelines.workspace.workspace import Workspace
+
+
+@pytest.fixture
+def weights(workspace: Workspace) -> str | None:
+    """The hash of the weights of a trained drafter."""
+    training: Any = {"steps": 300, "samples": 4200, "seed": 0, "history": []}
+    folder = synthetic.save("sparrow", workspace.drafter("sparrow"), **training)
+    return weights_hash(folder)
+
+
+def exported(workspace: Workspace, out: Path) -> str:
+    runs = str(workspace.root.parent)
+    assert main(["export", "sparrow", "--out", str(out), "--runs", runs]) == 0
+    return (out / CARD).read_text()
+
+
+def test_the_front_matter_is_what_a_hub_reads(
+    workspace: Workspace, weights: str, tmp_path: Path
+) -> None:
+    text = exported(workspace, tmp_path / "served")
+    facts: Any = ModelCard(text).data.to_dict()  # type: ignore[no-untyped-call]
+    assert facts["library_name"] == "vlmdistill"
+    assert facts["tags"] == ["speculative-decoding", "draft-model", "vllm", "sparrow"]
+    assert "base_model" not in facts  # the target is in no hub
+
+
+def test_a_card_has_the_command_the_data_and_no_path_of_this_machine(
+    workspace: Workspace, weights: str, tmp_path: Path
+) -> None:
+    text = exported(workspace, tmp_path / "served")
+    assert "vllm serve synthetic" in text
+    assert '"model": "FOLDER"' in text
+    assert str(tmp_path) not in text
+    assert weights in text
+    assert "config c, weights w" in text
+    assert "300 steps on 4,200 samples, seed 0" in text
+    assert "These weights were not evaluated." in text
+
+
+def test_a_card_has_the_numbers_of_its_weights_and_of_no_others(
+    workspace: Workspace, weights: str, save: Save, tmp_path: Path
+) -> None:
+    save("sparrow", measured(noise=0.1), weights=weights, title="own")
+    save("sparrow", measured(), weights="0" * 64, tree="chain-7", stem="other")
+    text = exported(workspace, tmp_path / "served")
+    (row,) = re.findall(r"^\| all \|.*$", text, re.MULTILINE)
+    assert re.match(r"\| all \| 24 \| 0 \| 3\.25 .*\| 1\.\d\d \(1\.\d\d-", row)
+    assert "CPU Some Processor, float32, threads: 1" in text
+    assert "chain-7" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"missed": 1}, "acceptance is broken"), ({"check": "different"}, "not lossless")],
+)
+def test_numbers_in_doubt_are_left_out_and_why_is_said(
+    changes: dict[str, Any],
+    reason: str,
+    workspace: Workspace,
+    weights: str,
+    save: Save,
+    tmp_path: Path,
+) -> None:
+    save("sparrow", measured(**changes), weights=weights)
+    text = exported(workspace, tmp_path / "served")
+    assert "3.25" not in text
+    assert re.search(f"is left out.*{reason}", text)
+
+
+def test_a_card_that_was_edited_is_kept(
+    workspace: Workspace, weights: str, tmp_path: Path
+) -> None:
+    exported(workspace, tmp_path / "served")
+    (tmp_path / "served" / CARD).write_text("mine")
+    assert exported(workspace, tmp_path / "served") == "mine"
