@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -159,6 +159,8 @@ HeldOut = Annotated[
         help="Share of the samples kept apart to validate on; --set validate_every=N validates.",
     ),
 ]
+LIST = "separate several by commas, or repeat the option"
+"""The end of the help of an option that takes a list."""
 TRACKERS = ("tensorboard", "trackio", "wandb")
 Trackers = Annotated[
     list[str] | None,
@@ -166,7 +168,7 @@ Trackers = Annotated[
         "--tracker",
         metavar="|".join(TRACKERS),
         callback=lambda names: _known_trackers(names or ()),
-        help="Also log metrics to NAME, an extra of that name; may be repeated.",
+        help=f"Also log metrics to it, an extra of that name; {LIST}.",
     ),
 ]
 AllowFailed = Annotated[
@@ -232,13 +234,36 @@ Compiled = Annotated[
 ]
 
 
-def _known_trackers(names: Sequence[str]) -> list[str]:
+def separated(texts: Sequence[str] | None) -> list[str]:
+    """The items of a list that is given as `a,b`, as several words, or both; each once."""
+    items = [item.strip() for text in texts or () for item in text.split(",")]
+    return [*dict.fromkeys(filter(None, items))]
+
+
+def numbers(option: str, texts: Sequence[str] | None, least: float) -> list[float]:
+    """The numbers of a list; BadParameter names the option of one that is none, or below `least`."""
+    values = []
+    for text in separated(texts):
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan
+        if not least <= value < inf:
+            raise typer.BadParameter(
+                f"'{text}' is no number from {least:g} on: {LIST}", param_hint=option
+            )
+        values.append(value)
+    return [*dict.fromkeys(values)]
+
+
+def _known_trackers(texts: Sequence[str]) -> list[str]:
+    names = separated(texts)
     for name in names:
         if name not in TRACKERS:
             raise typer.BadParameter(
                 f"there is no tracker '{name}': choose from {', '.join(TRACKERS)}"
             )
-    return list(names)
+    return names
 
 
 quiet: ContextVar[bool] = ContextVar("quiet", default=False)

@@ -52,7 +52,8 @@ def evaluate(
     drafters: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="DRAFTER...", help="Drafters of the workspace; none with a server."
+            metavar="DRAFTER",
+            help="Drafters of the workspace; none with a server; separate several by spaces or commas.",
         ),
     ] = None,
     model: console.Model = "demo",
@@ -61,7 +62,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="NAME[@PAPER]",
-            help="Evaluate on the prompts of a paper's set; may be repeated; `demo`: the demo's set.",
+            help=f"Evaluate on the prompts of a paper's set; `demo`: the demo's set; {console.LIST}.",
         ),
     ] = None,
     bench_data: Annotated[
@@ -79,9 +80,10 @@ def evaluate(
     ] = None,
     frames: console.Frames = None,
     temperature: Annotated[
-        list[float] | None,
+        list[str] | None,
         typer.Option(
-            help="Sampling temperature; 0 (default) is greedy; may be repeated."
+            metavar="NUMBERS",
+            help=f"Sampling temperatures; 0 (default) is greedy; {console.LIST}.",
         ),
     ] = None,
     limit: Annotated[
@@ -96,8 +98,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="SHAPE|auto",
-            help="Draft tree: total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3; auto: the fastest "
-            "here, which is kept with the drafter; default: the drafter's own; may be repeated.",
+            help="Draft trees: total-depth-k, such as 30-3-8, or chain-5, or chain-8-0.3; auto: the fastest "
+            f"here, which is kept with the drafter; default: the drafter's own; {console.LIST}.",
         ),
     ] = None,
     seed: console.Seed = 0,
@@ -118,9 +120,10 @@ def evaluate(
         ),
     ] = "transformers",
     concurrency: Annotated[
-        list[int] | None,
+        list[str] | None,
         typer.Option(
-            help="With a server: requests at a time; default: 1; may be repeated."
+            metavar="NUMBERS",
+            help=f"With a server: requests at a time; default: 1; {console.LIST}.",
         ),
     ] = None,
     baseline: Annotated[
@@ -167,15 +170,17 @@ def evaluate(
     a near-tie (two tokens that rounding decides between), a request failed, or a drafter could not be served.
     """
     if listed:
-        show_list(console.workspace(model, runs), drafters or [], as_json)
+        show_list(console.workspace(model, runs), _names(drafters), as_json)
         return
-    names = drafters or []
+    names = _names(drafters)
     kind = _engine(context, engine, names)
     workspace = console.workspace(model, runs)
+    temperatures = console.numbers("--temperature", temperature, 0)
+    concurrencies = console.numbers("--concurrency", concurrency, 1)
     if bench:
         if prompts is not None:
             raise typer.BadParameter("--bench has its own", param_hint="--prompts")
-        sets = _EvaluationSets(bench, bench_data, fps, frames)
+        sets = _EvaluationSets(console.separated(bench), bench_data, fps, frames)
         prompts, limit = sets.import_into(workspace, limit)
     else:
         set_options = {"--bench-data": bench_data, "--fps": fps, "--frames": frames}
@@ -185,14 +190,14 @@ def evaluate(
 
     loading = console.loading(attention, target_dtype, compiled=compiled)
     settings = pipeline.Settings(
-        temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
+        temperatures=tuple(temperatures or (0.0,)),
         max_new_tokens=max_new_tokens,
         limit=LIMIT if limit is None else limit,
-        trees=pipeline.trees_of(tree or ()),
+        trees=pipeline.trees_of(console.separated(tree)),
         seed=seed,
         threads=threads,
         how={**loading, "thinking": thinking} if thinking else loading,
-        concurrencies=tuple(dict.fromkeys(concurrency or (1,))),
+        concurrencies=tuple(map(int, concurrencies or (1,))),
     )
     task = _Task(workspace, trained, settings, prompts, as_json)
     if kind == TRANSFORMERS:
@@ -210,6 +215,14 @@ def evaluate(
             served_model=served_model,
         )
         _run_server(task, server)
+
+
+def _names(drafters: Sequence[str] | None) -> list[str]:
+    """The drafters: `a b` and `a,b` name two; a folder may have a comma in its path."""
+    names: list[str] = []
+    for word in drafters or ():
+        names += [word] if "/" in word else console.separated([word])
+    return names
 
 
 @dataclass(frozen=True)

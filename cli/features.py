@@ -20,13 +20,13 @@ def features(
     ] = None,
     store: console.StoreName = None,
     drafters: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
             "--for",
             metavar="NAMES",
-            help="Drafters to capture for, separated by commas, or all.",
+            help=f"Drafters to capture for; default: all; {console.LIST}.",
         ),
-    ] = "all",
+    ] = None,
     import_: Annotated[
         str | None,
         typer.Option(
@@ -91,7 +91,7 @@ def features(
     workspace = console.workspace(model, runs)
     checkpoint(model)  # cheap checks come before Ray and torch
     settings = CaptureSettings(
-        drafters=capture_store.drafters(drafters),
+        drafters=capture_store.drafters(",".join(drafters or ["all"])),
         dtype=dtype,
         encoding=capture_store.encodings(encoding or ()),
         batch_tokens=batch_tokens,

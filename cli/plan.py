@@ -26,11 +26,13 @@ def plan(
         str, typer.Option(metavar="NxGPU", help="GPUs, such as H100 or 2xA100-40GB.")
     ] = "1xH100",
     drafters: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            "--for", metavar="NAMES", help="Drafters, separated by commas, or all."
+            "--for",
+            metavar="NAMES",
+            help=f"Drafters, or all; default: {DEFAULT_DRAFTERS}; {console.LIST}.",
         ),
-    ] = DEFAULT_DRAFTERS,
+    ] = None,
     recipe: console.Recipe = None,
     text_tokens: Annotated[
         int, typer.Option(min=1, help="Text tokens of a prompt.")
@@ -52,7 +54,8 @@ def plan(
     from vlmdistill.drafters import catalogue
     from vlmdistill.pipelines.planning.gpus import Gpus
 
-    names = catalogue.listed(drafters) or [*catalogue.NAMES]
+    listed = catalogue.listed(",".join(drafters or [DEFAULT_DRAFTERS]))
+    names = listed or [*catalogue.NAMES]
     machine = Gpus.parse(gpus)
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines.planning import plan as planning

@@ -12,9 +12,9 @@ from vlmdistill.cli.report import report
 def run(
     model: console.Model = "demo",
     drafters: Annotated[
-        str,
-        typer.Option(metavar="NAMES", help="Drafters, separated by commas, or all."),
-    ] = "all",
+        list[str] | None,
+        typer.Option(metavar="NAMES", help=f"Drafters; default: all; {console.LIST}."),
+    ] = None,
     recipe: console.Recipe = None,
     settings: Annotated[
         list[str] | None,
@@ -27,9 +27,10 @@ def run(
     held_out: console.HeldOut = 0.02,
     tracker: console.Trackers = None,
     temperature: Annotated[
-        list[float] | None,
+        list[str] | None,
         typer.Option(
-            help="Temperature of the evaluation; may be repeated; default: 0 and 1."
+            metavar="NUMBERS",
+            help=f"Temperatures of the evaluation; default: 0 and 1; {console.LIST}.",
         ),
     ] = None,
     limit: Annotated[
@@ -61,19 +62,21 @@ def run(
     """
     from vlmdistill.drafters import catalogue
 
-    names = catalogue.listed(drafters) or [*catalogue.NAMES]  # before torch
+    # Mistakes are found before torch is loaded.
+    listed = catalogue.listed(",".join(drafters or ["all"]))
+    names = listed or [*catalogue.NAMES]
+    temperatures = console.numbers("--temperature", temperature, 0)
     if recipe and not recipe.endswith(".toml"):
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.planning.forecast import Speeds
 
-    temperatures = temperature or [0.0, 1.0]
     plan = flow.Plan(
         drafters=names,
         recipe=recipe,
         settings=settings or (),
-        temperatures=tuple(dict.fromkeys(temperatures)),
+        temperatures=tuple(temperatures or (0.0, 1.0)),
         max_new_tokens=max_new_tokens,
         eval_limit=limit,
         batch=batch_size,

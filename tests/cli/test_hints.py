@@ -367,9 +367,19 @@ def test_a_workspace_in_place_of_its_store_names_the_store(
         (["report", "--format", "htm"], "'html'"),
         (["list", "drafter"], "'drafters'"),
         (["features", "--for", "wren", "--dtype", "float"], "'float16'"),
-        (["eval", "wren", "--temperature", "0,1"], "repeat the option"),
+        (["train", "wren", "--dtype", "bf16"], "'bf16' is not a dtype: choose from"),
+        (["export", "wren", "--out", "x", "--dtype", "fp16"], "mean 'float16'"),
+        (["eval", "wren", "--temperature", "0,hot"], "'hot' is no number from 0 on"),
+        (
+            ["eval", "--engine", "openai:http://h", "--concurrency", "0"],
+            "'0' is no number from 1 on",
+        ),
+        (["train", "wren", "--minutes", "0"], "--minutes: give a time above 0"),
+        (["train", "wren", "--cpu-seconds", "9", "--minutes", "1"], "give one of"),
+        (["train", "wren", "--minutes", "1", "--set", "steps=3"], "give one of them"),
+        (["train", "wren", "--minutes", "1", "--dry-run"], "--dry-run does not do"),
         (["eval", "wren", "--limit", "0"], "1 or more"),
-        (["train", "wren", "--seed", "x"], "integer"),
+        (["train", "wren", "--seed", "x"], "whole number"),
         (["serve", "--port", "70000"], "65535 or less"),
         (["store", "gc", "x", "--grace", "y"], "number"),
     ],
@@ -378,7 +388,7 @@ def test_a_value_that_is_refused_is_told_in_our_words(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    line = capsys.readouterr().err
+    line = " ".join(capsys.readouterr().err.split())
     assert said in line
     assert "Input should" not in line
     assert "Value error" not in line
