@@ -1,6 +1,7 @@
 """`vlmdistill serve`: an OpenAI-compatible endpoint for one target, and a page to try it."""
 
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,13 @@ LOCAL_NAMES = ("localhost", "127.0.0.1")
 def serve(
     model: console.Model = "demo",
     drafter: console.DrafterName = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAMES",
+            help=f"Drafters to compare on the page, in place of --drafter; {console.LIST}.",
+        ),
+    ] = None,
     tree: console.TreeShape = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; another machine's needs a key.")
@@ -75,9 +83,9 @@ def serve(
 ) -> None:
     """Serve an OpenAI-compatible endpoint, and a page to try it.
 
-    The page compares plain with speculative decoding. Requests are decoded one at a time. Ctrl-C and
-    SIGTERM let running responses end for 10 seconds. A newer version of the drafter takes over between two
-    requests; all responses remain the target's.
+    The page compares plain with speculative decoding, and the drafters of --compare with each other.
+    Requests are decoded one at a time. Ctrl-C and SIGTERM let running responses end for 10 seconds. A newer
+    version of --drafter takes over between two requests; all responses remain the target's.
     """
     import socket
     from contextlib import nullcontext
@@ -101,11 +109,15 @@ def serve(
         raise typer.BadParameter("requires --record", param_hint="--record-for")
     keep = None if record_for is None else seconds(record_for, "--record-for")
 
+    compared = console.separated(compare)
+    _check_compared(compared, drafter, tree)
     workspace = console.workspace(model, runs)
     followed = drafter is not None and reload > 0 and "/" not in drafter
     used = versions.current(workspace, drafter) if drafter and followed else drafter
-    if used is not None:
-        describe(workspace.trained(used))  # before torch
+    if compared:
+        used = compared[0]
+    for name in compared or ([used] if used else []):
+        describe(workspace.trained(name))  # before torch
     from vlmdistill.pipelines.endpoint.app import build_app
     from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
     from vlmdistill.pipelines.endpoint.switch import Switch
@@ -117,14 +129,15 @@ def serve(
             decoder = open_decoder(
                 workspace,
                 used,
+                compared=compared[1:],
                 tree=tree,
                 max_new_tokens=max_new_tokens,
                 how=console.loading(attention, target_dtype, compiled=compiled),
             )
-        name = f"[{host}]" if ":" in host else host
-        hosts = ["*"] if key else [*LOCAL_NAMES, name]
+        address = f"[{host}]" if ":" in host else host
+        hosts = ["*"] if key else [*LOCAL_NAMES, address]
         switch = Switch(decoder, workspace if followed else None, drafter or "")
-        drafting = decoder.drafter_name or "plain decoding"
+        drafting = ", ".join(decoder.drafters) or "plain decoding"
         with (
             Recorder(record, keep) if record else nullcontext() as recorder,
             switch.following(reload if followed else 0),
@@ -136,8 +149,27 @@ def serve(
                 media=media,
                 hosts=hosts,
             )
-            message = f"serving {decoder.model} with {drafting} at http://{name}"
+            message = f"serving {decoder.model} with {drafting} at http://{address}"
             _serve_until_stopped(app, listener, message)
+
+
+def _check_compared(
+    compared: Sequence[str], drafter: str | None, tree: str | None
+) -> None:
+    """BadParameter if drafters cannot be compared beside the other options."""
+    if compared and drafter:
+        raise typer.BadParameter(
+            "--compare names all drafters: leave out --drafter", param_hint="--compare"
+        )
+    if len(compared) == 1:
+        raise typer.BadParameter(
+            f"give at least two drafters, or --drafter {compared[0]}",
+            param_hint="--compare",
+        )
+    if compared and tree == "auto":
+        raise typer.BadParameter(
+            "give one tree for all that are compared", param_hint="--tree"
+        )
 
 
 def _is_valid_key(key: str) -> bool:

@@ -99,6 +99,7 @@ def build_app(
             "created": started,
             "owned_by": "vlmdistill",
             "drafter": switch.current.drafter_name,
+            "drafters": switch.current.drafters,
         }
         return {"object": "list", "data": [model]}
 

@@ -154,6 +154,7 @@ class ChatRequest(StrictModel):
     stream_options: StreamOptions = StreamOptions()
     user: str = ""  # the client's own id of its user, which is recorded
     speculate: bool = True  # not in the OpenAI API: false decodes without the drafter
+    drafter: str | None = None  # nor is this: one of `serve --compare`
 
     @model_validator(mode="before")
     @classmethod

@@ -33,13 +33,25 @@ async function call(path, options = {}) {
 async function connect() {
   $("about").textContent = "";
   [model] = (await (await call("/v1/models")).json()).data;
-  const { id, drafter } = model;
-  $("server").textContent = drafter ? `${id} with ${drafter}` : id;
+  const { id, drafter, drafters } = model;
+  $("server").textContent = drafter ? `${id} with ${drafters.join(", ")}` : id;
   $("about").textContent = drafter ? "Speculative decoding against plain decoding, on this server."
     : "No drafter: start the server with --drafter NAME to compare.";
   for (const name of ["speculative", "pairsfield", "pairs-why", "legend"]) $(name).hidden = !drafter;
   $("runs").classList.toggle("one", !drafter);
-  if (drafter) $("speculative-title").textContent = `Speculative decoding, ${drafter}`;
+  /* A panel for each drafter; the first is a part of the page. */
+  for (const panel of all(".run").slice(2)) panel.remove();
+  drafters.forEach((name, at) => {
+    const panel = at ? $("speculative").cloneNode(true) : $("speculative"), heading = panel.querySelector("h2");
+    if (at) {
+      clear(panel);
+      panel.id = `speculative-${at}`;
+      heading.id = `${panel.id}-title`;
+      panel.setAttribute("aria-labelledby", heading.id);
+      $("runs").append(panel);
+    }
+    heading.textContent = `Speculative decoding, ${name}`;
+  });
 }
 
 function choose(file) {
@@ -72,9 +84,10 @@ async function* events(response) {
   }
 }
 
-/* One response; `seen` gets each piece as it comes. */
-async function measure(asked, speculate, seed, signal, seen) {
-  const body = { ...asked, seed, speculate, stream: true };
+/* One response of a drafter, or of plain decoding; `seen` gets each piece as it comes. */
+async function measure(asked, drafter, seed, signal, seen) {
+  const body = { ...asked, seed, speculate: Boolean(drafter), stream: true };
+  if (model.drafters.length > 1 && drafter) body.drafter = drafter;
   const run = { pieces: [], facts: null, get text() { return this.pieces.map((piece) => piece.text).join(""); } };
   const response = await call("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
   for await (const event of events(response)) {
@@ -114,28 +127,48 @@ function fill(panel, run) {
     (drafter ? `; ${accepted} accepted in ${calls} calls, ${tokens_per_call.toFixed(2)} tokens a call` : "");
 }
 
-/* Seconds a token of plain decoding over those of speculative decoding. */
-function speedup([plain, drafted]) {
-  return plain.facts.seconds / plain.facts.tokens / (drafted.facts.seconds / drafted.facts.tokens);
+/* Seconds a token of the first run over those of the second. */
+function ratio(slow, fast) {
+  return slow.facts.seconds / slow.facts.tokens / (fast.facts.seconds / fast.facts.tokens);
 }
 
-function verdict(pairs, everything, sampled) {
-  const speeds = pairs.map(speedup).sort((a, b) => a - b), half = speeds.length / 2, times = (value) => `${value.toFixed(2)}×`;
-  const median = (speeds[Math.ceil(half) - 1] + speeds[Math.floor(half)]) / 2;
-  const spread = speeds.length ? `from ${times(speeds[0])} to ${times(speeds.at(-1))} in ${speeds.length} runs of each` : "";
+/* How many times as fast side `at` is as side `other`, in turns that have a run of each: the median, and in words. */
+function compared(turns, at, other) {
+  const speeds = turns.map((runs) => ratio(runs[other], runs[at])).sort((a, b) => a - b), half = speeds.length / 2;
+  const times = (value) => `${value.toFixed(2)}×`, median = (speeds[Math.ceil(half) - 1] + speeds[Math.floor(half)]) / 2;
+  const runs = speeds.length === 1 ? "one run" : `${speeds.length} runs`;
+  const spread = speeds.length > 1 ? `${times(median)}, from ${times(speeds[0])} to ${times(speeds.at(-1))} in ${runs} of each` : `${times(median)} in ${runs} of each`;
+  const level = speeds.length < FEWEST ? "unknown" : speeds[0] > 1 ? "faster" : speeds.at(-1) < 1 ? "slower" : "equal";
+  return { median, times: times(median), spread, level };
+}
+
+/* The answer, what is said of it, and how sure it is. */
+function verdict(turns, everything, sampled, names) {
   const same = sampled ? "Above temperature 0 each run samples its own text."
-    : everything.every(([plain, drafted]) => plain.text === drafted.text) ? "The texts are identical in every run." : "THE TEXTS DIFFER.";
-  let answer, said, sure = "none";
-  if (speeds.length < FEWEST) {
-    answer = "No verdict";
-    said = speeds.length ? `Speedup ${spread}; at least ${FEWEST} are needed to tell.` : `One run tells nothing; ${FEWEST} of each are needed.`;
-  } else if (speeds[0] > 1) [answer, said, sure] = [`${times(median)} as fast`, `The drafter helps with this prompt: ${spread}.`, ""];
-  else if (speeds.at(-1) < 1) [answer, said] = [`${times(median)}: slower`, `Plain decoding is faster with this prompt: ${spread}.`];
-  else [answer, said] = ["No clear difference", `Speedup ${spread}, median ${times(median)}.`];
-  if (!sampled && same.endsWith("DIFFER.")) sure = "broken";
+    : everything.every(([plain, ...drafted]) => drafted.every((run) => run.text === plain.text)) ? "The texts are identical in every run." : "THE TEXTS DIFFER.";
+  const broken = same.endsWith("DIFFER.");
+  if (!turns.length) return ["No verdict", `One run tells nothing; ${FEWEST} of each are needed. ${same}`, broken ? "broken" : "none"];
+  const sides = names.map((name, at) => ({ name, at: at + 1, ...compared(turns, at + 1, 0) })).sort((a, b) => b.median - a.median);
+  const [best, second] = sides, speeds = sides.map((side) => names.length > 1 ? `${side.name} ${side.spread}` : side.spread).join("; ");
+  let answer, sure = "none";
+  if (best.level === "unknown") answer = `${best.times} so far: at least ${FEWEST} runs are needed to tell`;
+  else if (best.level === "slower") answer = `${best.times}: slower`;
+  else if (best.level === "equal") answer = "No clear difference";
+  else [answer, sure] = [`${best.times} as fast`, ""];
+  let said = `Speedup over plain decoding with this prompt: ${speeds}.`;
+  if (second) {
+    const lead = compared(turns, best.at, second.at);
+    const clear = lead.level === "faster";
+    if (best.level === "faster") answer = clear ? `${best.name}: ${best.times} as fast` : "The drafters do not differ clearly";
+    said += ` ${best.name} over ${second.name}: ${lead.spread}.`;
+  }
+  return [answer, `${said} ${same}`, broken ? "broken" : sure];
+}
+
+function tell([answer, said, sure]) {
   $("verdict").className = `verdict ${sure}`;
   $("verdict").querySelector(".answer").textContent = answer;
-  $("verdict").querySelector(".said").textContent = `${said} ${same}`;
+  $("verdict").querySelector(".said").textContent = said;
   $("verdict").hidden = false;
 }
 
@@ -158,17 +191,17 @@ async function compare(signal) {
   content.push({ type: "text", text: $("prompt").value });
   const temperature = $("temperature").valueAsNumber;
   const asked = { model: model.id, messages: [{ role: "user", content }], max_tokens: $("tokens").valueAsNumber, temperature };
-  const names = model.drafter ? ["plain", "speculative"] : ["plain"];
+  const sides = [null, ...model.drafters], panels = all(".run").slice(0, sides.length);
   const wanted = model.drafter ? $("pairs").valueAsNumber : 0, done = [];
 
-  /* A run of each, the later one first in every second pair: what warms up or slows down the machine is fair to both. */
-  async function pair(number) {
+  /* A run of each, in reverse in every second turn: what warms up or slows down the machine is fair to all. */
+  async function turn(number) {
     const runs = [];
-    for (const at of number % 2 ? [...names.keys()].reverse() : names.keys()) {
-      const panel = $(names[at]), counted = number ? `, run ${number} of ${wanted}` : "";
-      say(`Measuring ${names[at]} decoding${counted}`);
+    for (const at of number % 2 ? [...sides.keys()].reverse() : sides.keys()) {
+      const panel = panels[at], counted = number ? `, run ${number} of ${wanted}` : "";
+      say(`Measuring ${sides[at] ?? "plain decoding"}${counted}`);
       if (!number) panel.querySelector("progress").removeAttribute("value");
-      runs[at] = await measure(asked, at === 1, number, signal, number ? () => {} : (piece) => append(panel, piece));
+      runs[at] = await measure(asked, sides[at], number, signal, number ? () => {} : (piece) => append(panel, piece));
       if (!number) panel.querySelector("progress").value = 1;
     }
     done.push(runs);
@@ -176,19 +209,19 @@ async function compare(signal) {
   }
 
   function show() {
-    const [, ...pairs] = done;
-    const middle = pairs.length ? [...pairs].sort((a, b) => speedup(a) - speedup(b))[pairs.length >> 1] : done[0];
-    middle.forEach((run, at) => fill($(names[at]), run));
-    if (model.drafter) verdict(pairs, done, temperature > 0);
+    const [, ...turns] = done, speed = ([plain, drafted]) => drafted ? ratio(plain, drafted) : 0;
+    const middle = turns.length ? [...turns].sort((a, b) => speed(a) - speed(b))[turns.length >> 1] : done[0];
+    middle.forEach((run, at) => fill(panels[at], run));
+    if (model.drafter) tell(verdict(turns, done, temperature > 0, model.drafters));
     $("progress").hidden = true;
     $("player").hidden = false;
-    replay.show(names.map($));
+    replay.show(panels);
   }
 
   try {
-    await pair(0);
+    await turn(0);
     [$("progress").max, $("progress").hidden] = [wanted, !wanted];
-    for (let number = 1; number <= wanted; number++) await pair(number);
+    for (let number = 1; number <= wanted; number++) await turn(number);
     say("");
     show();
     replay.watch();

@@ -1,11 +1,12 @@
 """The decoder of a server: one loaded target and at most one drafter."""
 
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.bench.records import DecodingCounts, chain_counts
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
+from vlmdistill.pipelines.endpoint.gate import ApiError
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
 from vlmdistill.pipelines.streaming.response import open_pair, recorded
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -42,6 +44,26 @@ class ServedDecoder:
     tree: Tree | None = None  # None: the drafter's own
     max_new_tokens: int = 512  # of a request that sets no limit
     thread: Executor = field(default_factory=decoder_thread, repr=False, compare=False)
+    compared: Mapping[str, Proposer] = field(default_factory=dict)
+    """Drafters that requests may name besides `drafter`, by their names."""
+
+    @property
+    def drafters(self) -> list[str]:
+        """The names that requests may give; the first drafts for those that give none."""
+        return [*([self.drafter_name] if self.drafter_name else []), *self.compared]
+
+    def proposer(self, request: ChatRequest) -> Proposer | None:
+        """The drafter of a request; ApiError if it names another."""
+        if not request.speculate:
+            return None
+        name = request.drafter
+        if name is None or name == self.drafter_name:
+            return self.drafter
+        if name not in self.compared:
+            names = ", ".join(self.drafters) or "none"
+            message = f"there is no drafter '{name}': this server has {names}"
+            raise ApiError(400, message, param="drafter", code="drafter_not_found")
+        return self.compared[name]
 
     def decode(
         self, request: ChatRequest, media: Path | None
@@ -55,7 +77,7 @@ class ServedDecoder:
         generator = torch.Generator(self.target.device).manual_seed(seed)
         cycles = decode(
             self.target,
-            self.drafter if request.speculate else None,
+            self.proposer(request),
             prompt,
             tree=self.tree,
             max_new_tokens=min(limit, free_positions),
@@ -102,7 +124,9 @@ class ServedResponse:
     @property
     def drafter_name(self) -> str | None:
         """The drafter that this request is decoded with; None for plain decoding."""
-        return self.decoder.drafter_name if self.request.speculate else None
+        if not self.request.speculate:
+            return None
+        return self.request.drafter or self.decoder.drafter_name
 
     def pieces(self) -> Generator[Piece]:
         """Decode; DataError or ApiError when the prompt cannot be used."""
@@ -176,11 +200,12 @@ def open_decoder(
     workspace: Workspace,
     drafter: str | None = None,
     *,
+    compared: Sequence[str] = (),
     tree: str | None = None,
     max_new_tokens: int = 512,
     how: Options | None = None,
 ) -> ServedDecoder:
-    """Load a target and a drafter, see `open_pair`, and decode a few tokens in the decoder's thread.
+    """Load a target and drafters, see `open_pair`, and decode a few tokens in the decoder's thread.
 
     These tokens compile steps and allocate memory, for which the first request would wait otherwise.
     """
@@ -193,14 +218,20 @@ def open_decoder(
         workspace.trained(drafter).name if drafter else None,
         shape,
         max_new_tokens,
+        compared={
+            folder.name: target.drafter(folder)
+            for folder in map(workspace.trained, compared)
+        },
     )
     message = {"role": "user", "content": "Hello"}
     hello = {"model": decoder.model, "messages": [message], "max_tokens": 8}
     abandoned = Event()
 
     def warm_up() -> None:
-        for speculate in (False, True) if drafter else (False,):
-            request = ChatRequest.model_validate({**hello, "speculate": speculate})
+        requests: list[dict[str, Any]] = [{"speculate": False}]
+        requests += [{"drafter": name} for name in decoder.drafters]
+        for facts in requests:
+            request = ChatRequest.model_validate({**hello, **facts})
             response = ServedResponse(decoder, request, abandoned=abandoned)
             for _ in response.pieces():
                 pass

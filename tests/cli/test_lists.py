@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("workplace")
         ["features", "--for"],
         ["run", "--drafters"],
         ["plan", "demo", "--for"],
+        ["serve", "--compare"],
     ],
     ids=" ".join,
 )
@@ -33,6 +34,8 @@ def test_a_list_is_separated_by_commas_or_repeated(
     """Each item is looked at: the second does not exist."""
     *verb, option = command
     words = [word for item in several.split() for word in (option, item)]
+    if command == ["serve", "--compare"]:
+        words = [word.replace("wren", "lookahead") for word in words]
     assert "nowhere" in failing(*verb, *words)
 
 

@@ -40,6 +40,7 @@ from vlmdistill.pipelines.endpoint.served_decoder import (
     open_decoder,
     until_stop,
 )
+from vlmdistill.pipelines.report.templates import source
 from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.pipelines.streaming.response import generate
 from vlmdistill.pipelines.targets.loading import load
@@ -276,7 +277,8 @@ def test_a_conversation_of_several_turns_is_one_prompt(server: Served) -> None:
 
 def test_models_and_health(server: Served) -> None:
     (model,) = server.client().models.list().data
-    assert (model.id, model.model_extra) == ("demo-small", {"drafter": "sparrow"})
+    drafters = {"drafter": "sparrow", "drafters": ["sparrow"]}
+    assert (model.id, model.model_extra) == ("demo-small", drafters)
     assert server.request("GET", "/health") == (200, b'{"status":"ok"}')
     status, body = server.request("GET", "/nothing")
     assert status == 404
@@ -364,6 +366,57 @@ def test_the_script_of_the_page_reaches_the_server(
     ).stdout
     assert re.search("<h1[^>]*>demo-small with sparrow</h1>", page)
     assert re.search('<section id="results"[^>]* hidden', page)
+
+
+def test_drafters_that_are_compared_give_one_text_each_by_itself(
+    workspace: Workspace, decoder: ServedDecoder
+) -> None:
+    other = synthetic.save("hivis", workspace.drafter("hivis"), target=decoder.target)
+    both = replace(decoder, compared={"hivis": decoder.target.drafter(other)})
+    with serving(both) as served:
+        client = served.client()
+        (model,) = client.models.list().data
+        assert model.to_dict()["drafters"] == ["sparrow", "hivis"]
+        asked = [{}, {"drafter": "hivis"}, {"speculate": False}]
+        answers = [ask(client, extra_body=one) for one in asked]
+        used = [answer.to_dict()["decoding"]["drafter"] for answer in answers]
+        assert used == ["sparrow", "hivis", None]
+        assert len({answer.choices[0].message.content for answer in answers}) == 1
+        with pytest.raises(openai.BadRequestError, match="this server has sparrow, h"):
+            ask(client, extra_body={"drafter": "wren"})
+
+
+VERDICT = """
+const turns = JSON.parse(process.argv[1]), names = JSON.parse(process.argv[2]);
+const run = (seconds) => ({ text: "x", facts: { seconds, tokens: 10 } });
+const runs = turns.map((turn) => turn.map(run));
+console.log(JSON.stringify(verdict(runs, runs, false, names)));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(
+    ("seconds", "names", "answer", "said"),
+    [
+        ([[4, 2]] * 6, ["a"], "2.00x as fast", "identical in every run"),
+        ([[4, 2]], ["a"], "2.00x so far", "2.00x in one run of each"),
+        ([[2, 4]] * 6, ["a"], "0.50x: slower", ""),
+        ([[4, 4], [4, 3]] * 3, ["a"], "No clear difference", ""),
+        ([[4, 2, 1]] * 6, ["a", "b"], "b: 4.00x as fast", "b over a: 2.00x"),
+        ([[4, 1, 2], [4, 2, 1]] * 3, ["a", "b"], "The drafters do not differ", ""),
+    ],
+)
+def test_the_page_says_which_is_faster(
+    seconds: list[list[float]], names: list[str], answer: str, said: str
+) -> None:
+    script = source("endpoint/page.js")
+    start, end = script.index("/* Seconds a token"), script.index("function tell")
+    program = f"const FEWEST = 6;\n{script[start:end]}\n{VERDICT}"
+    command = ["node", "-e", program, json.dumps(seconds), json.dumps(names)]
+    printed = subprocess.run(command, check=True, capture_output=True, timeout=60)
+    found = json.loads(printed.stdout.decode().replace("\u00d7", "x"))
+    assert found[0].startswith(answer)
+    assert said in found[1]
 
 
 @pytest.mark.parametrize(
