@@ -149,14 +149,14 @@ Recipe = Annotated[
         help="Training settings, by name or in a file; default: demo for the demo targets, else paper.",
     ),
 ]
-HeldOut = Annotated[
+ValidationShare = Annotated[
     float,
     typer.Option(
-        "--held-out",
+        "--validation-share",
         metavar="SHARE",
         min=0,
         max=0.9,
-        help="Share of the samples kept apart to validate on; --set validate_every=N validates.",
+        help="Share of the samples that validate and are not trained on; --set validate_every=N.",
     ),
 ]
 LIST = "separate several by commas, or repeat the option"

@@ -24,7 +24,7 @@ def run(
             help="A training setting of all drafters; may be repeated.",
         ),
     ] = None,
-    held_out: console.HeldOut = 0.02,
+    validation_share: console.ValidationShare = 0.02,
     tracker: console.Trackers = None,
     temperature: Annotated[
         list[str] | None,
@@ -84,7 +84,7 @@ def run(
         allow_failed=allow_failed,
         jobs=jobs,
         seed=seed,
-        held_out=held_out,
+        held_out=validation_share,
         trackers=tuple(tracker or ()),
         anyway=anyway,
     )

@@ -116,7 +116,7 @@ def train(
     zero: Zero = 0,
     dtype: Dtype = "auto",
     save_every: SaveEvery = 200,
-    held_out: console.HeldOut = 0.02,
+    validation_share: console.ValidationShare = 0.02,
     checkpoints: CheckpointsUrl = None,
     tracker: console.Trackers = None,
     show_config: ShowConfig = False,
@@ -162,7 +162,7 @@ def train(
         zero=zero,
         dtype=dtype,
         save_every=save_every,
-        held_out=held_out,
+        held_out=validation_share,
         trackers=tuple(tracker or ()),
         init=workspace.trained(init).absolute() if init else None,
     )
@@ -246,8 +246,8 @@ def _facts(folder: Path, as_json: bool) -> dict[str, Any]:
     agreement = measured.get("held_out_agreement", [])
     shares = " ".join(f"{share:.3f}" for share in agreement)
     facts["samples"] = training["samples"]
-    facts["held_out_agreement"] = (
-        agreement if as_json else shares or "nothing was held out"
+    facts["validation_agreement"] = (
+        agreement if as_json else shares or "no samples validate"
     )
     if "predicted_tau" in measured:
         facts["predicted_tau"] = measured["predicted_tau"]
@@ -262,7 +262,7 @@ def _init_facts(init: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measurement_of(training: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The measurement of the saved weights; empty if nothing was held out."""
+    """The measurement of the saved weights; empty if no samples validate."""
     for entry in training["history"]:
         if entry["step"] == training["saved_step"]:
             measured: Mapping[str, Any] = entry

@@ -147,7 +147,7 @@ class TrainConfig:
     detach: bool = False
     """Cut the gradient between hops, as HASS does."""
     validate_every: int = 0
-    """Optimizer steps between validations on held-out samples; the best weights are kept.
+    """Optimizer steps between validations; the best weights are kept.
     0: agreement is measured at the end of each stage, and the last weights are kept."""
     patience: int = 0
     """A stage ends after so many validations in a row that do not improve; 0: never early."""

@@ -52,7 +52,7 @@ class Run:
     zero: int = 0
     dtype: str = "auto"  # bfloat16 on a GPU, float32 on a CPU
     micro_tokens: int = 8192  # tokens of one forward pass on one rank
-    held_out: float = 0.02  # share of samples kept apart to measure agreement on
+    held_out: float = 0.02  # share of the samples that validate
     save_every: int = 200  # optimizer steps between checkpoints
     checkpoints: str | None = None
     """Folder or URL that gets a copy of each checkpoint."""
@@ -141,11 +141,11 @@ class RunData:
 
 
 def _check_held_out(run: Run, samples: Sequence[DataSplit]) -> None:
-    """TrainingError if the run is to validate and has no held-out samples."""
+    """TrainingError if the run is to validate and has no samples for that."""
     if run.config.training.validate_every and samples and not samples[-1].held_out:
         raise TrainingError(
-            f"validate_every needs held-out samples, and at a share of {run.held_out:g} {run.store} has "
-            "none: hold out more with --held-out"
+            f"validate_every needs validation samples, and at a share of {run.held_out:g} {run.store} has "
+            "none: give a larger --validation-share"
         )
 
 

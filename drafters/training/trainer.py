@@ -199,7 +199,7 @@ def _initial_drafter(
 
 
 def _log_start(run: Run, data: RunData, warm_start: WarmStart | None) -> None:
-    """Log what a warm start took; warn if a share is to be held out and no sample falls into it."""
+    """Log what a warm start took; warn if a share is to validate and no sample falls into it."""
     if warm_start:
         for line in warm_start.lines():
             log.info("%s", line)
@@ -210,8 +210,8 @@ def _log_start(run: Run, data: RunData, warm_start: WarmStart | None) -> None:
         return
     count = len(last_split.trained)
     log.warning(
-        "none of %s samples is held out at a share of %g, so that no agreement is measured on others and "
-        "no tau predicted: --held-out 0.2 holds out about %s",
+        "none of %s samples validates at a share of %g, so that no agreement is measured on others and "
+        "no tau predicted: with --validation-share 0.2 about %s do",
         count,
         run.held_out,
         ceil(0.2 * count),
@@ -425,9 +425,9 @@ class _Trainer:
             self._validate(stage)
 
     def _validate(self, stage: Stage) -> None:
-        """Measure agreement on held-out samples, once for each step.
+        """Measure agreement on validation samples, once for each step.
 
-        In every stage these are the held-out samples of the last stage, so that the measurements of a run
+        In every stage these are the validation samples of the last one, so that the measurements of a run
         compare. With `validate_every`, rank 0 keeps the weights if they are better than all before.
         """
         held_out = self.data.samples[-1].held_out

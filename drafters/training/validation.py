@@ -1,4 +1,4 @@
-"""Agreement with the target on held-out samples, which tells how well a drafter will draft.
+"""Agreement with the target on validation samples, which tells how well a drafter will draft.
 
 Shapes: H hops, R rows of a batch.
 """
@@ -28,7 +28,7 @@ def measure(
     stage: Stage,
     step: int,
 ) -> HeldOut:
-    """Measure the drafter on held-out samples, with the losses of a stage.
+    """Measure the drafter on validation samples, with the losses of a stage.
 
     The predicted tau is that of the longest chain in the drafter's tree: one token of the target, and each
     drafted one with the share of rows that agree up to there.

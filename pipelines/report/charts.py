@@ -134,10 +134,10 @@ def learning(
     ]
     if not lines:
         return None
-    title, key = f"Held-out agreement of {name} during training", ""
+    title, key = f"Agreement of {name} during training", ""
     if batches:
         title = f"Agreement of {name} during training"
-        key = "marks: held-out samples; lines: batches"
+        key = "marks: validation samples; lines: batches"
     return curves(title, "training steps", lines, stages=stages, key=key)
 
 

@@ -293,10 +293,10 @@ class TrainedDrafter:
     folder: Path
     steps: int
     saved_step: int
-    """The step whose weights are kept: the last one, or the best on the samples kept apart."""
+    """The step whose weights are kept: the last one, or the best on the validation samples."""
     samples: int
     agreement: tuple[float, ...]
-    """Of each hop, the share of drafted tokens that the target would choose, on samples kept apart."""
+    """Of each hop, the share of drafted tokens that the target would choose, on validation samples."""
 
 
 @in_api_words
@@ -310,7 +310,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     init: str | None = None,
     seed: int = 0,
-    held_out: float = 0.02,
+    validation_share: float = 0.02,
     force: bool = False,
     anyway: bool = False,
     progress: StageProgress | None = None,
@@ -326,7 +326,7 @@ def train(
         settings: Settings over those of the recipe, such as `{"steps": 100}`.
         init: Initialize from this drafter or published checkpoint.
         seed: Of weights, order and noise.
-        held_out: Share of the samples kept apart to validate on.
+        validation_share: Share of the samples that validate and are not trained on.
         force: Start over and replace an earlier run of this name.
         anyway: Start also where free disk or memory will not suffice.
         progress: Is called after each step, with stage, done, total and a remark.
@@ -347,7 +347,7 @@ def train(
         texts = as_texts(settings or {})
         plan = training.planned(workspace, drafter, recipe, texts, name=name, seed=seed)
         initial = workspace.trained(init).absolute() if init else None
-        plan = replace(plan, held_out=held_out, init=initial)
+        plan = replace(plan, held_out=validation_share, init=initial)
         if not anyway:
             forecast.check_training(plan)
         folder = training.launch(plan, 1, force, _of(progress, "train"))

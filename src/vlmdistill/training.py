@@ -84,7 +84,7 @@ def new_drafter(
     recipe: str = "paper",
     settings: Mapping[str, Any] | None = None,
     seed: int = 0,
-    held_out: float = 0.02,
+    validation_share: float = 0.02,
 ) -> NewDrafter:
     """Make a drafter to train on a store, with the weights and samples that `train` begins with.
 
@@ -94,7 +94,7 @@ def new_drafter(
         recipe: A recipe by name, or a file.
         settings: Settings over those of the recipe, such as `{"steps": 100}`.
         seed: Of the weights.
-        held_out: Share of the samples kept apart.
+        validation_share: Share of the samples that are not trained on.
 
     Returns:
         The drafter, its settings and its samples.
@@ -111,7 +111,7 @@ def new_drafter(
     config = recipes.resolve(method, recipe, texts)
     check_features(store, config, method)
     samples = [
-        split(store, stage.view or None, config.training, held_out)
+        split(store, stage.view or None, config.training, validation_share)
         for stage in config.schedule
     ]
     drafter = fresh(method, config, store, seed, store.info)

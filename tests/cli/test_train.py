@@ -138,8 +138,10 @@ def test_a_recipe_file_that_validates(
         str(recipe),
     ]
     assert main([*words, "--set", "steps=5", "--json"]) == 1
-    assert "--held-out" in capsys.readouterr().err
-    assert main([*words, "--set", "steps=5", "--held-out", "0.3", "--json"]) == 0
+    assert "--validation-share" in capsys.readouterr().err
+    assert (
+        main([*words, "--set", "steps=5", "--validation-share", "0.3", "--json"]) == 0
+    )
     shown = json.loads(capsys.readouterr().out)
     record = json.loads(
         (tmp_path / "demo-small" / "drafters" / "sparrow" / "config.json").read_bytes()

@@ -154,7 +154,7 @@ def test_features_of_a_workspace_at_a_url(scheduler: Slurm, tmp_path: Path) -> N
 
 
 def options(name: str) -> str:
-    small = f"--set steps={STEPS} --set batch_tokens=128 --held-out 0 --dtype float32"
+    small = f"--set steps={STEPS} --set batch_tokens=128 --validation-share 0 --dtype float32"
     return f"--name {name} --save-every {SAVED} --recipe demo {small}"
 
 

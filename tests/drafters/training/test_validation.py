@@ -235,7 +235,7 @@ def test_a_run_continues_from_a_checkpoint_at_the_end_of_a_stage(
 
 
 def test_settings_that_cannot_validate_are_refused(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="--held-out"):
+    with pytest.raises(TrainingError, match="--validation-share"):
         train(plan(store, tmp_path / "out", settings=SETTINGS))
     assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="patience=2"):
@@ -260,7 +260,10 @@ def test_samples_that_are_too_few_to_hold_one_out_are_told(
     told: int,
 ) -> None:
     train(plan(store, tmp_path / "out", settings=("steps=1",), held_out=share))
-    assert sum("--held-out" in record.getMessage() for record in caplog.records) == told
+    assert (
+        sum("--validation-share" in record.getMessage() for record in caplog.records)
+        == told
+    )
 
 
 # What is recorded

@@ -120,7 +120,7 @@ def test_charts_of_time_and_of_trees(workspace: Workspace, save: Save) -> None:
 def test_points_of_training_are_points(workspace: Workspace, save: Save) -> None:
     save("sparrow", measured(0.0))
     page = Page(make(workspace).page)
-    drawn = page.source[page.source.index("Held-out agreement of sparrow") :]
+    drawn = page.source[page.source.index("Agreement of sparrow") :]
     drawn = drawn[: drawn.index("</svg>")]
     assert (
         drawn.count('class="mark"') == 2 * 3
