@@ -19,15 +19,6 @@ WORDS = (  # of pydantic, and ours
     (r"Input should be less than (.*)", r"write less than \1"),
     (r"Value error, (.*)", r"\1"),
 )
-SHORT: Mapping[str, str] = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "markdown": "md",
-    "tex": "latex",
-}
-"""Other names of values."""
 METAVARS: Mapping[str, str] = {"int": "N", "float": "NUMBER", "Path": "FILE"}
 """How help names a value, by its type; others by their option."""
 
@@ -46,9 +37,6 @@ def worded(message: str, value_name: str = "value") -> str:
     message = (
         f"'{value}' is not {article} {value_name}: choose from {', '.join(choices)}"
     )
-    other = SHORT.get(value)
-    if other in choices:
-        return f"{message} (did you mean '{other}'?)"
     return message + did_you_mean(value, choices)
 
 

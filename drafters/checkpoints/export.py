@@ -20,7 +20,9 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.input_files import read_bytes, regular
 from vlmdistill.stores.schema import Provenance, TargetInfo
+from vlmdistill.stores.suggestions import did_you_mean
 
+DTYPES = ("bfloat16", "float16", "float32")
 DRAFT_TOKENS = 4
 """Of a served chain, where the drafter's own tree is none."""
 
@@ -60,9 +62,14 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
     """Write the drafter in `folder` to the folder `out` as serving engines load it.
 
     Embeddings stay with the target, which shares them. TrainingError when the drafter cannot be read, when
-    no engine has its method or would feed it as it was trained, when a weight is too large for `dtype`, and
-    when `out` holds anything else.
+    no engine has its method or would feed it as it was trained, when `dtype` is none or too small for a
+    weight, and when `out` holds anything else.
     """
+    if dtype not in DTYPES:
+        near = did_you_mean(dtype, DTYPES)
+        raise TrainingError(
+            f"'{dtype}' is not a dtype: choose from {', '.join(DTYPES)}{near}"
+        )
     description = describe(folder)
     name = description["drafter"]
     if name not in exportable():

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("workplace")
         ("eagle", ["eagle2", "eagle3", "msd"], " (did you mean 'eagle3' or 'eagle2'?)"),
         ("nonsense", ["eagle2", "sparrow"], ""),
         ("", ["eagle2"], ""),
+        ("half", ["float16", "float32"], " (did you mean 'float16'?)"),
     ],
 )
 def test_names_are_suggested_by_their_spelling(

@@ -174,6 +174,12 @@ def test_a_weight_that_the_format_cannot_hold_is_refused(tmp_path: Path) -> None
 
 
 @torch.inference_mode()
+def test_another_name_of_a_dtype_is_told_its_own(tmp_path: Path) -> None:
+    folder = synthetic.save("sparrow", tmp_path / "sparrow")
+    with pytest.raises(TrainingError, match=r"'fp16' is not a dtype.*mean 'float16'"):
+        export(folder, tmp_path / "served", dtype="fp16")
+
+
 def test_an_engine_reads_heads_by_their_names(tmp_path: Path) -> None:
     folder, drafter = saved(tmp_path / "medusa", "medusa", heads=3)
     export(folder, tmp_path / "out", "float32")
