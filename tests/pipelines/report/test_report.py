@@ -669,7 +669,7 @@ def test_a_report_without_evaluations_names_the_command_to_run(
     workspace: Workspace,
 ) -> None:
     with pytest.raises(
-        DataError, match=r"`vlmdistill eval DRAFTER\.\.\. --model demo`"
+        DataError, match=r"`vlmdistill eval DRAFTER\.\.\. --model demo-small`"
     ):
         make(workspace)
     assert not workspace.root.exists()

@@ -44,7 +44,7 @@ Report = Callable[..., str]
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    made = Workspace.of("demo", tmp_path / "runs")
+    made = Workspace.of("demo-small", tmp_path / "runs")
     changes: dict[str, Any] = {"software": SOFTWARE, "tree": "30-3-8"}
     records.write(
         evaluation(
