@@ -309,13 +309,14 @@ def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
 
 def _check_name(model: str, root: Path) -> None:
     """DataError if a workspace was filled when `model` was the name of another embedded target."""
-    others = {
+    other_targets = {
         config_hash(folder): name for name, folder in EMBEDDED.items() if name != model
     }
     for pattern in ("features/store.json", "drafters/*/config.json"):
         for file in root.glob(pattern):
-            name = others.get(_config_hash_in(file))
-            if name is not None:
+            recorded_hash = _config_hash_in(file)
+            if recorded_hash in other_targets:
+                name = other_targets[recorded_hash]
                 raise DataError(
                     f"{root} is a workspace of the target that is now called {name}: rename the folder to "
                     f"{root.with_name(name)}, or give another --runs"
