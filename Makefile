@@ -146,6 +146,7 @@ bench-store: setup  ## the store against the disk and one file per sample
 
 docs: $(VENV)/.docs  ## the site in build/site: pages, API reference and commands, with search
 	$(BIN)/python -m docs.commands
+	$(BIN)/python -m docs.settings
 	$(BIN)/python -m sphinx -W --keep-going --quiet -d build/doctrees docs build/site
 
 $(VENV)/.docs: $(VENV)/.ready

@@ -19,7 +19,7 @@ V vocabulary, K draft vocabulary, S the states of several layers side by side.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import msgspec
 import torch
@@ -38,8 +38,10 @@ from vlmdistill.drafters.core import (
 )
 from vlmdistill.drafters.core.batch import TokenIndex
 from vlmdistill.drafters.core.config import (
+    Count,
     ModelConfig,
     Positions,
+    Range,
     Stage,
     TrainConfig,
     at_least,
@@ -140,35 +142,33 @@ class DFlash(FrequentTokens, Drafter):
     class Config(ModelConfig):
         """DFlash's; a block of 8."""
 
-        layers: int = 5
+        layers: Annotated[int, Range(1, 64)] = 5
         """Decoder layers."""
-        block: int = 8
-        """Positions of one pass: the last token and masks."""
+        block: Annotated[int, Range(1, 64)] = 8
+        """Positions of one pass: the last token and masks; at least 2, or 1 with `from_anchor`."""
         from_anchor: bool = False
         """The next token is guessed at the last token's own position (DSpark); else at the
         first mask's."""
         taps: tuple[int, ...] = ()
         """Layers of the target whose inputs are read; none: EAGLE-3's three."""
-        mask: int = -1
+        mask: Annotated[int, Range(-1)] = -1
         """The token whose embedding a mask has, as in released drafters; -1: a learned
         vector."""
         context: Literal["text", "all"] = "text"
         """Positions whose states are read: those of text, or visual ones too."""
-        markov: int = 0
+        markov: Count = 0
         """Rank of the Markov head (DSpark: 256); 0: none."""
         tells: bool = False
         """A head for the chance that a guess is accepted, trained by the loss `confidence`."""
-        draft_vocab: int = 0
+        draft_vocab: Count = 0
         """Tokens of the draft vocabulary, the most frequent ones of the training responses;
         0: all tokens."""
         kv_heads: Literal["all", "target"] = "target"
         positions: Positions = "compact"
 
         def __post_init__(self) -> None:
-            at_least(self, 1, "layers", most=64)
+            super().__post_init__()
             at_least(self, 1 if self.from_anchor else 2, "block", most=64)
-            at_least(self, 0, "markov", "draft_vocab")
-            at_least(self, -1, "mask")
             if self.context == "all" and self.positions == "compact":
                 raise DataError(
                     "context=all requires positions=expanded or target: "

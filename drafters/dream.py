@@ -35,9 +35,9 @@ from vlmdistill.drafters.core import (
 from vlmdistill.drafters.core.batch import TokenIndex
 from vlmdistill.drafters.core.config import (
     ModelConfig,
+    Share,
     Stage,
     TrainConfig,
-    at_least,
     features,
 )
 from vlmdistill.drafters.core.layers import DecoderLayer, layer_names
@@ -69,12 +69,9 @@ class Dream(Drafter):
     class Config(ModelConfig):
         """A fixed depth, where the paper chooses one for each token."""
 
-        middle: float = 0.75
+        middle: Share = 0.75
         """The depth of the middle layer, as a share of the target's layers (section 4.2
         compares a quarter, a half and three quarters)."""
-
-        def __post_init__(self) -> None:
-            at_least(self, 0, "middle", most=1)
 
         def middle_source(self, info: TargetInfo) -> str:
             """The target states that the second layer learns from."""

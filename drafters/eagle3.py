@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from vlmdistill.drafters.core import Batch, Drafter, Entries, Head, KVCache, RMSNorm
 from vlmdistill.drafters.core.config import (
     ModelConfig,
+    Number,
     Stage,
     TrainConfig,
-    at_least,
     depths,
     features,
     states_of,
@@ -66,7 +66,7 @@ class Eagle3(FrequentTokens, Drafter):
     class Config(ModelConfig):
         """The official code's."""
 
-        draft_vocab: int = 32000
+        draft_vocab: Number = 32000
         """Tokens of the draft vocabulary: the most frequent ones of the training responses."""
         visual: Literal["all", "none"] = "all"
         """Visual tokens are entries, or do not enter; the text after an image has the image's
@@ -74,9 +74,6 @@ class Eagle3(FrequentTokens, Drafter):
         kv_heads: Literal["all", "target"] = "target"
         normed_residual: bool = False
         """The layer's residual is the normed state: `norm_before_residual` of speculators."""
-
-        def __post_init__(self) -> None:
-            at_least(self, 1, "draft_vocab")
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False

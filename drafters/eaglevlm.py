@@ -33,9 +33,9 @@ from vlmdistill.drafters.core.compressors import (
 )
 from vlmdistill.drafters.core.config import (
     ModelConfig,
+    Number,
     Stage,
     TrainConfig,
-    at_least,
     features,
 )
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
@@ -60,15 +60,12 @@ class EagleVLM(EagleDrafter):
         """select: a gate chooses one of the four or none for each sample; weigh: it weighs
         prune, pool and convolve, all of `kernel`; concat: all four; none: visual tokens are
         entries, as for EAGLE-2."""
-        ratio: int = 20
+        ratio: Number = 20
         """Visual tokens for each entry of pruning or pooling."""
-        kernel: int = 3
+        kernel: Number = 3
         """Visual tokens for each entry of the convolution; the paper advises at most 5."""
-        queries: int = 2
+        queries: Number = 2
         """Entries of the resampler for a span."""
-
-        def __post_init__(self) -> None:
-            at_least(self, 1, "ratio", "kernel", "queries")
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False

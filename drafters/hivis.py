@@ -18,11 +18,11 @@ from torch import Tensor
 from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, Tree
 from vlmdistill.drafters.core.config import (
     EAGLE_AND_TOP_K,
+    Count,
     ModelConfig,
     Positions,
     Stage,
     TrainConfig,
-    at_least,
     features,
 )
 from vlmdistill.stores.schema import Feature, TargetInfo
@@ -35,16 +35,13 @@ class HiViS(EagleDrafter):
     class Config(ModelConfig):
         """Section 3.2, and the reading of eq. 3."""
 
-        threshold: int = 3
+        threshold: Count = 3
         """Guesses with a sequential embedding of their own; later ones share the last. 0: none
         has any."""
         last_visual: bool = False
         """Pair the first token after an image with the image's last state, not with that of the
         text before it: one more state for each image."""
         positions: Positions = "compact"
-
-        def __post_init__(self) -> None:
-            at_least(self, 0, "threshold")
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False

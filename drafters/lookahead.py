@@ -13,12 +13,13 @@ L * W + G * L.
 import random
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from vlmdistill.drafters.core import Batch
-from vlmdistill.drafters.core.config import ModelConfig, at_least
+from vlmdistill.drafters.core.config import ModelConfig, Number, Range
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.target import Target
 from vlmdistill.drafters.core.tree import DraftTree, Tree
@@ -31,18 +32,14 @@ class Lookahead(Proposer):
     class Config(ModelConfig):
         """The official settings for a 7B target."""
 
-        level: int = 5
+        level: Annotated[int, Range(2)] = 5
         """Tokens of an n-gram (N)."""
-        window: int = 7
+        window: Number = 7
         """Positions guessed at in parallel (W)."""
-        guesses: int = 7
+        guesses: Number = 7
         """n-grams that are verified in one call and kept for each first token (G)."""
         pool_from_prompt: bool = False
         """Begin with the n-grams of the prompt."""
-
-        def __post_init__(self) -> None:
-            at_least(self, 2, "level")
-            at_least(self, 1, "window", "guesses")
 
     config: Config
     shaped = False

@@ -12,16 +12,16 @@ Shapes: N entries, R rows, D hidden.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core import Drafter, Entries, Head, KVCache, Tree
 from vlmdistill.drafters.core.config import (
     ModelConfig,
+    Range,
     Stage,
     TrainConfig,
-    at_least,
     features,
     text_then_images,
 )
@@ -36,11 +36,8 @@ class Medusa(Drafter):
     class Config(ModelConfig):
         """As the ViSpec code runs it."""
 
-        heads: int = 5
+        heads: Annotated[int, Range(1, 1000)] = 5
         """Tokens that it guesses: the hops of every stage, and the most levels of a tree."""
-
-        def __post_init__(self) -> None:
-            at_least(self, 1, "heads", most=1000)
 
         @property
         def max_hops(self) -> int:

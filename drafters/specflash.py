@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from vlmdistill.drafters.core import EagleDrafter, Entries, Head, KVCache, Tree, Visual
 from vlmdistill.drafters.core.compressors import attend_spans, spread
 from vlmdistill.drafters.core.config import (
+    Count,
     ModelConfig,
+    Number,
     Stage,
     TrainConfig,
-    at_least,
     features,
 )
 from vlmdistill.drafters.core.serving import ServedDrafter, unserved
@@ -40,18 +41,17 @@ class SpecFlash(EagleDrafter):
 
         compress: bool = True
         """Compress visual states (section 3.2); off: visual tokens are entries, as in EAGLE-2."""
-        queries: int = 64
+        queries: Count = 64
         """The most compressed tokens of an image (C in appendix C); 0: no image enters."""
-        ratio: int = 9
+        ratio: Number = 9
         """Visual tokens for each compressed one (N / C in appendix C)."""
-        group: int = 4
+        group: Number = 4
         """Tokens guessed in one pass (section 3.3); 1 is autoregressive."""
-        passes: int = 1
+        passes: Number = 1
         """Passes that are trained and, at most, drafted: up to `group * passes` tokens."""
 
         def __post_init__(self) -> None:
-            at_least(self, 0, "queries")
-            at_least(self, 1, "ratio", "group", "passes")
+            super().__post_init__()
             if self.group == 1 and self.passes > 1:
                 raise DataError(
                     f"passes={self.passes}: with group=1, "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vlmdistill.drafters.core import Drafter
 from vlmdistill.drafters.core.batch import Batch, Entries, TokenIndex
-from vlmdistill.drafters.core.config import ModelConfig
+from vlmdistill.drafters.core.config import ModelConfig, Share
 from vlmdistill.drafters.core.kv_cache import GrowingKVCache, KVCache
 from vlmdistill.drafters.core.target import Reader, Target
 from vlmdistill.drafters.core.tree import DraftSession, Tree
@@ -54,9 +54,9 @@ class SpecVLM(Drafter):
     class Config(ModelConfig):
         """The official code's."""
 
-        drop: float = 0.9
+        drop: Share = 0.9
         """Share of the visual tokens that are left out."""
-        share: float = 0.4
+        share: Share = 0.4
         """Share of the attention; the tokens that hold it are kept first."""
 
     tree = Tree(26, 4, 8)

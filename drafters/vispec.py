@@ -23,6 +23,7 @@ from vlmdistill.drafters.core import EagleDrafter, Head, Tree
 from vlmdistill.drafters.core.compressors import QueryCompressor
 from vlmdistill.drafters.core.config import (
     ModelConfig,
+    Number,
     Stage,
     TwoPasses,
     at_least,
@@ -40,13 +41,14 @@ class ViSpec(EagleDrafter):
     class Config(ModelConfig):
         """The paper's ablations; queries of the official code."""
 
-        num_q: int = 2
+        num_q: Number = 2
         """Learnable queries: the last one yields g, the others compressed tokens (table 2: 2, 5,
         17, 65)."""
         injection: bool = True
         """Join g to later text (section 4.2); off: compressed tokens alone (table 3, row 2)."""
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             # The adaptor needs one query.
             at_least(self, 1 if self.injection else 2, "num_q")
 

@@ -34,11 +34,11 @@ from vlmdistill.drafters.core import (
 )
 from vlmdistill.drafters.core.config import (
     EAGLE_AND_TOP_K,
+    Count,
     ModelConfig,
     Positions,
     Stage,
     TrainConfig,
-    at_least,
     depths,
     states_of,
 )
@@ -57,16 +57,13 @@ class Wren(EagleDrafter):
         """Three depths of the target join the entries of committed tokens."""
         normed: bool = True
         """Norm the embedding and the state of an entry."""
-        threshold: int = 3
+        threshold: Count = 3
         """Guesses with a sequential embedding of their own; later ones share the last. 0: none
         has any."""
-        cell: int = 0
+        cell: Count = 0
         """Width, in hidden sizes, of a cell that makes all guesses but the first; 0: the layer
         makes all."""
         positions: Positions = "compact"
-
-        def __post_init__(self) -> None:
-            at_least(self, 0, "threshold", "cell")
 
         def needs(
             self, info: TargetInfo, *, decoding: bool = False

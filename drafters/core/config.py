@@ -1,9 +1,10 @@
 """The settings of a drafter: what it computes, how it is trained, and its draft tree."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from math import inf
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 from vlmdistill.drafters.core.losses import NAMES
 from vlmdistill.drafters.core.tree import Tree
@@ -40,14 +41,54 @@ def depths(layers: int) -> tuple[str, str, str]:
     return f"layer{low}", f"layer{middle}", f"layer{high}"
 
 
-def at_least(settings: object, least: int, *names: str, most: float = inf) -> None:
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may be, as an annotation of its field."""
+
+    least: float
+    most: float = inf
+
+    def __str__(self) -> str:
+        if self.most == inf:
+            return f"{self.least:g} or more"
+        return f"{self.least:g} to {self.most:g}"
+
+
+Count = Annotated[int, Range(0)]
+Number = Annotated[int, Range(1)]
+Amount = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+
+
+@cache
+def ranges(kind: type) -> Mapping[str, Range]:
+    """The ranges of the fields of a dataclass by name; a class that sets a default keeps the range."""
+    by_name: dict[str, Range] = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        for setting in fields(base):
+            for part in get_args(setting.type):
+                if isinstance(part, Range):
+                    by_name[setting.name] = part
+    return by_name
+
+
+def check_ranges(settings: object) -> None:
+    """Raise DataError for the first setting that is outside of its range, or not finite."""
+    kind: type = type(settings)
+    for name, allowed in ranges(kind).items():
+        at_least(settings, allowed.least, name, most=allowed.most)
+
+
+def at_least(settings: object, least: float, *names: str, most: float = inf) -> None:
     """Raise DataError for the first setting below `least`, above `most`, or not finite."""
     for name in names:
         value = getattr(settings, name)
         if least <= value <= most and value < inf:
             continue
         limit = "" if most == inf else f", at most {most:g}"
-        raise DataError(f"{name}={value}: give a number of at least {least}{limit}")
+        raise DataError(f"{name}={value}: give a number of at least {least:g}{limit}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +96,19 @@ class ModelConfig:
     """What a drafter computes, in training and in decoding; a method adds its switches."""
 
     kv_heads: Literal["all", "target"] = "all"
-    """Key heads of the drafter's layer: as many as query heads, or as the target has."""
+    """Key heads of the drafter's layer. all: as many as query heads; target: as few as the
+    target has, for a smaller KV cache."""
     positions: Positions = "expanded"
-    """Rotary positions of text: its index in the expanded sequence, the target's own
-    position, or its index among text tokens."""
-    attention_window: int = 0
-    """Committed positions that the drafter's layers see, the last included; 0: all. They are
-    counted in the expanded sequence, visual ones too. No weight depends on it."""
+    """The rotary position of a text token. expanded: its index in the sequence with all
+    visual tokens; target: the target's own position (M-RoPE counts an image as few);
+    compact: its index among text tokens alone, for a drafter that reads no images."""
+    attention_window: Count = 0
+    """The most recent committed positions that the drafter attends to, visual ones counted;
+    0: all. It bounds the cost of drafting after a long prompt. No weight depends on it, so it
+    may change after the training."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def needs(self, info: TargetInfo, *, decoding: bool = False) -> frozenset[Feature]:
         """The features that the drafter reads in training, or of a prompt when `decoding`."""
@@ -86,34 +133,42 @@ class Stage:
     """One stage of training: what data, how long, how many self-feedback hops, which losses."""
 
     name: str
-    epochs: float = 20.0
-    """Passes over its samples. If `steps` is set: its share of them, relative to other stages."""
+    """The name of the stage in keys of settings, such as `stages.text.hops`."""
+    epochs: Amount = 20.0
+    """Passes over the samples. If `steps` is set, only the ratio to other stages counts: the
+    stage gets that share of the steps."""
     visual: tuple[float, float] = (0.0, 1.0)
-    """Share of samples with images, from the start to the end of the stage: (0, 0) is text
-    only, (1, 1) images only."""
-    hops: int = 1
-    """Draft steps unrolled per position; 1 is plain teacher forcing."""
-    hop_decay: float = 1.0
-    """Weight of each hop, relative to the hop before."""
-    pace: float = 0.0
+    """The share of samples with images or videos when the stage begins, and when it ends; in
+    between it moves evenly. [0, 0]: text alone; [1, 1]: images alone; [0.5, 0.5]: half of
+    each, which keeps acceptance on both."""
+    hops: Number = 1
+    """Tokens that are drafted in a row from each position, each on the drafter's own state of
+    the one before, as in decoding. 1: each on the target's states alone (teacher forcing).
+    More hops raise the acceptance of later tokens, and cost time in proportion."""
+    hop_decay: Amount = 1.0
+    """The weight of a hop's loss, as a multiple of the hop before: 1 weighs all hops equally,
+    0.8 the first ones more."""
+    pace: Share = 0.0
     """Weigh the hops of a row by the chance that they are reached (D-PACE, arXiv 2605.18810),
     smoothed by this share (the paper: 0.5); 0: do not."""
-    learning_rate: float = 3e-5
-    anchors: int = 0
+    learning_rate: Amount = 3e-5
+    """The highest learning rate of Adam; it rises to it over `warmup`, then falls to 0."""
+    anchors: Count = 0
     """The most response positions of a sample that are trained in a step, in random runs of
-    16; 0: all."""
-    keep_top: int = 0
-    """Dynamic filtering (HiViS): a row stops counting at the first hop whose target token is
-    not among the drafter's `keep_top` best; 0: rows always count."""
+    16, to save memory; 0: all."""
+    keep_top: Count = 0
+    """Dynamic filtering (HiViS): from the first hop whose target token is not among the
+    drafter's `keep_top` best, a row stops counting; 0: rows always count."""
     view: str = ""
-    """View of the store that the stage is trained on; empty: the run's view."""
-    losses: Mapping[str, float] = field(default_factory=lambda: {**EAGLE_LOSSES})
-    """Weight of each term, by its name in `losses.py`."""
+    """A view of the store (`vlmdistill store filter`) that the stage is trained on; empty:
+    that of the run (`--view`), or the whole store."""
+    losses: Mapping[str, Amount] = field(default_factory=lambda: {**EAGLE_LOSSES})
+    """The weight of each loss: `regression` (smooth L1 to the target's state), `cross_entropy`,
+    `top_k` (cross-entropy over the target's ten best tokens), `l1`, `list_mle`, and where a
+    drafter has the part, `middle` and `confidence`."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "epochs", "learning_rate", "keep_top", "hop_decay", "anchors")
-        at_least(self, 0, "pace", most=1)
-        at_least(self, 1, "hops")
+        check_ranges(self)
         key = f"stages.{self.name}"
         if not all(0 <= share <= 1 for share in self.visual):
             shares = list(self.visual)
@@ -131,34 +186,33 @@ class Stage:
 class TrainConfig:
     """How a drafter is trained. A method's `Training` sets its paper's values."""
 
-    batch_tokens: int = 16384
-    """Tokens of an optimizer step over all ranks; visual tokens count if they are read."""
-    max_length: int = 0
+    batch_tokens: Number = 16384
+    """Tokens of an optimizer step, over all ranks; visual tokens count if they are read. More
+    tokens need no more memory: they are read in smaller passes."""
+    max_length: Count = 0
     """Longer samples are left out; 0: those longer than `batch_tokens` and than 4,096 tokens."""
-    steps: int = 0
-    """Optimizer steps of all stages together, divided by their epochs; 0: train the epochs."""
-    warmup: float = 0.05
-    """Share of a stage's steps over which its learning rate rises."""
-    noise: float = 0.2
-    """Width of the uniform noise on input states of a sample of 512 tokens (EAGLE); it is
-    inversely proportional to the length."""
-    clip: float = 0.5
-    """The most that the gradient's norm may be; a larger gradient is scaled down."""
+    steps: Count = 0
+    """Optimizer steps of all stages together, divided in the ratio of their `epochs`; 0: train
+    the epochs."""
+    warmup: Amount = 0.05
+    """The share of a stage's steps over which its learning rate rises."""
+    noise: Amount = 0.2
+    """The width of uniform noise that is added to input states, for a sample of 512 tokens
+    (EAGLE); it is inversely proportional to the length. 0: none."""
+    clip: Amount = 0.5
+    """The most that the norm of a gradient may be; a larger gradient is scaled down."""
     detach: bool = False
     """Cut the gradient between hops, as HASS does."""
-    validate_every: int = 0
+    validate_every: Count = 0
     """Optimizer steps between validations; the best weights are kept.
     0: agreement is measured at the end of each stage, and the last weights are kept."""
-    patience: int = 0
+    patience: Count = 0
     """A stage ends after so many validations in a row that do not improve; 0: never early."""
     stages: tuple[Stage, ...] = ()
+    """The stages of the training, in order; `stages.*.KEY` sets a key of all."""
 
     def __post_init__(self) -> None:
-        at_least(
-            self, 0, "steps", "noise", "warmup", "clip", "validate_every", "patience"
-        )
-        at_least(self, 0, "max_length")
-        at_least(self, 1, "batch_tokens")
+        check_ranges(self)
         if self.patience and not self.validate_every:
             raise DataError(
                 f"patience={self.patience} counts validations: set validate_every as well"
@@ -220,7 +274,8 @@ class TwoPasses(TrainConfig):
     """Training whose stages may have a second pass, on the drafter's own states."""
 
     mtp: bool = True
-    """Multi-token prediction: run the second pass; off: every stage has one hop."""
+    """Multi-token prediction: train the second hop on the drafter's own states; false: every
+    stage has one hop."""
 
     @property
     def schedule(self) -> tuple[Stage, ...]:
@@ -237,9 +292,11 @@ class DrafterConfig:
     model: ModelConfig
     training: TrainConfig
     tree: Tree
+    """The draft tree in decoding, unless `--tree` gives another: total-depth-k, such as 30-3-8
+    (30 nodes, the root included; 3 levels after the first; the 8 best of each), or a chain of
+    tokens such as chain-5. A trained drafter can draft any tree."""
 
     def __post_init__(self) -> None:
-        at_least(self.model, 0, "attention_window")
         for stage in self.training.stages:
             self._check_losses(stage)
             self._check_hops(stage)

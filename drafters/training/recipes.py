@@ -1,6 +1,7 @@
 """The settings of a training: from a paper, then a recipe (by name or as a file), then `key=value`."""
 
 import json
+import textwrap
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.config import DrafterConfig
+from vlmdistill.drafters.core.documented import Setting, documented
 from vlmdistill.drafters.core.settings import changed, override, to_dict
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.suggestions import did_you_mean
+
+WIDTH = 84  # of the comments of a recipe file
 
 
 def resolve(drafter: str, recipe: str, settings: Sequence[str] = ()) -> DrafterConfig:
@@ -38,20 +42,41 @@ def as_texts(settings: Mapping[str, Any]) -> list[str]:
 
 
 def as_file(drafter: str, config: DrafterConfig) -> str:
-    """The configuration as a recipe file, which `resolve` reads back: a table of the drafter."""
+    """The configuration as a recipe file, which `resolve` reads back: a table of the drafter.
+
+    Comments say what each setting does, what it may be, and what it is by default.
+    """
     values = to_dict(config)
+    documentation = documented(catalogue.config(drafter))
     lines = [f"[{drafter}]"]
-    lines += _lines(values, without="stages")
-    for stage in values["stages"]:
+    for setting in documentation.settings:
+        lines += _explained(setting, values[setting.name])
+    # The settings of the first stage alone are explained: all stages have the same.
+    write = _explained
+    for stage, settings in zip(values["stages"], documentation.stages, strict=True):
         lines += ["", f"[{drafter}.stages.{stage['name']}]"]
-        lines += _lines(stage, without="name")
+        for setting in settings:
+            if setting.name != "name":
+                lines += write(setting, stage[setting.name])
+        write = _with_default
     return "\n".join(lines) + "\n"
 
 
-def _lines(values: Mapping[str, Any], without: str) -> list[str]:
-    return [
-        f"{name} = {_toml(value)}" for name, value in values.items() if name != without
-    ]
+def _explained(setting: Setting, value: Any) -> list[str]:
+    """The line of a setting, below a comment that explains it."""
+    facts = [setting.values, f"default: {_toml(setting.default)}"]
+    comment = textwrap.wrap(setting.text, WIDTH, break_on_hyphens=False)
+    comment.append("; ".join(filter(None, facts)))
+    lines = [f"# {line}" for line in comment]
+    return ["", *lines, f"{setting.name} = {_toml(value)}"]
+
+
+def _with_default(setting: Setting, value: Any) -> list[str]:
+    """The line of a setting, with its default if it has another value."""
+    line = f"{setting.name} = {_toml(value)}"
+    if value != setting.default:
+        line += f"  # default: {_toml(setting.default)}"
+    return [line]
 
 
 def _toml(value: Any) -> str:
