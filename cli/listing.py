@@ -1,6 +1,7 @@
 """`vlmdistill list`: what can be named in commands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Annotated, Literal
 
 import typer
@@ -14,6 +15,8 @@ COMMANDS = {
     "recipes": "train --recipe",
 }
 """By kind of name, the command that takes one."""
+WIDTH = 3584  # of Qwen2.5-VL-7B
+STATE_BYTES = 2 * WIDTH
 
 
 def list_names(
@@ -23,51 +26,94 @@ def list_names(
     ] = "all",
     as_json: console.Json = False,
 ) -> None:
-    """List drafters, targets, evaluation sets and recipes, with a line on each."""
+    """List drafters, targets, evaluation sets and recipes, with what to choose one by."""
     kinds = [*LISTS] if kind == "all" else [kind]
     lists = {name: LISTS[name]() for name in kinds}
     if as_json:
-        console.result(lists, as_json)
+        facts = {
+            title: {name: asdict(entry) for name, entry in entries.items()}
+            for title, entries in lists.items()
+        }
+        console.result(facts, as_json)
         return
-    width = max(len(name) for names in lists.values() for name in names)
-    for number, (title, names) in enumerate(lists.items()):
+    for number, (title, entries) in enumerate(lists.items()):
         if number:
             console.echo("")
         console.echo(f"{title}, for `vlmdistill {COMMANDS[title]}`")
-        for name, description in names.items():
-            console.echo(f"  {name:<{width}}  {description}")
+        header = [field.name for field in fields(next(iter(entries.values())))]
+        header = [name.replace("_", " ") for name in header]
+        lines = [(name, *astuple(entry)) for name, entry in entries.items()]
+        console.rows(("name", *header), lines)
+    if "drafters" in lists:
+        console.remark(
+            f"bytes of a store in bfloat16, of a target of width {WIDTH} (7B); `vlmdistill target show` has "
+            "those of each target"
+        )
 
 
-def _drafters() -> dict[str, str]:
+@dataclass(frozen=True)
+class DrafterEntry:
+    """A drafter in the list."""
+
+    paper: str
+    trained: str
+    served_by: str
+    bytes_a_text_token: int
+    bytes_a_visual_token: int
+    good_for: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A target, evaluation set or recipe in its list."""
+
+    about: str
+
+
+def _drafters() -> Mapping[str, DrafterEntry]:
     from vlmdistill.drafters import catalogue
 
-    return {name: catalogue.about(name) for name in catalogue.NAMES}
+    entries = {}
+    for name in catalogue.NAMES:
+        choice = catalogue.choice(name)
+        of_text, of_visual = choice.states
+        entries[name] = DrafterEntry(
+            paper=choice.paper,
+            trained="yes" if catalogue.is_trained(name) else "no",
+            served_by=choice.engine_names,
+            bytes_a_text_token=STATE_BYTES * of_text,
+            bytes_a_visual_token=STATE_BYTES * of_visual,
+            good_for=choice.good_for,
+        )
+    return entries
 
 
-def _targets() -> dict[str, str]:
+def _targets() -> Mapping[str, Entry]:
     from vlmdistill.pipelines.targets.checkpoints.folder import named_targets
 
     return {
-        name: f"{target.family}, {target.origin}"
+        name: Entry(f"{target.family}, {target.origin}")
         for name, target in named_targets().items()
     }
 
 
-def _sets() -> dict[str, str]:
+def _sets() -> Mapping[str, Entry]:
     from vlmdistill.pipelines.data.prompts import evaluation_sets
 
-    sets = {name: source.repository for name, source in evaluation_sets.SETS.items()}
-    sets[evaluation_sets.DEMO] = "generated scenes and dialogues, for the demo targets"
-    return sets
+    sets = {
+        name: Entry(source.repository) for name, source in evaluation_sets.SETS.items()
+    }
+    demo = Entry("generated scenes and dialogues, for the demo targets")
+    return {**sets, evaluation_sets.DEMO: demo}
 
 
-def _recipes() -> dict[str, str]:
+def _recipes() -> Mapping[str, Entry]:
     from vlmdistill.drafters import catalogue
 
-    return {name: recipe.about for name, recipe in catalogue.RECIPES.items()}
+    return {name: Entry(recipe.about) for name, recipe in catalogue.RECIPES.items()}
 
 
-LISTS: dict[str, Callable[[], dict[str, str]]] = {
+LISTS: Mapping[str, Callable[[], Mapping[str, DrafterEntry | Entry]]] = {
     "drafters": _drafters,
     "targets": _targets,
     "sets": _sets,

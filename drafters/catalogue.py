@@ -3,12 +3,15 @@
 Light to import, so that a wrong name fails before torch loads.
 """
 
-import ast
 import importlib
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+import msgspec
 
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.suggestions import did_you_mean
@@ -47,8 +50,6 @@ class Variant:
     drafter: str
     settings: tuple[str, ...]
     """As for `--set`."""
-    about: str = ""
-    """A line for lists of drafters; empty: the settings."""
 
 
 HASS = (
@@ -73,7 +74,7 @@ DSPARK = (
 
 VARIANTS = {
     "dspark": Variant("dflash", DSPARK),
-    "hass": Variant("eagle2", HASS, "EAGLE-2's drafter, trained as it drafts"),
+    "hass": Variant("eagle2", HASS),
     "msd_vata": Variant("msd", ("vata=true",)),
     "semiar": Variant("specflash", ("compress=false",)),
     "viscomp": Variant("specflash", ("group=1", "tree=chain-4")),
@@ -81,6 +82,42 @@ VARIANTS = {
 """Methods and baselines of the papers that are another drafter with other settings."""
 
 NAMES = (*DRAFTERS, *VARIANTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a user chooses a method by."""
+
+    paper: str
+    """The paper's name for it and the year."""
+    good_for: str
+    states: tuple[int, int] = (0, 0)
+    """States of the target in a store for each text token, and for each visual token."""
+    engines: tuple[str, ...] = ("vLLM",)
+    """Engines that load what `export` writes; vLLM with the plugin."""
+    tau: str = "-"
+    """At temperature 0, as papers print it on images or videos. They count differently:
+    docs/papers.md."""
+    reached: tuple[float, ...] = ()
+    """Acceptance by drafted token on `demo-small` (docs/measurements/results.md)."""
+
+    @property
+    def engine_names(self) -> str:
+        """The engines in a word."""
+        return ", ".join(self.engines) or "-"
+
+
+@cache
+def choices() -> Mapping[str, Choice]:
+    """What to choose each method by, from `choices.toml`."""
+    file = Path(__file__).with_name("choices.toml")
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    return msgspec.convert(table, dict[str, Choice])
+
+
+def choice(name: str) -> Choice:
+    """What to choose a method by; of one without an entry, little is known."""
+    return choices().get(name, Choice(paper="-", good_for="-", engines=()))
 
 
 @dataclass(frozen=True)
@@ -131,22 +168,6 @@ def check_recipe(name: str) -> None:
     near = did_you_mean(name, RECIPES)
     choice = ", ".join(RECIPES)
     raise DataError(f"there is no recipe '{name}'{near}; choose from {choice}")
-
-
-def about(name: str) -> str:
-    """A drafter in one line: the first of its class, or the line of a variant."""
-    if name in VARIANTS:
-        variant = VARIANTS[name]
-        settings = " ".join(variant.settings)
-        return variant.about or f"{variant.drafter} with {settings}"
-    # Parsed, not imported: that would load torch.
-    file = Path(__file__).with_name(f"{name}.py")
-    source = file.read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name == DRAFTERS[name]:
-            docstring = ast.get_docstring(node) or ""
-            return docstring.partition("\n")[0]
-    return ""
 
 
 def check(name: str) -> None:

@@ -35,7 +35,16 @@ def test_list_names_what_commands_take(capsys: Output) -> None:
     lists = printed(capsys, "list")
     assert {*lists["drafters"]} == {*catalogue.NAMES}
     assert {*lists["recipes"]} == {*catalogue.RECIPES}
-    assert all(about for names in lists.values() for about in names.values())
+    entries = [entry for names in lists.values() for entry in names.values()]
+    assert all("" not in entry.values() for entry in entries)
+    assert lists["drafters"]["hivis"] == {
+        "paper": "HiViS 2025",
+        "trained": "yes",
+        "served_by": "vLLM",
+        "bytes_a_text_token": 7168,
+        "bytes_a_visual_token": 0,
+        "good_for": catalogue.choice("hivis").good_for,
+    }
     assert main(["list", "sets"]) == 0
     shown = capsys.readouterr().out
     assert "textvqa" in shown
