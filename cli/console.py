@@ -55,7 +55,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Only say what would be done: samples, tokens, bytes, what exists.",
+        help="Only say what would be done, and the time, memory and disk that it takes.",
     ),
 ]
 Rate = Annotated[

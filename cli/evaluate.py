@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from vlmdistill.pipelines.bench.settings import Settings
     from vlmdistill.pipelines.bench.statistics import Figures
-    from vlmdistill.pipelines.planning.forecast import EvalForecast
+    from vlmdistill.pipelines.planning.stages import StagePlan
     from vlmdistill.pipelines.report.comparison import Ranking
     from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
     from vlmdistill.pipelines.workspace.trained import Trained
@@ -185,7 +185,7 @@ def evaluate(
     else:
         set_options = {"--bench-data": bench_data, "--fps": fps, "--frames": frames}
         _require_bench(set_options)
-    trained = _open_inputs(workspace, names, kind, prompts)
+    trained = _open_inputs(workspace, names, kind, prompts, untrained=dry_run)
     from vlmdistill.pipelines.bench import evaluate as pipeline
 
     loading = console.loading(attention, target_dtype, compiled=compiled)
@@ -271,11 +271,17 @@ def _require_bench(options: Mapping[str, object]) -> None:
 
 
 def _open_inputs(
-    workspace: "Workspace", names: Sequence[str], kind: str, prompts: Path | None
+    workspace: "Workspace",
+    names: Sequence[str],
+    kind: str,
+    prompts: Path | None,
+    *,
+    untrained: bool,
 ) -> "list[Trained]":
     """The drafters; DataError or TrainingError for mistakes in prompts or names, before the slow imports.
 
-    With servers, prompts are read later, but before any server is started or asked.
+    Methods may be `untrained` if nothing is decoded. With servers, prompts are read later, but before any
+    server is started or asked.
     """
     from vlmdistill.pipelines.data.prompts import prompt_table
     from vlmdistill.pipelines.workspace.trained import open_drafters
@@ -283,7 +289,7 @@ def _open_inputs(
     if kind == TRANSFORMERS:
         file = prompts or workspace.prompts
         prompt_table.load(file, workspace.model, "eval", 1)  # only to find mistakes
-    return open_drafters(workspace, names)
+    return open_drafters(workspace, names, untrained=untrained)
 
 
 @dataclass(frozen=True)
@@ -303,10 +309,10 @@ class _RunHere:
         for warning in pipeline.oversized_trees(task.drafters, task.settings):
             console.note(f"warning: {warning}")
         if self.dry_run:
-            forecasts.show_evaluation(self._forecast(), task.as_json)
+            forecasts.show([self._forecast()], task.as_json)
             return
         if not self.anyway:
-            self._forecast().check(task.workspace.reports)
+            self._forecast().check()
         reports = str(task.workspace.reports)
         with console.progress("decoding", "prompts", reports) as report:
             evaluations = pipeline.evaluate(
@@ -324,7 +330,7 @@ class _RunHere:
             show(evaluations)
         check_lossless(evaluations)
 
-    def _forecast(self) -> "EvalForecast":
+    def _forecast(self) -> "StagePlan":
         """What decoding takes; its time on a dry run only."""
         from vlmdistill.pipelines.planning import forecast
 
@@ -334,6 +340,7 @@ class _RunHere:
             [drafter.name for drafter in task.drafters],
             task.settings,
             task.prompts_file,
+            untrained=self.dry_run,
             timed=self.dry_run,
         )
 

@@ -89,7 +89,8 @@ def features(
             "it imports nothing: leave out --import", param_hint="--dry-run"
         )
     workspace = console.workspace(model, runs)
-    checkpoint(model)  # cheap checks come before Ray and torch
+    if not dry_run:
+        checkpoint(model)  # cheap checks come before Ray and torch
     settings = CaptureSettings(
         drafters=capture_store.drafters(",".join(drafters or ["all"])),
         dtype=dtype,
@@ -117,7 +118,12 @@ def features(
         sampling=sampling,
     )
     if dry_run:
-        forecasts.show_capture(job, rate, as_json, features=True)
+        from vlmdistill.pipelines.planning import forecast
+        from vlmdistill.pipelines.planning.stages import Speeds
+
+        speeds = Speeds.of(workspace.root, rate or ())
+        planned = forecast.capture(job, speeds)
+        forecasts.show(planned.stages, as_json)
         return
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed

@@ -1,175 +1,112 @@
-"""The output of `--dry-run`: the forecast of a command, as lines or as JSON."""
+"""Plans of stages as a table or as JSON: the output of `plan` and of every `--dry-run`."""
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlmdistill.cli import console
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.data.features.capturer import CaptureJob
-    from vlmdistill.pipelines.planning.forecast import (
-        CaptureForecast,
-        EvalForecast,
-        PlannedTraining,
-        RunForecast,
-        TrainForecast,
-    )
+    from vlmdistill.pipelines.planning.stages import StagePlan
 
-UNKNOWN_TOKENS = "unknown until some responses exist: try --limit"
+HEADER = (
+    "stage",
+    "done",
+    "to do",
+    "tokens",
+    "time",
+    "tokens/s",
+    "rate",
+    "memory of a process",
+    "disk",
+)
+MARKS = {"counted": "", "estimated": "about ", "assumed": "at most "}
+"""Before a number of tokens, by its certainty."""
 
 
-def show_capture(
-    job: "CaptureJob", rates: Sequence[str] | None, as_json: bool, *, features: bool
-) -> None:
-    """Print what `responses`, or also `features`, would do; `rates` are those of --rate."""
-    from vlmdistill.pipelines.planning import forecast
-
-    speeds = forecast.Speeds.of(job.workspace.root, rates or ())
-    planned = forecast.capture(job, speeds)
+def show(stages: "Sequence[StagePlan]", as_json: bool) -> None:
+    """Print what a command would do, and how much time, memory and disk that takes."""
     if as_json:
-        console.result(_facts(planned), as_json)
-    else:
-        console.result(_capture(planned, features), as_json)
-    if planned.bytes is None or planned.free_bytes is None:
+        from vlmdistill.pipelines.planning.stages import to_dict
+
+        console.result(to_dict(stages), as_json)
         return
-    if features and planned.bytes > planned.free_bytes:
+    table(stages)
+    console.echo("")
+    from vlmdistill.pipelines.planning.resources import shown
+
+    for stage in stages:
+        details = f"{stage.details}; " if stage.details else ""
+        console.echo(f"{stage.name}: {details}memory {shown(stage.memory)}")
+
+
+def table(stages: "Sequence[StagePlan]") -> None:
+    """Print stages, their sum, and what stands in their way."""
+    from vlmdistill.pipelines.planning.stages import total
+
+    lines = [_row(stage) for stage in stages]
+    if len(stages) > 1:
+        seconds = total(stage.seconds for stage in stages)
+        disk_bytes = total(stage.disk_bytes for stage in stages)
+        lines.append(
+            ["in all", "", "", "", time(seconds), "", "", "", size(disk_bytes)]
+        )
+    console.rows(HEADER, lines)
+    for stage in stages:
+        _note(stage)
+    if any(stage.seconds is None and stage.tokens is not None for stage in stages):
         console.note(
-            "warning: the features do not fit on the disk: name another --store, or fewer methods in --for"
+            "time is unknown where nothing was measured here: state tokens per second, such as "
+            "--rate train=20000"
         )
 
 
-def show_training(planned: "TrainForecast", as_json: bool) -> None:
-    """Print what `train` would do."""
-    from vlmdistill.pipelines.planning.resources import shown
-
-    facts: dict[str, Any] = _facts(planned)
-    if not as_json:
-        facts["memory"] = shown(planned.memory)
-        facts["disk_bytes"] = console.size(planned.disk_bytes)
-        facts["seconds"] = _time(planned.seconds, _unmeasured("train"))
-    console.result(facts, as_json)
-
-
-def show_evaluation(planned: "EvalForecast", as_json: bool) -> None:
-    """Print what `eval` would do."""
-    from vlmdistill.pipelines.planning.resources import shown
-
-    facts: dict[str, Any] = _facts(planned)
-    if not as_json:
-        facts["memory"] = shown(planned.memory)
-        if planned.seconds is None:
-            facts["seconds"] = "unknown: a drafter was not measured on this machine"
-    console.result(facts, as_json)
-
-
-def show_run(planned: "RunForecast", as_json: bool) -> None:
-    """Print what each stage of `run` would do, and the time of all."""
-    from vlmdistill.pipelines.planning.resources import shown
-
-    if as_json:
-        console.result(_facts(planned), as_json)
-        return
-    console.result(_capture(planned.capture), as_json=False)
-    if planned.training:
-        console.echo("")
-        console.rows(
-            ("training", "steps", "parameters", "time", "memory", "disk"),
-            [_training_row(*training) for training in planned.training.items()],
-        )
-        console.echo("")
-    evaluation = planned.evaluation
-    facts = {
-        "decodings": f"{evaluation.decodings} of each of {evaluation.prompts} held-out prompts",
-        "time_of_decoding": _time(evaluation.seconds),
-        "memory_of_decoding": shown(evaluation.memory),
-        "time": _time(planned.seconds),
-    }
-    console.result(facts, as_json=False)
-    if planned.seconds is None:
-        console.note(
-            "times are unknown where nothing was measured here: state rates with --rate train=N"
-        )
-
-
-def _training_row(name: str, training: "PlannedTraining") -> list[Any]:
+def _row(stage: "StagePlan") -> list[str]:
+    speed = stage.speed
+    memory = console.size(stage.memory.total)
+    if stage.memory.lacking:
+        memory += ", does not fit"
+    tokens = "unknown"
+    if stage.tokens is not None:
+        count = console.scaled(stage.tokens, ("", "k", "M", "B"), "")
+        tokens = f"{MARKS[stage.certainty]}{count}"
+    to_do = "by epochs" if stage.to_do is None else str(stage.to_do)
     return [
-        name,
-        "by epochs" if training.steps is None else training.steps,
-        training.parameters,
-        "done" if training.finished else _time(training.seconds),
-        console.size(training.memory.total),
-        console.size(training.disk_bytes),
+        stage.name,
+        str(stage.done),
+        f"{to_do} {stage.unit}" if stage.to_do is not None else to_do,
+        tokens,
+        time(stage.seconds),
+        f"{speed.tokens_per_second:.0f}" if speed else "-",
+        speed.source if speed else "unknown",
+        memory,
+        size(stage.disk_bytes),
     ]
 
 
-def _capture(planned: "CaptureForecast", features: bool = True) -> dict[str, Any]:
-    """The lines on responses, and on features if they are captured, too."""
-    lines = _response_lines(planned)
-    return lines | _feature_lines(planned) if features else lines
+def _note(stage: "StagePlan") -> None:
+    """Warn if the disk is too small."""
+    from vlmdistill.pipelines.planning.resources import free_disk
+
+    if not stage.folder or stage.disk_bytes is None:
+        return
+    free_bytes = free_disk(stage.folder)
+    if free_bytes is not None and stage.disk_bytes > free_bytes:
+        console.note(
+            f"warning: {stage.name} does not fit on the disk of {stage.folder}: {stage.advice}"
+        )
 
 
-def _response_lines(planned: "CaptureForecast") -> dict[str, Any]:
-    from vlmdistill.pipelines.planning.resources import shown
-
-    target = "its weights are not here"
-    if planned.weights_bytes is not None:
-        target = f"weights of {console.size(planned.weights_bytes)}"
-    likely_tokens = _estimate(planned, planned.likely_tokens)
-    return {
-        "prompts": planned.prompts,
-        "responses": f"{planned.responses} exist, {planned.to_generate} to generate",
-        "tokens_to_generate": f"{likely_tokens}; at most {planned.most_tokens}",
-        "target": target,
-        "time_of_responses": _time(planned.response_seconds, _unmeasured("responses")),
-        "memory_of_responses": shown(planned.response_memory),
-    }
-
-
-def _feature_lines(planned: "CaptureForecast") -> dict[str, Any]:
-    from vlmdistill.pipelines.planning.resources import shown
-
-    size = None if planned.bytes is None else console.size(planned.bytes)
-    disk = _estimate(planned, size)
-    if planned.free_bytes is not None:
-        disk += f"; {console.size(planned.free_bytes)} are free"
-    return {
-        "samples": f"{planned.samples} exist, {planned.to_capture} to capture",
-        "text_tokens": _estimate(planned, planned.text_tokens),
-        "visual_tokens": _estimate(planned, planned.visual_tokens),
-        "features": planned.features,
-        "bytes": disk,
-        "time_of_features": _time(planned.feature_seconds, _unmeasured("features")),
-        "memory_of_features": shown(planned.feature_memory),
-    }
-
-
-def _estimate(planned: "CaptureForecast", amount: int | str | None) -> str:
-    """An amount; with `some`, if it depends on responses that do not exist yet."""
-    if amount is None:
-        return UNKNOWN_TOKENS
-    return f"some {amount}" if planned.to_generate else str(amount)
-
-
-def _time(seconds: float | None, unknown: str = "unknown") -> str:
+def time(seconds: float | None) -> str:
+    """A duration in its unit."""
     if seconds is None:
-        return unknown
-    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds:.0f} s"
+        return "unknown"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} hours"
 
 
-def _unmeasured(stage: str) -> str:
-    return f"unknown: no run here has measured it; --rate {stage}=TOKENS_PER_SECOND states it"
-
-
-def _facts(planned: Any) -> Any:
-    """A forecast, or a part of it, as JSON."""
-    from vlmdistill.pipelines.planning.resources import Memory, facts
-
-    if isinstance(planned, Memory):
-        return facts(planned)
-    if is_dataclass(planned):
-        names = [field.name for field in fields(planned)]
-        return {name: _facts(getattr(planned, name)) for name in names}
-    if isinstance(planned, dict):
-        return {name: _facts(part) for name, part in planned.items()}
-    return planned
+def size(count: float | None) -> str:
+    """A number of bytes."""
+    return "unknown" if count is None else console.size(count)

@@ -5,16 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlmdistill.cli import console
+from vlmdistill.cli import console, forecasts
 
 if TYPE_CHECKING:
     from vlmdistill.drafters.core.config import DrafterConfig
-    from vlmdistill.pipelines.planning.plan import MethodPlan, ProjectPlan, StagePlan
+    from vlmdistill.pipelines.planning.plan import ProjectPlan
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 DEFAULT_DRAFTERS = "wren,hivis,eagle3"
-COLUMNS = ("hours", "tokens/s", "rate", "memory of a process", "disk")
-"""Of a stage and of a training."""
+DRAFTERS = ("method", "features alone", "tau in papers", "served by", "good for")
 
 
 def plan(
@@ -66,9 +65,9 @@ def plan(
         visual_tokens=visual_tokens,
         response_tokens=max_new_tokens,
     )
+    recipe = recipe or _recipe_of(model)
     configs = _configs(names, recipe)
-    measured = planning.measured_rates(workspace, machine, names)
-    planned = planning.plan(workspace, data, machine, names, configs, measured)
+    planned = planning.plan(workspace, data, machine, names, configs)
     if as_json:
         console.result(planned.to_dict(), as_json)
         return
@@ -78,13 +77,20 @@ def plan(
         console.echo(f"  {line}")
 
 
-def _configs(names: list[str], recipe: str | None) -> dict[str, "DrafterConfig"]:
+def _recipe_of(model: str) -> str:
+    """The recipe to compare methods with on a target."""
+    from vlmdistill.pipelines.targets.embedded import EMBEDDED
+
+    return "demo" if model in EMBEDDED else "fair"
+
+
+def _configs(names: list[str], recipe: str) -> dict[str, "DrafterConfig"]:
     """The settings of the drafters that are trained; DataError on an unknown recipe."""
     from vlmdistill.drafters import catalogue
     from vlmdistill.drafters.training import recipes
 
     return {
-        name: recipes.resolve(name, recipe or "fair")
+        name: recipes.resolve(name, recipe)
         for name in names
         if catalogue.is_trained(name)
     }
@@ -94,12 +100,10 @@ def _show(planned: "ProjectPlan") -> None:
     """Print the project, its stages and its methods."""
     console.result(_facts(planned), as_json=False)
     console.echo("")
-    stages = [(name, *_stage(stage)) for name, stage in planned.stages.items()]
-    console.rows(("stage", *COLUMNS), stages)
+    forecasts.table(planned.stages)
     console.echo("")
-    methods = [_method(name, method) for name, method in planned.methods.items()]
-    header = ("method", *COLUMNS, "features alone", "tau in papers", "vLLM")
-    console.rows(header, methods)
+    drafters = [_drafter(*drafter) for drafter in planned.drafters.items()]
+    console.rows(DRAFTERS, drafters)
     if not planned.fits:
         console.note(
             "warning: what does not fit needs more or larger GPUs, or ZeRO (`train --zero 2`)"
@@ -114,56 +118,54 @@ def _facts(planned: "ProjectPlan") -> dict[str, str]:
     gpu = planned.gpus.each
     target = planned.target
     parameters = console.scaled(target.parameters.all, ("", "k", "M", "B"), "")
-    weights = console.size(planned.download_bytes)
+    weights = "on this machine"
+    if planned.download_bytes:
+        weights = f"{console.size(planned.download_bytes)} to download"
     prompt = f"{data.text_tokens} text and {data.visual_tokens} visual tokens"
     arithmetic = f"{gpu.flops / TERA:.0f} TFLOP/s"
     memory = f"{gpu.gib} GiB at {gpu.bandwidth / TERA:.2f} TB/s"
     return {
-        "target": f"{target.origin}, {parameters} parameters, {weights} in bfloat16",
+        "target": f"{target.origin}, {parameters} parameters, {weights}",
         "data": f"{data.prompts} prompts of {prompt}, responses of {data.response_tokens}",
         "machine": f"{planned.gpus.count} x {planned.gpus.name} ({memory}, {arithmetic})",
-        "hours": f"{planned.hours:.1f} in all",
-        "disk": f"{console.size(planned.disk_bytes)} in all",
     }
 
 
-def _method(name: str, method: "MethodPlan") -> tuple[str, ...]:
+def _drafter(name: str, store_bytes: int) -> tuple[str, ...]:
     """The row of a method."""
-    training = _stage(method.training) if method.training else ("-",) * len(COLUMNS)
-    size = console.size(method.store_bytes)
-    served = "yes" if method.served else "no"
-    return (name, *training, size, method.published_tau, served)
+    from vlmdistill.drafters import catalogue
+
+    choice = catalogue.choice(name)
+    size = console.size(store_bytes)
+    return (name, size, choice.tau, choice.engine_names, choice.good_for)
 
 
-def _stage(stage: "StagePlan") -> tuple[str, ...]:
-    """The columns of a stage."""
-    rate = "measured" if stage.measured else "assumed"
-    memory = console.size(stage.memory.total)
-    if stage.memory.lacking:
-        memory += ", does not fit"
-    disk = console.size(stage.disk_bytes)
-    return (f"{stage.hours:.2f}", f"{stage.rate:.0f}", rate, memory, disk)
-
-
-def _commands(
-    planned: "ProjectPlan", workspace: "Workspace", recipe: str | None
-) -> list[str]:
+def _commands(planned: "ProjectPlan", workspace: "Workspace", recipe: str) -> list[str]:
     """The commands of the project, from prompts to a served drafter."""
+    from vlmdistill.drafters import catalogue
+    from vlmdistill.pipelines.targets.embedded import EMBEDDED
+
     model = f"--model {shlex.quote(workspace.model)}"
-    chosen_recipe = f"--recipe {shlex.quote(recipe or 'fair')}"
+    chosen_recipe = f"--recipe {shlex.quote(recipe)}"
     limit = planned.data.prompts
-    lines = [f"vlmdistill prompts FILE --images DIR --limit {limit} {model}"]
-    trained = [name for name, method in planned.methods.items() if method.training]
+    source = "FILE --images DIR"
+    if workspace.model in EMBEDDED:
+        source = "demo"
+    lines = [f"vlmdistill prompts {source} --limit {limit} {model}"]
+    trained = [name for name in planned.drafters if catalogue.is_trained(name)]
     if trained:
-        lines.append(f"vlmdistill features --for {','.join(trained)} {model}")
+        chosen = (
+            f"--for {','.join(trained)} --max-new-tokens {planned.data.response_tokens}"
+        )
+        lines.append(f"vlmdistill features {chosen} {model}")
     ranks = ""
     if planned.gpus.count > 1:
         ranks = f" --ranks {planned.gpus.count}"
     for name in trained:
         lines.append(f"vlmdistill train {name} {chosen_recipe}{ranks} {model}")
-    compared = " ".join(planned.methods)
+    compared = " ".join(planned.drafters)
     lines.append(f"vlmdistill eval {compared} {model}")
-    served = [name for name in trained if planned.methods[name].served]
+    served = [name for name in trained if catalogue.choice(name).engines]
     if served:
         first = served[0]
         lines.append(f"vlmdistill export {first} --out served/{first} {model}")

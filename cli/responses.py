@@ -73,7 +73,8 @@ def responses(
     from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 
     workspace = console.workspace(model, runs)
-    checkpoint(model)  # cheap checks come before Ray and torch
+    if not dry_run:
+        checkpoint(model)  # cheap checks come before Ray and torch
     sampling = SamplingSettings(
         temperature=temperature,
         top_p=top_p,
@@ -92,7 +93,12 @@ def responses(
         batch=batch_size,
     )
     if dry_run:
-        forecasts.show_capture(job, rate, as_json, features=False)
+        from vlmdistill.pipelines.planning import forecast
+        from vlmdistill.pipelines.planning.stages import Speeds
+
+        speeds = Speeds.of(workspace.root, rate or ())
+        planned = forecast.capture(job, speeds)
+        forecasts.show([planned.responses], as_json)
         return
     from vlmdistill.pipelines import flow
     from vlmdistill.pipelines.cluster.reporting import check_failed

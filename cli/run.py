@@ -70,7 +70,7 @@ def run(
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines import flow
-    from vlmdistill.pipelines.planning.forecast import Speeds
+    from vlmdistill.pipelines.planning.stages import Speeds
 
     plan = flow.Plan(
         drafters=names,
@@ -90,8 +90,7 @@ def run(
     )
     if dry_run:
         speeds = Speeds.of(workspace.root, rate or ())
-        planned = flow.dry_run(workspace, plan, speeds)
-        forecasts.show_run(planned, as_json)
+        forecasts.show(flow.dry_run(workspace, plan, speeds), as_json)
         return
     evaluations = flow.run(workspace, plan, console.remark, console.progress)
     report(model=model, runs=runs, as_json=as_json)

@@ -171,11 +171,12 @@ def train(
     if cpu_seconds is not None:
         plan = replace(plan, budget=Budget(cpu_seconds, of_cpu=True))
     from vlmdistill.pipelines.planning import forecast
+    from vlmdistill.pipelines.planning.stages import Speeds
 
     if dry_run:
-        speeds = forecast.Speeds.of(workspace.root, rate or ())
-        expected = forecast.training(plan, speeds, ranks)
-        forecasts.show_training(expected, as_json)
+        speeds = Speeds.of(workspace.root, rate or ())
+        own_model = "" if store else model
+        forecasts.show([forecast.training(plan, speeds, ranks, own_model)], as_json)
         return
     if not anyway:
         forecast.check_training(plan, ranks)

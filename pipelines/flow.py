@@ -30,6 +30,7 @@ from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.data.responses.responder import ResponseSummary, ResponseWork
 from vlmdistill.pipelines.planning import forecast
+from vlmdistill.pipelines.planning.stages import Speeds, StagePlan
 from vlmdistill.pipelines.prompts import import_sources
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import (
     checkpoint as checkpoint_of,
@@ -145,10 +146,8 @@ def run(
     return measure(workspace, plan, log, bar, common_tree)
 
 
-def dry_run(
-    workspace: Workspace, plan: Plan, speeds: forecast.Speeds
-) -> forecast.RunForecast:
-    """Forecast `run`; nothing is written. DataError if there are no prompts."""
+def dry_run(workspace: Workspace, plan: Plan, speeds: Speeds) -> list[StagePlan]:
+    """Plan `run`; nothing is written. DataError if there are no prompts."""
     trainings = plan.trainings(workspace)
     capture = forecast.capture(plan.capture(workspace), speeds)
     evaluation = forecast.evaluation(
@@ -205,7 +204,7 @@ def generate(
 ) -> ResponseSummary:
     """Generate the missing responses alone; DataError if memory will not suffice, unless `anyway`."""
     if not anyway and len(job.missing()):
-        forecast.capture(job).check_responses(job.responses)
+        forecast.capture(job).responses.check()
     with bar("generating", "responses", str(job.responses)) as report:
         generated = _respond(job, filters, report, None)
     _record(job, "responses", generated)
@@ -275,7 +274,7 @@ def _check_resources(job: CaptureJob, missing_keys: Collection[str]) -> None:
         waiting_by_store = job.waiting(job.generated())
         has_work = any(len(waiting) for _, waiting in waiting_by_store)
     if has_work:
-        forecast.capture(job).check(job.responses, job.store.path)
+        forecast.capture(job).check()
 
 
 def _tokens_of(job: CaptureJob, keys: Collection[str]) -> int:
@@ -384,8 +383,7 @@ def measure(
     if evaluations:
         return evaluations
     if not plan.anyway:
-        planned = forecast.evaluation(workspace, plan.drafters, settings, timed=False)
-        planned.check(workspace.reports)
+        forecast.evaluation(workspace, plan.drafters, settings, timed=False).check()
     with bar("decoding", "prompts", str(workspace.reports)) as report:
         evaluations = evaluate.evaluate(workspace, drafters, settings, on_prompt=report)
     log(f"evaluated  {', '.join(plan.drafters)}, in {workspace.reports}")

@@ -1,8 +1,12 @@
-"""Dry run: the samples, tokens, bytes, memory and time that a stage would take, and what exists already."""
+"""What the stages of a workspace would take: their work, time, memory and disk, and what exists already.
 
-import re
+Nothing is downloaded or written. The configuration of a target that is not on this machine is the one that
+this package ships.
+"""
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -21,26 +25,35 @@ from vlmdistill.drafters.training.schedule import Schedule
 from vlmdistill.pipelines.bench.evaluate import Settings, held_out
 from vlmdistill.pipelines.bench.records import PromptResult
 from vlmdistill.pipelines.data.features.capture_store import CaptureStore
-from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
-from vlmdistill.pipelines.data.prompts.prompt_table import facts_of
+from vlmdistill.pipelines.data.features.capturer import CaptureJob
+from vlmdistill.pipelines.data.prompts.prompt_table import LENGTHS, facts_of
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.planning.assumptions import (
+    AssumedRates,
+    decoding_rate,
+    training_rate,
+)
+from vlmdistill.pipelines.planning.gpus import Gpus
 from vlmdistill.pipelines.planning.resources import (
     SAVED,
     Memory,
-    check,
     free_disk,
     kv_cache,
     of_training,
     on_target,
     rows,
 )
+from vlmdistill.pipelines.planning.stages import Certainty, Speed, Speeds, StagePlan
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.targets.batching import CPU_BATCH
-from vlmdistill.pipelines.targets.checkpoints.folder import parameters_in, resolve
-from vlmdistill.pipelines.workspace import rates
+from vlmdistill.pipelines.targets.checkpoints.folder import (
+    locate,
+    parameters_in,
+    resolve,
+)
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.loader.epoch import Epoch
+from vlmdistill.stores.errors import TargetError, size
+from vlmdistill.stores.loader.epoch import Epoch, select
 from vlmdistill.stores.schema import Feature, TargetInfo
 from vlmdistill.stores.store import Store
 
@@ -48,88 +61,30 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.describe import TargetDescription
 
 MEMORY_ADVICE = "use a larger machine, or --target-dtype bfloat16"
-ID_BYTES = 4  # of the id of a token in a file of responses
-STAGES = ("responses", "features", "train")
+STORE_ADVICE = (
+    f"name another --store, or fewer methods in --for; for memory, {MEMORY_ADVICE}"
+)
+TRAINING_ADVICE = (
+    "use smaller --set batch_tokens or a larger machine; for the disk, another --runs"
+)
+TOKEN_BYTES = 8  # of a response on the disk: the id of a token and its text
+CHARACTERS = 4  # of a token; an image counts as 500 tokens, a video as 5,000
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """Tokens per second of stages: as stated, else as the latest run on this machine measured."""
+class _Tokens:
+    """Tokens of samples, each a prompt with its response."""
 
-    root: Path | None = None  # of the workspace
-    stated: Mapping[str, float] = field(default_factory=dict)
+    text: int
+    visual: int
 
-    @classmethod
-    def of(cls, root: Path, stated: Sequence[str]) -> "Speeds":
-        """Of texts such as `features=3000`; DataError on other texts."""
-        rate_of_stage = dict[str, float]()
-        for text in stated:
-            stage, _, number = text.partition("=")
-            is_number = re.fullmatch(r"\d+(\.\d+)?", number) is not None
-            if stage not in STAGES or not is_number or not float(number):
-                raise DataError(
-                    f"--rate {text}: write one of {', '.join(STAGES)} and its tokens per second, such as "
-                    "features=3000"
-                )
-            rate_of_stage[stage] = float(number)
-        return cls(root, rate_of_stage)
+    @property
+    def all(self) -> int:
+        """Text and visual tokens together."""
+        return self.text + self.visual
 
-    def seconds(
-        self, stage: str, tokens: float | None, engine: str = "transformers"
-    ) -> float | None:
-        """The time of so many tokens; None where no rate is known."""
-        if tokens is None:
-            return None
-        if not tokens:
-            return 0.0
-        # `train wren` and other trainings share the rate that is stated for `train`.
-        stated_stage, _, _ = stage.partition(" ")
-        if stated_stage in self.stated:
-            return tokens / self.stated[stated_stage]
-        if self.root is None:
-            return None
-        rate = rates.known(self.root, stage, engine)
-        return tokens / rate.tokens_per_second if rate else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptureForecast:
-    """The work of `responses` and `features` for some prompts.
-
-    Tokens of responses that are missing are estimated by the mean of those that exist, dropped ones included;
-    None where none exists.
-    """
-
-    prompts: int
-    responses: int  # that exist
-    to_generate: int
-    most_tokens: int  # to generate at most
-    likely_tokens: int | None  # to generate
-    samples: int  # of these prompts, in the store
-    to_capture: int  # at most: filters may drop some of the responses to come
-    text_tokens: int | None  # to capture
-    visual_tokens: int | None
-    features: tuple[str, ...]
-    bytes: int | None  # of the features in bfloat16; a store of int8 takes half
-    free_bytes: int | None  # where the store lies; None behind a URL
-    weights_bytes: int | None  # of the target's files
-    response_memory: Memory
-    feature_memory: Memory
-    response_seconds: float | None  # None: no rate is known
-    feature_seconds: float | None
-
-    def check_responses(self, out: Path) -> None:
-        """DataError if the responses cannot be generated here."""
-        if self.to_generate:
-            disk_bytes = ID_BYTES * self.most_tokens
-            check("responses", self.response_memory, disk_bytes, out, MEMORY_ADVICE)
-
-    def check(self, responses: Path, store: str) -> None:
-        """DataError if the responses and features cannot be made here."""
-        self.check_responses(responses)
-        if self.to_capture:
-            advice = f"name another --store, or fewer methods in --for; for memory, {MEMORY_ADVICE}"
-            check("features", self.feature_memory, self.bytes, store, advice)
+    def __add__(self, other: "_Tokens") -> "_Tokens":
+        return _Tokens(self.text + other.text, self.visual + other.visual)
 
 
 @dataclass(frozen=True)
@@ -137,7 +92,7 @@ class _PlannedResponses:
     """The responses that exist, and those that are to be generated."""
 
     facts: pl.DataFrame  # of those that exist
-    missing: int
+    missing_prompts: pl.DataFrame  # see `facts_of`
     max_tokens: int  # of a response
 
     @classmethod
@@ -145,17 +100,26 @@ class _PlannedResponses:
         """The responses of a job."""
         facts = job.generated()
         sampling = job.sampling or dataset.read_settings(job.responses)[0]
-        missing = len(job.prompts) - len(facts)
-        return cls(facts, missing, sampling.max_new_tokens)
+        return cls(facts, facts_of(job.missing()), sampling.max_new_tokens)
 
     @property
-    def likely_tokens(self) -> int | None:
-        """Tokens to generate, by the mean of the responses that exist; None if there are none."""
+    def missing(self) -> int:
+        """How many are to be generated."""
+        return len(self.missing_prompts)
+
+    @property
+    def certainty(self) -> Certainty:
+        """How the tokens of those to generate are known."""
         if not self.missing:
-            return 0
-        if not len(self.facts):
-            return None
-        return round(self.missing * _sum(self.facts, "tokens") / len(self.facts))
+            return "counted"
+        return "estimated" if len(self.facts) else "assumed"
+
+    @property
+    def tokens_to_generate(self) -> int:
+        """By the mean of the responses that exist; if there is none, as many as may be."""
+        if self.certainty == "assumed":
+            return self.missing * self.max_tokens
+        return self._scaled("tokens")
 
     @property
     def longest_sequence(self) -> int:
@@ -163,26 +127,43 @@ class _PlannedResponses:
         longest_prompt = self.facts["prompt_tokens"].max() or 0
         return int(longest_prompt) + self.max_tokens  # type: ignore[arg-type]
 
-    def tokens_with(self, waiting: pl.DataFrame) -> tuple[int, int] | None:
-        """Text and visual tokens, with prompts, of the responses in `waiting` and of those to generate.
+    @property
+    def samples_to_generate(self) -> _Tokens:
+        """The tokens of the responses to generate, with their prompts."""
+        if self.certainty == "assumed":
+            return self._assumed_samples
+        visual = self._scaled("visual_tokens")
+        prompt_text = self._scaled("prompt_tokens") - visual  # which counts both
+        return _Tokens(prompt_text + self._scaled("tokens"), visual)
 
-        A response to generate counts as much as the mean of those that exist; None if none exists.
-        """
-        if self.missing and not len(self.facts):
-            return None
-        missing_per_existing = self.missing / len(self.facts) if self.missing else 0.0
+    @property
+    def _assumed_samples(self) -> _Tokens:
+        """By the characters of the prompts, in which an image has a length, and the longest responses."""
+        of_image = LENGTHS["image"]
+        visual_characters = pl.col("chars") // of_image * of_image
+        prompts = self.missing_prompts.select(
+            visual=visual_characters, text=pl.col("chars") % of_image
+        )
+        prompt_text = _sum(prompts, "text") // CHARACTERS
+        visual = _sum(prompts, "visual") // CHARACTERS
+        return _Tokens(prompt_text + self.tokens_to_generate, visual)
 
-        def total(column: str) -> int:
-            to_generate = round(missing_per_existing * _sum(self.facts, column))
-            return _sum(waiting, column) + to_generate
-
-        visual = total("visual_tokens")
-        prompt_text = total("prompt_tokens") - visual  # which counts both
-        return prompt_text + total("tokens"), visual
+    def _scaled(self, column: str) -> int:
+        """The sum of a column over those to generate, by the mean of those that exist."""
+        if not self.missing:
+            return 0
+        return round(self.missing * _sum(self.facts, column) / len(self.facts))
 
 
-def _sum(rows: pl.DataFrame, column: str) -> int:
-    return int(rows[column].sum())
+def _sum(table: pl.DataFrame, column: str) -> int:
+    return int(table[column].sum())
+
+
+def _samples(responses: pl.DataFrame) -> _Tokens:
+    """The tokens of responses that exist, with their prompts."""
+    visual = _sum(responses, "visual_tokens")
+    prompt_text = _sum(responses, "prompt_tokens") - visual  # which counts both
+    return _Tokens(prompt_text + _sum(responses, "tokens"), visual)
 
 
 @dataclass(frozen=True)
@@ -190,10 +171,9 @@ class _PlannedCapture:
     """The samples that a store, or an annex of it, would get."""
 
     features: frozenset[Feature]
-    samples: int
-    text_tokens: int | None  # None: there is no response to estimate them by
-    visual_tokens: int | None
-    waiting_tokens: int  # of those whose responses exist
+    samples: int  # at most: filters may drop some of the responses to come
+    waiting: _Tokens  # whose responses exist
+    to_come: _Tokens  # whose responses are to be generated
 
     @classmethod
     def of(
@@ -213,34 +193,23 @@ class _PlannedCapture:
         else:
             features = frozenset(map(Feature.parse, needed))
         samples = len(waiting) + planned.missing
-        tokens = planned.tokens_with(waiting)
-        text, visual = tokens or (None, None)
-        waiting_tokens = _sum(waiting, "prompt_tokens") + _sum(waiting, "tokens")
-        return cls(features, samples, text, visual, waiting_tokens)
-
-    @property
-    def tokens(self) -> int | None:
-        """Text and visual tokens together."""
-        if self.text_tokens is None or self.visual_tokens is None:
-            return None
-        return self.text_tokens + self.visual_tokens
+        return cls(features, samples, _samples(waiting), planned.samples_to_generate)
 
     def bytes(self, hidden_size: int) -> int:
-        """The size of the features on the disk."""
+        """The size of the features on the disk, in bfloat16; a store of int8 takes half."""
         from vlmdistill.pipelines.targets.describe import SampleSize, feature_cost
 
-        size = SampleSize(
-            text=self.text_tokens or 0,
-            visual=self.visual_tokens or 0,
-            images=self.samples if self.visual_tokens else 0,  # an estimate: one each
+        tokens = self.waiting + self.to_come
+        samples = SampleSize(
+            text=tokens.text,
+            visual=tokens.visual,
+            images=self.samples if tokens.visual else 0,  # an estimate: one each
         )
-        return feature_cost(self.features, size, hidden_size).bytes
+        return feature_cost(self.features, samples, hidden_size).bytes
 
 
-def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
-    """Forecast responses and features; no weights are loaded and nothing is written."""
-    speeds = speeds or Speeds()
-    engine = job.workers.engine
+def capture(job: CaptureJob, speeds: Speeds | None = None) -> "CapturePlan":
+    """Plan responses and features; no weights are loaded."""
     description = _described(job.workspace.model, job.settings.drafters)
     planned = _PlannedResponses.of(job)
     needed = description.together.features
@@ -248,82 +217,151 @@ def capture(job: CaptureJob, speeds: Speeds | None = None) -> CaptureForecast:
         _PlannedCapture.of(store, waiting, planned, job, needed)
         for store, waiting in job.waiting(planned.facts)
     ]
-    # A sample that the store and its annexes lack counts once, though each of them gets features of it.
-    largest = max(captures, key=lambda capture: capture.samples)
-    missing_keys = set(facts_of(job.missing())["key"])
-    in_one_pass = job.captures_while_generating(missing_keys)
-    features = _captured_features(captures)
-    prompt_keys = {*facts_of(job.prompts)["key"]}
-    return CaptureForecast(
-        prompts=len(job.prompts),
-        responses=len(planned.facts),
-        to_generate=planned.missing,
-        most_tokens=planned.missing * planned.max_tokens,
-        likely_tokens=planned.likely_tokens,
-        samples=len(prompt_keys & job.store.keys()),
-        to_capture=largest.samples,
-        text_tokens=largest.text_tokens,
-        visual_tokens=largest.visual_tokens,
-        features=tuple(features),
-        bytes=_capture_bytes(captures, description.target.hidden_size),
-        free_bytes=free_disk(job.store.path),
-        weights_bytes=description.weights_bytes,
-        response_memory=_response_memory(job, description, planned),
-        feature_memory=_feature_memory(job, description, features),
-        response_seconds=speeds.seconds("responses", planned.likely_tokens, engine),
-        feature_seconds=speeds.seconds(
-            "features", _tokens_to_run(captures, in_one_pass), engine
-        ),
-    )
+    return CapturePlan(job, speeds or Speeds(), description, planned, captures)
 
 
-def _tokens_to_run(
-    captures: Sequence[_PlannedCapture], in_one_pass: bool
-) -> float | None:
-    """The tokens that the target runs to capture features for the store, then for each annex.
+@dataclass(frozen=True)
+class CapturePlan:
+    """The plans of `responses` and `features` for some prompts."""
 
-    In one pass, responses that are generated come into the store without another run. None: not known.
-    """
+    job: CaptureJob
+    speeds: Speeds
+    description: "TargetDescription"
+    planned: _PlannedResponses
+    captures: Sequence[_PlannedCapture]  # of the store, then of its annexes
+
+    @cached_property
+    def responses(self) -> StagePlan:
+        """The generation of missing responses."""
+        planned = self.planned
+        info = self.description.target
+        # On a GPU, free memory decides how large batches are; they are planned as on a CPU.
+        batch = min(self.job.batch or CPU_BATCH, planned.missing)
+        numbers = response_batch(info, batch, planned.longest_sequence)
+        tokens = planned.tokens_to_generate
+        return StagePlan(
+            name="responses",
+            unit="responses",
+            to_do=planned.missing,
+            done=len(planned.facts),
+            tokens=tokens,
+            certainty=planned.certainty,
+            speed=self._speed("responses"),
+            memory=worker_memory(self.description, self._dtype, numbers),
+            disk_bytes=TOKEN_BYTES * tokens,
+            folder=self.job.responses,
+            details=f"at most {planned.max_tokens} tokens each; {self._weights}",
+            advice=MEMORY_ADVICE,
+        )
+
+    @cached_property
+    def features(self) -> StagePlan:
+        """The capture of missing features."""
+        job = self.job
+        names = self._features
+        one_pass = rows(self.description.target, job.settings.batch_tokens, names)
+        hidden_size = self.description.target.hidden_size
+        disk_bytes = sum(capture.bytes(hidden_size) for capture in self.captures)
+        prompt_keys = {*facts_of(job.prompts)["key"]}
+        return StagePlan(
+            name="features",
+            unit="samples",
+            to_do=self._largest.samples,
+            done=len(prompt_keys & job.store.keys()),
+            tokens=self._tokens_to_run,
+            certainty=self.planned.certainty,
+            speed=self._speed("features"),
+            memory=worker_memory(self.description, self._dtype, {"pass": one_pass}),
+            disk_bytes=disk_bytes,
+            folder=job.store.path,
+            details=self._feature_details(names),
+            advice=STORE_ADVICE,
+        )
+
+    @property
+    def stages(self) -> tuple[StagePlan, StagePlan]:
+        """Responses, then features."""
+        return self.responses, self.features
+
+    def check(self) -> None:
+        """DataError if the responses and features cannot be made here."""
+        for stage in self.stages:
+            stage.check()
+
+    @property
+    def _largest(self) -> _PlannedCapture:
+        """A sample that the store and its annexes lack counts once, though each gets features of it."""
+        return max(self.captures, key=lambda capture: capture.samples)
+
+    @property
+    def _dtype(self) -> str:
+        return self.job.workers.load.get("dtype", "auto")
+
+    @property
+    def _weights(self) -> str:
+        """Where the weights of the target are."""
+        if self.description.weights_bytes is None:
+            parameters = self.description.parameters.all
+            return f"the target's weights are not here ({size(2 * parameters)} in bfloat16)"
+        return f"weights of {size(self.description.weights_bytes)}"
+
+    def _speed(self, stage: str) -> Speed | None:
+        engine = self.job.workers.engine
+        assumed = self._assumed
+        rate = getattr(assumed, stage) if assumed else None
+        return self.speeds.speed(stage, rate, engine)
+
+    @cached_property
+    def _assumed(self) -> AssumedRates | None:
+        """The rates of the GPUs here; None without work or GPUs of a known class."""
+        largest = self._largest
+        gpus = Gpus.here()
+        if gpus is None or not largest.samples:
+            return None
+        tokens = (largest.waiting + largest.to_come).all
+        response_tokens = max(1, self.planned.max_tokens)
+        prompt_tokens = max(1, tokens // largest.samples - response_tokens)
+        return AssumedRates(gpus, self.description, prompt_tokens, response_tokens)
+
+    @property
+    def _tokens_to_run(self) -> int:
+        """The tokens that the target runs to capture features for the store, then for each annex.
+
+        In one pass, responses that are generated come into the store without another run.
+        """
+        missing_keys = {*self.planned.missing_prompts["key"]}
+        in_one_pass = self.job.captures_while_generating(missing_keys)
+        return tokens_to_run(self.captures, in_one_pass=in_one_pass)
+
+    @property
+    def _features(self) -> list[str]:
+        """The names of the features that any sample gets."""
+        names = set[str]()
+        for capture in self.captures:
+            if capture.samples:
+                names |= {feature.name for feature in capture.features}
+        return sorted(names)
+
+    def _feature_details(self, names: Sequence[str]) -> str:
+        """What is captured, and the free disk."""
+        tokens = self._largest.waiting + self._largest.to_come
+        details = f"{tokens.text} text and {tokens.visual} visual tokens"
+        details += f": {', '.join(names) or 'nothing'}"
+        free_bytes = free_disk(self.job.store.path)
+        if free_bytes is not None:
+            details += f"; {size(free_bytes)} of disk are free"
+        return details
+
+
+def tokens_to_run(captures: Sequence[_PlannedCapture], *, in_one_pass: bool) -> int:
+    """The tokens of all passes; see `CapturePlan`."""
     own, *annexes = captures
-    own_tokens = own.waiting_tokens if in_one_pass else own.tokens
-    return _total(own_tokens, *(annex.tokens for annex in annexes))
+    own_tokens = own.waiting if in_one_pass else own.waiting + own.to_come
+    of_annexes = sum((annex.waiting + annex.to_come).all for annex in annexes)
+    return own_tokens.all + of_annexes
 
 
-def _captured_features(captures: Sequence[_PlannedCapture]) -> list[str]:
-    """The names of the features that any sample gets."""
-    names = set[str]()
-    for capture in captures:
-        if capture.samples:
-            names |= {feature.name for feature in capture.features}
-    return sorted(names)
-
-
-def _capture_bytes(captures: Sequence[_PlannedCapture], hidden_size: int) -> int | None:
-    """The growth of the store and its annexes; None if no response exists to estimate it by."""
-    if any(capture.tokens is None for capture in captures):
-        return None
-    return sum(capture.bytes(hidden_size) for capture in captures)
-
-
-def _response_memory(
-    job: CaptureJob, description: "TargetDescription", planned: _PlannedResponses
-) -> Memory:
-    """A process that generates responses."""
-    # On a GPU, free memory decides how large batches are; they are forecast as on a CPU.
-    responses = min(job.batch or CPU_BATCH, planned.missing)
-    batch = _response_batch(description.target, responses, planned.longest_sequence)
-    return _worker_memory(description, _dtype(job), batch)
-
-
-def _feature_memory(
-    job: CaptureJob, description: "TargetDescription", features: Sequence[str]
-) -> Memory:
-    """A process that captures features."""
-    batch = {"pass": rows(description.target, job.settings.batch_tokens, features)}
-    return _worker_memory(description, _dtype(job), batch)
-
-
-def _worker_memory(
+def worker_memory(
     description: "TargetDescription", dtype: str, batch: Mapping[str, int]
 ) -> Memory:
     """A process with a target that may be spread over GPUs.
@@ -333,11 +371,7 @@ def _worker_memory(
     return on_target(description.parameters.all, dtype, batch=batch, spread=True)
 
 
-def _dtype(job: CaptureJob) -> str:
-    return job.workers.load.get("dtype", "auto")
-
-
-def _response_batch(info: TargetInfo, responses: int, tokens: int) -> dict[str, int]:
+def response_batch(info: TargetInfo, responses: int, tokens: int) -> dict[str, int]:
     """How many numbers a batch of responses takes, each of `tokens` tokens with its prompt."""
     return {
         "kv_cache": kv_cache(info, responses * tokens),
@@ -358,94 +392,116 @@ def _described(
     return describe(model, text=0, visual=0, drafters=drafters)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainForecast:
-    """The work of a training."""
+@dataclass(frozen=True)
+class TrainingNeeds:
+    """What a training needs before its samples are known."""
 
-    samples: int  # with images or videos, and without
-    text_samples: int
-    held_out: int
-    steps: int
-    stages: dict[str, str]  # the share of each in the run
-    batch_tokens: int  # of an optimizer step
-    parameters: int  # that are trained
+    weights: int  # that are trained
     memory: Memory  # of one rank, before ZeRO
     disk_bytes: int
     """Of the checkpoint, while its successor is written, and of the drafter."""
-    seconds: float | None  # of the steps that are left; None: no rate is known
-    done: int  # steps of an earlier start of the same run
-    finished: bool
 
-
-def needs_of_training(
-    run: Run, info: TargetInfo, world: int = 1
-) -> tuple[int, Memory, int]:
-    """The weights that a run trains, the memory of a rank, and the bytes that it writes."""
-    with torch.device("meta"):
-        table_VD = torch.empty(info.vocab_size, info.hidden_size)
-        head = Head(table_VD, table_VD)
-        drafter = catalogue.trained(run.drafter)(run.config.model, info, head)
-    weights = sum(
-        weight.numel() for weight in drafter.parameters() if weight.requires_grad
-    )
-    _, tokens = run.packing(world)
-    features = len(run.config.model.needs(info))
-    memory = of_training(info, weights, run.precision, tokens, features)
-    saved_floats = (SAVED + 1) * weights  # of the checkpoints, and of the drafter
-    return weights, memory, 4 * saved_floats
-
-
-PLANNED_TOKENS = 2048  # of a prompt with its response, in `fits`
-
-
-def fits(model: str, gpus: int, gpu_bytes: int) -> dict[str, Memory]:
-    """By stage, the memory of one process in bfloat16, to be compared with that of GPUs.
-
-    Stages run with their defaults, responses with `PLANNED_TOKENS` for each prompt. A training, of each
-    method, has a rank on each GPU, and its memory is that without ZeRO.
-    """
-    description = _described(model)
-    info = description.target
-    weights = description.parameters.all
-    dtype = "bfloat16"
-    responses = _response_batch(info, CPU_BATCH, PLANNED_TOKENS)
-    one_pass = rows(info, CaptureSettings.batch_tokens, description.together.features)
-    one_response = kv_cache(info, PLANNED_TOKENS)
-    stages = {
-        "responses": _worker_memory(description, dtype, responses),
-        "features": _worker_memory(description, dtype, {"pass": one_pass}),
-        "eval, serve": on_target(weights, dtype, batch={"kv_cache": one_response}),
-    }
-    for name in filter(catalogue.is_trained, catalogue.NAMES):
-        run = Run(
-            drafter=name,
-            config=catalogue.config(name),
-            store="",
-            out=Path(name),
-            dtype=dtype,
+    @classmethod
+    def of(cls, run: Run, info: TargetInfo, world: int = 1) -> "TrainingNeeds":
+        """Of a run, for a target."""
+        with torch.device("meta"):
+            table_VD = torch.empty(info.vocab_size, info.hidden_size)
+            head = Head(table_VD, table_VD)
+            drafter = catalogue.trained(run.drafter)(run.config.model, info, head)
+        weights = sum(
+            weight.numel() for weight in drafter.parameters() if weight.requires_grad
         )
-        _, stages[f"train {name}"], _ = needs_of_training(run, info, gpus)
-    return {
-        stage: replace(memory, free=[gpu_bytes] * gpus, device="GPU")
-        for stage, memory in stages.items()
-    }
+        _, tokens = run.packing(world)
+        features = len(run.config.model.needs(info))
+        memory = of_training(info, weights, run.precision, tokens, features)
+        saved_floats = (SAVED + 1) * weights  # of the checkpoints, and of the drafter
+        return cls(weights, memory, 4 * saved_floats)
 
 
 def check_training(run: Run, world: int = 1) -> None:
     """DataError if a run cannot be trained here."""
     info = Store.open(run.store, run.cache).info
-    _, memory, disk_bytes = needs_of_training(run, info, world)
-    advice = "use smaller --set batch_tokens or a larger machine; for the disk, another --runs"
-    check(f"train {run.out.name}", memory, disk_bytes, run.out, advice)
+    unmeasured = _TrainingWork(to_do=None, tokens=None)
+    _stage_of_training(run, info, Speeds(), world, unmeasured).check()
 
 
-def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainForecast:
-    """Forecast a training; nothing is written.
+def training(
+    run: Run, speeds: Speeds | None = None, world: int = 1, model: str = ""
+) -> StagePlan:
+    """Plan a training.
 
-    It raises what the training itself would raise when its store and settings are checked.
+    Without a store, its settings and the configuration of the target `model` say what they can. It raises
+    what the training itself would raise when its store and settings are checked.
     """
     speeds = speeds or Speeds()
+    if model and Store.find(run.store) is None:
+        return training_to_come(run, _described(model, ["wren"]).target, speeds, world)
     data = RunData.of(run)
+    work = _work_of(run, data, world)
+    return _stage_of_training(run, data.store.info, speeds, world, work)
+
+
+def training_to_come(
+    run: Run, info: TargetInfo, speeds: Speeds, world: int = 1
+) -> StagePlan:
+    """Plan a training whose samples do not exist yet."""
+    steps = run.config.training.steps or None
+    to_do = 0 if (run.out / "config.json").exists() else steps
+    tokens = None
+    if to_do is not None:
+        tokens = to_do * run.config.training.batch_tokens
+    work = _TrainingWork(to_do, tokens, details=NO_STORE)
+    return _stage_of_training(run, info, speeds, world, work)
+
+
+NO_STORE = "its samples are not known before `vlmdistill features`; `vlmdistill plan` assumes some"
+
+
+@dataclass(frozen=True)
+class _TrainingWork:
+    """The steps of a training."""
+
+    to_do: int | None  # None: not known
+    tokens: int | None  # of these steps
+    done: int = 0
+    details: str = ""  # of its samples
+
+
+def _stage_of_training(
+    run: Run, info: TargetInfo, speeds: Speeds, world: int, work: _TrainingWork
+) -> StagePlan:
+    """The plan of a training with so much work."""
+    needs = TrainingNeeds.of(run, info, world)
+    gpus = Gpus.here()
+    assumed = training_rate(gpus, run.config, needs.weights) if gpus else None
+    micro, _ = run.packing(world)
+    schedule = Schedule(run.config.training, run.config.schedule, micro)
+    stages = [
+        f"{stage.name} {schedule.length_of(number)}"
+        for number, stage in enumerate(schedule.stages)
+    ]
+    details = (
+        f"{', '.join(stages)}, of at most {run.config.training.batch_tokens} tokens",
+        f"{needs.weights} weights",
+        work.details,
+    )
+    return StagePlan(
+        name=f"train {run.out.name}",
+        unit="steps",
+        to_do=work.to_do,
+        done=work.done,
+        tokens=work.tokens,
+        speed=speeds.speed(f"train {run.drafter}", assumed),
+        memory=needs.memory,
+        disk_bytes=0 if work.to_do == 0 else needs.disk_bytes,
+        folder=run.out,
+        details="; ".join(filter(None, details)),
+        advice=TRAINING_ADVICE,
+    )
+
+
+def _work_of(run: Run, data: RunData, world: int) -> _TrainingWork:
+    """The steps of a run on its samples."""
     micro, budget = run.packing(world)
     schedule = Schedule(run.config.training, run.config.schedule, micro)
 
@@ -458,52 +514,31 @@ def training(run: Run, speeds: Speeds | None = None, world: int = 1) -> TrainFor
     def drawn(stage: int, ramp: float) -> Sequence[str]:
         return data.samples[stage].draw(schedule.stages[stage], ramp, 0)
 
-    weights, memory, disk_bytes = needs_of_training(run, data.store.info, world)
     steps = schedule.planned(Position(), drawn, batches)
     checkpoint = saved.read(run.state)
     done = 0
     if checkpoint and checkpoint.signature == data.signature:
         done = checkpoint.position.total
-    is_finished = finished(run, data)
-    steps_left = 0 if is_finished else steps - done
-    batch_tokens = run.config.training.batch_tokens
-    seconds = speeds.seconds(f"train {run.drafter}", steps_left * batch_tokens)
+    if finished(run, data):
+        done = steps
+    to_do = max(0, steps - done)
+    # A step ends with the epoch, however many tokens it might have.
+    step_tokens = min(run.config.training.batch_tokens, _epoch_tokens(data))
     samples = data.samples[-1]  # of the last stage
-    shares = {
-        stage.name: schedule.length_of(number)
-        for number, stage in enumerate(schedule.stages)
-    }
-    return TrainForecast(
-        samples=len(samples.visual),
-        text_samples=len(samples.text),
-        held_out=len(samples.held_out),
-        steps=steps,
-        stages=shares,
-        batch_tokens=batch_tokens,
-        parameters=weights,
-        memory=memory,
-        disk_bytes=disk_bytes,
-        seconds=seconds,
-        done=done,
-        finished=is_finished,
+    details = (
+        f"{len(samples.visual)} samples with images or videos, {len(samples.text)} of text "
+        f"alone, {len(samples.held_out)} held out"
     )
+    return _TrainingWork(to_do, to_do * step_tokens, done, details)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalForecast:
-    """The work of an evaluation."""
-
-    prompts: int
-    decodings: int
-    """Of a prompt: plain, and each drafter with each tree, at each temperature."""
-    most_tokens: int
-    memory: Memory
-    seconds: float | None
-    """Of decoding, by earlier evaluations here; None if a drafter has none."""
-
-    def check(self, reports: Path) -> None:
-        """DataError if the target does not fit here."""
-        check("eval", self.memory, None, reports, MEMORY_ADVICE)
+def _epoch_tokens(data: RunData) -> int:
+    """The tokens of all samples that a run reads."""
+    samples = select(data.store, None, data.keys)
+    tokens = _sum(samples, "text_tokens")
+    if any(feature.where == "visual" for feature in data.needs):
+        tokens += _sum(samples, "visual_tokens")
+    return tokens
 
 
 def evaluation(
@@ -514,8 +549,8 @@ def evaluation(
     *,
     untrained: bool = False,
     timed: bool = True,
-) -> EvalForecast:
-    """Forecast an evaluation, its time only if it is to be `timed`; nothing is decoded or written.
+) -> StagePlan:
+    """Plan an evaluation, its time only if it is to be `timed`; nothing is decoded.
 
     DataError if there are no prompts, TrainingError if a drafter is missing, unless some may be `untrained`.
     """
@@ -526,35 +561,76 @@ def evaluation(
     prompts = len(
         held_out(prompts_file or workspace.prompts, settings.limit, workspace.model)
     )
-    temperatures = len(settings.temperatures)
     trees = max(1, len(settings.trees))
-    decodings = temperatures * (1 + len(drafters) * trees)
-    seconds = None
+    responses = prompts * len(settings.temperatures)
+    decodings = responses * (1 + len(drafters) * trees)
+    tokens = decodings * settings.max_new_tokens
+    parameters = _parameters(workspace.model, timed)
+    speed = None
     if timed:
-        responses = prompts * temperatures
         seconds = _decoding_seconds(workspace, drafters, responses, trees)
+        gpus = Gpus.here()
+        if seconds:
+            speed = Speed(tokens / seconds, "measured")
+        elif gpus:
+            speed = Speed(decoding_rate(gpus, parameters), "assumed")
     memory = on_target(
-        parameters_in(resolve(workspace.model)),
+        parameters,
         settings.how.get("dtype", "auto"),
         drafter=_weights_of(workspace, drafters),
     )
-    return EvalForecast(
-        prompts=prompts,
-        decodings=decodings,
-        most_tokens=prompts * decodings * settings.max_new_tokens,
+    missing = [name for name in drafters if not workspace.drafter(name).exists()]
+    to_train = [name for name in missing if catalogue.is_trained(name)]
+    temperatures = " and ".join(f"{value:g}" for value in settings.temperatures)
+    decoders = f"plain and {len(drafters)} drafters"
+    if trees > 1:
+        decoders += f" with {trees} trees"
+    return StagePlan(
+        name="eval",
+        unit="responses",
+        to_do=decodings,
+        tokens=tokens,
+        certainty="assumed",
+        speed=speed,
         memory=memory,
-        seconds=seconds,
+        disk_bytes=0,
+        details=f"{prompts} held-out prompts at temperature {temperatures}, {decoders}; "
+        f"at most {settings.max_new_tokens} tokens each{_to_train(to_train)}",
+        advice=MEMORY_ADVICE,
     )
 
 
+def _to_train(names: Sequence[str]) -> str:
+    """What the plan leaves out of drafters that do not exist yet."""
+    if not names:
+        return ""
+    return f"; without the memory of {', '.join(names)}, not trained yet"
+
+
+def _parameters(model: str, only_planned: bool) -> int:
+    """The parameters of a target, of its configuration if the weights are not here.
+
+    Of a target of which nothing is known here, the weights are downloaded, unless it is `only_planned`.
+    """
+    try:
+        location = locate(model)
+    except TargetError:
+        if only_planned:
+            raise
+        return parameters_in(resolve(model))
+    if location.folder is None or location.lacking:
+        return _described(model, ["wren"]).parameters.all
+    return parameters_in(location.folder)
+
+
 def _weights_of(workspace: Workspace, drafters: Sequence[str]) -> int:
-    """The weights of all drafters that are there, by the sizes of their float32 files."""
-    total = 0
+    """The weights of all drafters that exist, by the sizes of their float32 files."""
+    total_weights = 0
     for name in drafters:
         file = workspace.drafter(name) / "model.safetensors"
         if file.is_file():
-            total += file.stat().st_size // 4
-    return total
+            total_weights += file.stat().st_size // 4
+    return total_weights
 
 
 def _decoding_seconds(
@@ -577,79 +653,17 @@ def _decoding_seconds(
     return responses * (plain_seconds + trees * drafted_seconds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedTraining:
-    """The work of a training, as far as it is known before the store exists."""
-
-    steps: int | None  # None: the recipe counts epochs
-    parameters: int
-    memory: Memory
-    disk_bytes: int
-    seconds: float | None
-    finished: bool
-
-    @classmethod
-    def of(cls, run: Run, info: TargetInfo, speeds: Speeds) -> "PlannedTraining":
-        """The training of a run, for a target."""
-        weights, memory, disk_bytes = needs_of_training(run, info)
-        steps = run.config.training.steps or None
-        is_finished = (run.out / "config.json").exists()
-        tokens = None
-        if is_finished:
-            tokens = 0
-        elif steps:
-            tokens = steps * run.config.training.batch_tokens
-        return cls(
-            steps=steps,
-            parameters=weights,
-            memory=memory,
-            disk_bytes=disk_bytes,
-            seconds=speeds.seconds(f"train {run.drafter}", tokens),
-            finished=is_finished,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunForecast:
-    """The work of the whole flow."""
-
-    capture: CaptureForecast
-    training: dict[str, PlannedTraining]
-    evaluation: EvalForecast
-    seconds: float | None
-    """Of all stages, one after the other; None: that of some is not known."""
-
-
 def run(
     model: str,
-    capture: CaptureForecast,
+    capture: CapturePlan,
     runs: Mapping[str, Run],
-    evaluation: EvalForecast,
+    evaluation: StagePlan,
     speeds: Speeds,
-) -> RunForecast:
-    """Forecast the flow from the forecasts of its stages; nothing is written."""
-    # One method is named so that the needs of the others are not computed.
-    info = _described(model, ["wren"]).target
-    trainings = {
-        name: PlannedTraining.of(training, info, speeds)
-        for name, training in runs.items()
-    }
-    seconds = _total(
-        capture.response_seconds,
-        capture.feature_seconds,
-        evaluation.seconds,
-        *(training.seconds for training in trainings.values()),
-    )
-    return RunForecast(
-        capture=capture, training=trainings, evaluation=evaluation, seconds=seconds
-    )
-
-
-def _total(*amounts: float | None) -> float | None:
-    """The sum; None if one of them is not known."""
-    total = 0.0
-    for amount in amounts:
-        if amount is None:
-            return None
-        total += amount
-    return total
+) -> list[StagePlan]:
+    """The plans of all stages of the flow, in order."""
+    if capture.features.to_do == 0:
+        trainings = [training(each, speeds, model=model) for each in runs.values()]
+    else:
+        info = capture.description.target
+        trainings = [training_to_come(each, info, speeds) for each in runs.values()]
+    return [*capture.stages, *trainings, evaluation]

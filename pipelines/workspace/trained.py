@@ -32,6 +32,18 @@ class Trained:
         folder = workspace.drafter(name)
         return cls(name, folder, describe(folder))
 
+    @classmethod
+    def planned(cls, workspace: Workspace, name: str) -> "Trained":
+        """As `open`; a method that is not trained yet has the settings of its paper."""
+        folder = workspace.drafter(name)
+        if folder.exists() or name not in catalogue.NAMES:
+            return cls.open(workspace, name)
+        from vlmdistill.drafters.core.settings import to_dict  # loads torch
+
+        config = to_dict(catalogue.config(name))
+        description = {"drafter": name, "config": config, "training": {}}
+        return cls(name, folder, description)
+
     @property
     def method(self) -> str:
         """Its name in the catalogue."""
@@ -53,6 +65,9 @@ class Trained:
         return trained_on(self.folder)
 
 
-def open_drafters(workspace: Workspace, names: Iterable[str]) -> list[Trained]:
-    """Drafters of a workspace, each once; errors as of `Trained.open`."""
-    return [Trained.open(workspace, name) for name in dict.fromkeys(names)]
+def open_drafters(
+    workspace: Workspace, names: Iterable[str], *, untrained: bool = False
+) -> list[Trained]:
+    """Drafters of a workspace, each once; errors as of `Trained.open`, or if `untrained` of `planned`."""
+    read = Trained.planned if untrained else Trained.open
+    return [read(workspace, name) for name in dict.fromkeys(names)]

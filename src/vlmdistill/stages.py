@@ -424,8 +424,7 @@ def evaluate(
     )
     with Workspace.of(model, runs) as workspace:
         if not anyway:
-            expected = forecast.evaluation(workspace, drafters, settings, timed=False)
-            expected.check(workspace.reports)
+            forecast.evaluation(workspace, drafters, settings, timed=False).check()
         evaluations = bench.evaluate(
             workspace,
             open_drafters(workspace, drafters),

@@ -6,7 +6,9 @@ import shutil
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 
 import vlmdistill
@@ -65,27 +67,33 @@ def test_a_run_beside_other_programs_is_no_rate_where_there_is_another(
 @pytest.mark.usefixtures("prompts", "alone")
 def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> None:
     responded(4, tokens=11)
-    found = printed(capsys, *FEATURES)
-    assert (found["response_seconds"], found["feature_seconds"]) == (None, None)
-    tokens = found["text_tokens"]
-    stated = printed(
-        capsys, *FEATURES, "--rate", "features=50", "--rate", "responses=2.5"
-    )
-    assert stated["feature_seconds"] == pytest.approx(tokens / 50)
-    assert stated["response_seconds"] == pytest.approx(found["likely_tokens"] / 2.5)
+
+    def stages(*options: str) -> Any:
+        return printed(capsys, *FEATURES, *options)["stages"]
+
+    unknown = stages()
+    assert [stage["seconds"] for stage in unknown.values()] == [None, None]
+    tokens = unknown["features"]["tokens"]
+    stated = stages("--rate", "features=50", "--rate", "responses=2.5")
+    assert stated["features"]["seconds"] == pytest.approx(tokens / 50)
+    response_tokens = unknown["responses"]["tokens"]
+    assert stated["responses"]["seconds"] == pytest.approx(response_tokens / 2.5)
+    assert stated["features"]["rate"] == "stated"
     root = Path("runs/demo-small")
     for seconds in (4.0, 10.0, 1.0):  # the last one is too short to say anything
         rates.record(root, "features", 200, seconds)
-    there = json.loads((root / rates.FILE).read_text().splitlines()[-1])
+    last = json.loads((root / rates.FILE).read_text().splitlines()[-1])
     with (root / rates.FILE).open(
         "a"
     ) as file:  # another machine, and a line that was cut off
         file.write(
-            json.dumps({**there, "where": "elsewhere", "seconds": 1})
+            json.dumps({**last, "where": "elsewhere", "seconds": 1})
             + '\n{"stage": "fea'
         )
-    assert printed(capsys, *FEATURES)["feature_seconds"] == pytest.approx(tokens / 20)
-    assert printed(capsys, *FEATURES, "--engine", "vllm")["feature_seconds"] is None
+    measured = stages()["features"]
+    assert measured["seconds"] == pytest.approx(tokens / 20)
+    assert measured["rate"] == "measured"
+    assert stages("--engine", "vllm")["features"]["seconds"] is None
     for text in ("features", "features=0", "feature=3", "features=-1"):
         assert main([*FEATURES, "--rate", text]) == 1
         assert "such as features=3000" in capsys.readouterr().err
@@ -93,50 +101,44 @@ def test_time_is_told_by_a_stated_rate_or_the_last_run_here(capsys: Output) -> N
 
 @pytest.mark.usefixtures("prompts")
 def test_what_one_pass_captures_takes_no_time_of_its_own(capsys: Output) -> None:
-    stated = ("--rate", "features=50", "--rate", "responses=2.5")
     responded(4, tokens=11)
-    vllm = printed(capsys, *FEATURES, *stated, "--engine", "vllm")
-    assert vllm["feature_seconds"] == pytest.approx(4 * (9 + 11) / 50)
-    here = printed(capsys, *FEATURES, *stated)
-    assert here["feature_seconds"] == pytest.approx(here["text_tokens"] / 50)
-    assert vllm["response_seconds"] == here["response_seconds"]
+    here = printed(capsys, *FEATURES)["stages"]["features"]
+    vllm = printed(capsys, *FEATURES, "--engine", "vllm")["stages"]["features"]
+    assert vllm["tokens"] == 4 * (9 + 11)
+    assert here["tokens"] == here["to_do"] * (9 + 11)
 
 
 def test_store_and_annex_take_a_pass_of_the_target_each() -> None:
-    own = forecast._PlannedCapture(frozenset(), 2, 30, 10, waiting_tokens=25)
-    annex = forecast._PlannedCapture(frozenset(), 3, 45, 15, waiting_tokens=60)
-    assert forecast._tokens_to_run([own, annex], in_one_pass=False) == 40 + 60
-    assert forecast._tokens_to_run([own, annex], in_one_pass=True) == 25 + 60
-    unknown = forecast._PlannedCapture(frozenset(), 3, None, None, waiting_tokens=0)
-    assert forecast._tokens_to_run([own, unknown], in_one_pass=True) is None
+    def capture(waiting: int, to_come: int) -> forecast._PlannedCapture:
+        tokens = forecast._Tokens
+        return forecast._PlannedCapture(
+            frozenset(), 2, tokens(waiting, 0), tokens(to_come, 5)
+        )
+
+    captures = [capture(25, 10), capture(60, 20)]
+    assert forecast.tokens_to_run(captures, in_one_pass=False) == 40 + 85
+    assert forecast.tokens_to_run(captures, in_one_pass=True) == 25 + 85
 
 
 @pytest.mark.usefixtures("prompts")
 def test_memory_is_that_of_weights_and_batches_in_a_dtype(capsys: Output) -> None:
     responded(4, tokens=11)
-    options = ("responses", "--dry-run", "--max-new-tokens", "100")
-    whole = printed(capsys, *options, "--target-dtype", "float32", "--batch-size", "8")[
-        "response_memory"
-    ]
-    half = printed(capsys, *options, "--target-dtype", "bfloat16", "--batch-size", "8")[
-        "response_memory"
-    ]
-    assert (
-        whole["total"]
-        == 2 * half["total"]
-        == whole["weights"] + whole["kv_cache"] + whole["logits"]
-    )
+
+    def memory(dtype: str, batch: str) -> Any:
+        options = ("--max-new-tokens", "100", "--target-dtype", dtype)
+        command = ("responses", "--dry-run", *options, "--batch-size", batch)
+        return printed(capsys, *command)["stages"]["responses"]["memory"]
+
+    whole, half = memory("float32", "8"), memory("bfloat16", "8")
+    parts = whole["weights"] + whole["kv_cache"] + whole["logits"]
+    assert whole["total"] == 2 * half["total"] == parts
     info = printed(capsys, "target", "show", "demo-small")
     assert whole["weights"] == 4 * info["parameters"]["all"]
     sizes = info["target"]
     token = 2 * 4 * sizes["num_layers"] * sizes["num_kv_heads"] * sizes["head_dim"]
-    assert (
-        whole["kv_cache"] == 8 * (9 + 100) * token
-    )  # the prompts that are known have nine tokens
-    more = printed(
-        capsys, *options, "--target-dtype", "bfloat16", "--batch-size", "16"
-    )["response_memory"]
-    assert more["kv_cache"] == 2 * half["kv_cache"]
+    # The prompts that are known have nine tokens.
+    assert whole["kv_cache"] == 8 * (9 + 100) * token
+    assert memory("bfloat16", "16")["kv_cache"] == 2 * half["kv_cache"]
 
 
 @pytest.mark.usefixtures("prompts")
@@ -144,10 +146,10 @@ def test_a_pass_over_half_of_the_tokens_takes_half_of_the_memory(
     capsys: Output,
 ) -> None:
     responded(4, tokens=11)
-    passes = [
-        printed(capsys, *FEATURES, "--batch-tokens", tokens)["feature_memory"]["pass"]
-        for tokens in ("4096", "8192")
-    ]
+    passes = []
+    for tokens in ("4096", "8192"):
+        stages = printed(capsys, *FEATURES, "--batch-tokens", tokens)["stages"]
+        passes.append(stages["features"]["memory"]["pass"])
     assert 2 * passes[0] == passes[1] > 0
 
 
@@ -162,21 +164,76 @@ def test_a_dry_run_of_the_flow_has_all_stages_and_does_nothing(capsys: Output) -
     responded(4, tokens=11)
     before = sorted(Path("runs").rglob("*"))
     command = ["run", "--dry-run", "--drafters", "wren,lookahead", "--set", "steps=60"]
-    found = printed(capsys, *command)
-    (name, training), *_ = found["training"].items()
-    assert (name, training["steps"], training["finished"]) == ("wren", 60, False)
-    assert training["memory"]["optimizer"] == 16 * training["parameters"]
-    assert (
-        found["evaluation"]["decodings"] == 2 * 3
-    )  # plain and two drafters at two temperatures
-    assert found["capture"]["to_generate"] > 0
-    assert found["seconds"] is None
+    planned = printed(capsys, *command)
+    stages = planned["stages"]
+    assert [*stages] == ["responses", "features", "train wren", "eval"]
+    training = stages["train wren"]
+    assert (training["to_do"], training["tokens"]) == (60, 60 * 2048)
+    assert training["memory"]["optimizer"] > 0
+    # Plain and two drafters at two temperatures.
+    assert stages["eval"]["to_do"] % (2 * 3) == 0
+    assert stages["responses"]["to_do"] > 0
+    assert planned["seconds"] is None
     assert main([*command, "--rate", "train=1000"]) == 0
-    shown = capsys.readouterr().out
-    assert "123 s" in shown  # 60 steps of 2048 tokens
+    assert " 2 min " in capsys.readouterr().out  # 60 steps of 2,048 tokens
     assert sorted(Path("runs").rglob("*")) == before
     assert main([*command, "--drafters", "all", "--set", "steps=0"]) == 0
     assert "by epochs" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("prompts")
+def test_a_dry_run_downloads_nothing(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a target whose weights are elsewhere, the shipped configuration says what it takes."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a dry run asks the hub")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refused)
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:10001")  # whose memory is not known
+    model = ("--model", "qwen2.5-vl-3b")
+    workspace = Path("runs/qwen2.5-vl-3b")
+    workspace.mkdir()
+    shutil.copy("runs/demo-small/prompts.parquet", workspace)
+    commands = {
+        "responses": ("responses",),
+        "features": ("features", "--for", "hivis"),
+        "train hivis": ("train", "hivis", "--set", "steps=60"),
+        "eval": ("eval", "hivis", "--limit", "2"),
+    }
+    alone = {}
+    for stage, command in commands.items():
+        planned = printed(capsys, *command, *model, "--dry-run")["stages"]
+        alone[stage] = planned[stage]
+    flow = ("run", "--drafters", "hivis", "--set", "steps=60", "--limit", "2")
+    temperature = ("--temperature", "0")
+    together = printed(capsys, *flow, *temperature, *model, "--dry-run")["stages"]
+    assert "not trained yet" in alone["eval"]["details"]
+    for stage in (*together.values(), *alone.values()):
+        del stage["details"]  # with the free disk, which others change
+    assert together == alone
+    weights = 2 * printed(capsys, "target", "show", model[1])["parameters"]["all"]
+    float32 = {2 * weights, weights}
+    assert alone["features"]["memory"]["weights"] in float32
+    assert alone["eval"]["memory"]["weights"] in float32
+    assert alone["features"]["certainty"] == "assumed"
+    assert alone["features"]["disk_bytes"] > 0
+    assert alone["train hivis"]["tokens"] == 60 * 16384
+
+
+def test_a_step_has_no_more_tokens_than_the_samples(capsys: Output) -> None:
+    store = synthetic.store(Path("store"), 9)
+    command = ("train", "wren", "--store", "store", "--set", "steps=2", "--dry-run")
+
+    def tokens(batch_tokens: int) -> int:
+        option = ("--set", f"batch_tokens={batch_tokens}")
+        stage = printed(capsys, *command, *option)["stages"]["train wren"]
+        return int(stage["tokens"])
+
+    assert tokens(10) == 2 * 10
+    of_samples = store.view(None)["text_tokens"].sum()
+    assert 0 < tokens(10**11) <= 2 * of_samples
 
 
 @pytest.mark.usefixtures("prompts")
@@ -256,5 +313,6 @@ def test_a_training_leaves_its_rate(
     rate = rates.known(Path("runs/demo-small"), "train wren")
     assert rate is not None
     assert rate.tokens > 64
-    found = printed(capsys, *command, "--dry-run", "--name", "again")
-    assert found["seconds"] == pytest.approx(2 * 64 / rate.tokens_per_second)
+    planned = printed(capsys, *command, "--dry-run", "--name", "again")
+    seconds = planned["stages"]["train again"]["seconds"]
+    assert seconds == pytest.approx(2 * 64 / rate.tokens_per_second)

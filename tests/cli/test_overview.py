@@ -238,31 +238,27 @@ def test_a_dry_run_says_what_features_would_cost_and_does_nothing(
     dialogues(20)
     assert main(["prompts", "talks.json", "--split", "train"]) == 0
     before = sorted(Path("runs").rglob("*"))
-    unknown = printed(
-        capsys, "features", "--dry-run", "--for", "wren", "--max-new-tokens", "64"
-    )
-    assert (unknown["to_generate"], unknown["most_tokens"], unknown["bytes"]) == (
-        20,
-        1280,
-        None,
-    )
+    command = ("features", "--dry-run", "--for", "wren")
+    stages = printed(capsys, *command, "--max-new-tokens", "64")["stages"]
+    responses = stages["responses"]
+    assert (responses["to_do"], responses["tokens"]) == (20, 20 * 64)
+    assert stages["features"]["certainty"] == "assumed"
     assert sorted(Path("runs").rglob("*")) == before
     responded(5, tokens=11)
-    found = printed(capsys, "features", "--dry-run", "--for", "wren")
-    assert (found["responses"], found["to_generate"], found["likely_tokens"]) == (
-        5,
-        15,
-        15 * 11,
-    )
-    assert (found["samples"], found["to_capture"]) == (0, 20)
+    stages = printed(capsys, *command)["stages"]
+    responses, captured = stages["responses"], stages["features"]
+    numbers = [responses[name] for name in ("done", "to_do", "tokens", "certainty")]
+    assert numbers == [5, 15, 15 * 11, "estimated"]
+    assert (captured["done"], captured["to_do"]) == (0, 20)
     text = 20 * (9 + 11)
-    assert (found["text_tokens"], found["visual_tokens"]) == (text, 0)
-    assert len(found["features"]) == 4
-    assert found["bytes"] == text * 4 * 2 * 128  # four states of width 128 in two bytes
+    assert captured["tokens"] == text
+    assert f"{text} text and 0 visual tokens" in captured["details"]
+    # Four states of width 128 in two bytes.
+    assert captured["disk_bytes"] == text * 4 * 2 * 128
     assert main(["features", "--dry-run"]) == 0
-    assert "some 400" in capsys.readouterr().out
+    assert "about 400" in capsys.readouterr().out
     assert main(["responses", "--dry-run", "--limit", "4"]) == 0
-    assert "0; at most 0" in capsys.readouterr().out
+    assert "0 responses" in capsys.readouterr().out
     assert main(["features", "--dry-run", "--import", "demo"]) == 2
 
 
@@ -283,9 +279,9 @@ def test_a_dry_run_of_eval_takes_its_time_from_earlier_evaluations_on_this_machi
         "--tree",
         "chain-3",
     ]
-    found = printed(capsys, *command, "--tree", "chain-5")
-    assert found.pop("memory")["total"] > 0
-    assert found == {"prompts": 5, "decodings": 3, "most_tokens": 150, "seconds": None}
+    stage = printed(capsys, *command, "--tree", "chain-5")["stages"]["eval"]
+    assert stage["memory"]["total"] > 0
+    assert (stage["to_do"], stage["tokens"], stage["seconds"]) == (15, 150, None)
     reports = Path("runs/demo-small/reports")
     for machine in ("CPU of another", hardware.of(torch.device("cpu")).name):
         measured = made_up.evaluation("mine", hardware=machine)

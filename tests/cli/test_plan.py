@@ -32,21 +32,22 @@ def planned(
 
 def test_rates_are_those_that_an_h100_reached(planned: Any) -> None:
     facts = planned("--gpus", "H100", "--for", "eagle2", "--recipe", "fair-paper")
-    assert facts["stages"]["features"]["rate"] == pytest.approx(17_000, rel=0.05)
-    training = facts["methods"]["eagle2"]["training"]
-    assert training["rate"] == pytest.approx(4_000 / 0.025, rel=0.05)
-    assert not training["measured"]
+    speed = facts["stages"]["features"]["tokens_per_second"]
+    assert speed == pytest.approx(17_000, rel=0.05)
+    training = facts["stages"]["train eagle2"]
+    speed = training["tokens_per_second"]
+    assert speed == pytest.approx(4_000 / 0.025, rel=0.05)
+    assert training["rate"] == "assumed"
 
 
 def test_two_gpus_take_half_of_the_time_and_the_same_disk_for_features(
     planned: Any,
 ) -> None:
     single, double = planned("--gpus", "H100"), planned("--gpus", "2xh100")
-    for stage in ("responses", "features"):
-        hours = double["stages"][stage]["hours"]
-        assert single["stages"][stage]["hours"] == pytest.approx(2 * hours)
-    trainings = [facts["methods"]["wren"]["training"] for facts in (single, double)]
-    assert trainings[0]["hours"] == pytest.approx(2 * trainings[1]["hours"])
+    for stage in ("responses", "features", "train wren"):
+        seconds = double["stages"][stage]["seconds"]
+        assert single["stages"][stage]["seconds"] == pytest.approx(2 * seconds)
+    assert single["seconds"] > double["seconds"]
     disks = [facts["stages"]["features"]["disk_bytes"] for facts in (single, double)]
     assert disks[0] == disks[1]
 
@@ -64,23 +65,24 @@ def test_what_the_workspace_has_measured_on_such_gpus_replaces_an_assumption(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (48 << 30, 48 << 30))
     facts = planned("--gpus", "4xL40S")
     features = facts["stages"]["features"]
-    assert (features["rate"], features["measured"]) == (1_000, True)
-    assert not facts["stages"]["responses"]["measured"]
+    assert features["tokens_per_second"] == 1_000
+    assert features["rate"] == "measured"
+    assert facts["stages"]["responses"]["rate"] == "assumed"
     others = planned("--gpus", "4xH100")["stages"]["features"]
-    assert not others["measured"]
+    assert others["rate"] == "assumed"
 
 
 def test_what_does_not_fit_is_said(planned: Any) -> None:
     def fits(gpus: str) -> dict[str, bool]:
         facts = planned("--gpus", gpus, "--for", "wren", model="qwen2.5-vl-32b")
-        stages = {**facts["stages"], "train": facts["methods"]["wren"]["training"]}
-        return {name: stage["memory"]["fits"] for name, stage in stages.items()}
+        stages = facts["stages"].items()
+        return {name: stage["memory"]["fits"] for name, stage in stages}
 
     everything = fits("H100")
     assert all(everything.values())
     # Two GPUs share the target in responses and features, and not in eval.
     shared = fits("2xA6000")
-    assert [shared[name] for name in ("features", "eval, serve", "train")] == [
+    assert [shared[name] for name in ("features", "eval", "train wren")] == [
         True,
         False,
         True,
@@ -128,3 +130,30 @@ def test_gpus_that_are_none_are_refused(
 ) -> None:
     assert main(["plan", SEVEN, "--gpus", gpus]) != 0
     assert "--gpus" in capsys.readouterr().err
+
+
+def test_a_target_of_which_nothing_is_known_is_said_what_it_lacks_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "someone/new-vl-7b"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "someone/new-vl-7b" in line
+    assert "config.json is enough" in line
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "recipe"),
+    [("demo-small", "demo", "demo"), ("smollm2", "FILE", "fair")],
+)
+def test_small_targets_are_planned_too(
+    model: str,
+    source: str,
+    recipe: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--gpus", "L4", "--for", "medusa", "--runs", str(tmp_path))
+    assert main(["plan", model, *options]) == 0
+    output = capsys.readouterr().out
+    assert f"vlmdistill prompts {source}" in output
+    assert f"--recipe {recipe}" in output

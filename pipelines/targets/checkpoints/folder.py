@@ -85,7 +85,7 @@ def locate(name: str) -> CheckpointLocation:
     if config is None:
         raise TargetError(
             f"nothing is known of {origin} here: it is not in {cache} and not a "
-            "registered name"
+            f"registered name; its config.json is enough: `hf download {origin} config.json`"
         )
     if folder is None:
         lacking = f"not in {cache}: downloaded on first use"

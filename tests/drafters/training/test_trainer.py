@@ -61,16 +61,17 @@ def test_a_forecast_says_what_the_training_then_does(
     store: Path, tmp_path: Path
 ) -> None:
     run = plan(store, tmp_path / "out")
-    found = forecast.training(run)
-    assert not found.finished
+    planned = forecast.training(run)
+    assert planned.done == 0
     assert [*tmp_path.iterdir()] == []
     steps: list[TrainingProgress] = []
     train(run, steps.append)
-    assert found.steps == steps[-1].step
+    assert planned.to_do == steps[-1].step
     weights = load_file(run.out / "model.safetensors")
-    assert found.parameters == sum(weight.numel() for weight in weights.values())
+    count = sum(weight.numel() for weight in weights.values())
+    assert f"{count} weights" in planned.details
     after = forecast.training(run)
-    assert (after.finished, after.done) == (True, found.steps)
+    assert (after.to_do, after.done) == (0, planned.to_do)
 
 
 def test_a_killed_run_continues_bit_for_bit(store: Path, tmp_path: Path) -> None:
