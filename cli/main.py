@@ -23,6 +23,7 @@ from vlmdistill.cli import console, hints, store, target
 from vlmdistill.cli.adapt import adapt
 from vlmdistill.cli.doctor import doctor
 from vlmdistill.cli.evaluate import evaluate
+from vlmdistill.cli.explain import explain
 from vlmdistill.cli.export import export
 from vlmdistill.cli.features import features
 from vlmdistill.cli.follow import follow
@@ -57,6 +58,7 @@ COMMANDS = (
     train,
     import_drafter,
     evaluate,
+    explain,
     report,
     generate,
     serve,

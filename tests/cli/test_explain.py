@@ -1,0 +1,220 @@
+"""`explain`: a drafter with a planted weakness is told that weakness, and the command that helps."""
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tests.cli.test_overview import printed
+from tests.drafters import synthetic
+from tests.pipelines.bench import made_up
+from vlmdistill.cli.main import app, main
+from vlmdistill.drafters import catalogue
+from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.records import Measurement, PromptKind, PromptResult
+from vlmdistill.pipelines.planning.explain import LEAST_OF_A_LAYER
+
+pytestmark = pytest.mark.usefixtures("workplace")
+Output = pytest.CaptureFixture[str]
+Rates = Sequence[float]
+
+RESULTS = Path(__file__).parents[2] / "docs/measurements/results.md"
+ROOT = Path("runs/other")
+GOOD: Rates = catalogue.choice("eagle2").reached
+CYCLES = 1000  # of a response
+PROMPTS = 6  # of a kind
+
+
+def train(name: str = "mine", method: str = "eagle2", **changes: Any) -> None:
+    """Save a drafter as a good training leaves it, but for the changes."""
+    training = {
+        "signature": "s",
+        "steps": 600,
+        "saved_step": 600,
+        "samples": 1000,
+        "view": None,
+        "stages": [{"name": "text", "steps": 600, "passes": 5.0}],
+        "history": [{"stage": "text", "step": 600, "held_out_agreement": GOOD}],
+    }
+    keys = changes.pop("keys", ())
+    folder = ROOT / "drafters" / name
+    synthetic.save(method, folder, keys=keys, **{**training, **changes})
+
+
+def response(prompt: PromptResult, kind: PromptKind, rates: Rates) -> PromptResult:
+    """A prompt of a kind, whose drafted tokens were accepted at these rates."""
+    reached = [CYCLES]
+    for rate in rates:
+        reached.append(round(rate * reached[-1]))
+    drafted = dataclasses.replace(
+        prompt.drafted,
+        calls=CYCLES,
+        tokens=sum(reached) + 1,
+        accepted=sum(reached[1:]),
+        chain_tried=tuple(reached[:-1]),
+        chain_accepted=tuple(reached[1:]),
+    )
+    return dataclasses.replace(
+        prompt, key=f"{kind} {prompt.key}", kind=kind, drafted=drafted
+    )
+
+
+def evaluate(
+    rates: Mapping[PromptKind, Rates], name: str = "mine", **changes: Any
+) -> None:
+    """Write an evaluation with these rates of acceptance by kind of prompt."""
+    prompts = []
+    for kind, of_kind in rates.items():
+        measured = made_up.measured(count=PROMPTS)
+        prompts += [response(prompt, kind, of_kind) for prompt in measured.prompts]
+    measurement = Measurement(temperature=0.0, prompts=tuple(prompts))
+    length = max(map(len, rates.values()))
+    fields = {"drafter": "eagle2", "tree": f"chain-{length}", **changes}
+    evaluation = made_up.evaluation(name, measurement, **fields)
+    records.write(evaluation, records.new_file(ROOT / "reports", name))
+
+
+def symptoms(capsys: Output, name: str = "mine", model: str = "other") -> list[str]:
+    """What stands out, each with its command, which the program takes."""
+    explained = printed(capsys, "explain", name, "--model", model)
+    group: Any = typer.main.get_command(app)
+    lines = []
+    for symptom in explained["symptoms"]:
+        words = shlex.split(symptom["command"])
+        assert words[0] == "vlmdistill"
+        group.commands[words[1]].make_context(words[1], words[2:])
+        lines.append(f"{symptom['text']}: {symptom['command']}")
+    assert len(lines) <= 5
+    return lines
+
+
+def test_what_methods_reached_is_what_the_page_of_results_says() -> None:
+    _, _, table = RESULTS.read_text().partition("| method | 1 | 2 | 3 | 4 |")
+    reached = {}
+    for name, cells in re.findall(
+        r"^\| `(\w+)` \| ([\d. |]+) \|$", table, re.MULTILINE
+    ):
+        reached[name] = tuple(map(float, cells.split(" | ")))
+    choices = catalogue.choices().items()
+    listed = {name: choice.reached for name, choice in choices if choice.reached}
+    assert {name: reached[name] for name in listed} == listed
+    layers = [rates for name, rates in listed.items() if name != "medusa"]
+    assert tuple(map(min, zip(*layers, strict=True))) == LEAST_OF_A_LAYER
+
+
+def test_of_a_good_drafter_nothing_stands_out(capsys: Output) -> None:
+    train()
+    evaluate({"text": GOOD, "image": GOOD})
+    assert symptoms(capsys) == []
+    assert main(["explain", "mine", "--model", "other"]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing stands out" in shown
+    assert "0.90 0.83 0.72 0.73 by drafted token" in shown
+
+
+def test_an_untrained_drafter_is_to_be_trained(capsys: Output) -> None:
+    synthetic.save("eagle2", ROOT / "drafters/mine")
+    (line,) = symptoms(capsys)
+    assert "not trained" in line
+    assert "vlmdistill train eagle2 --name mine --force" in line
+
+
+def test_an_imported_drafter_is_to_be_trained_on_responses_of_the_target(
+    capsys: Output,
+) -> None:
+    train(steps=0, samples=0, imported={"from": "published"}, stages=[], history=[])
+    evaluate({"text": (0.5, 0.5, 0.5, 0.5)})
+    first, *_ = symptoms(capsys)
+    assert "as imported" in first
+    assert "--init mine" in first
+
+
+def test_few_steps_and_few_samples_are_told_apart(capsys: Output) -> None:
+    low = (0.5, 0.5, 0.5, 0.5)
+    for passes, remedy in ((0.5, "--set steps="), (40.0, "vlmdistill prompts")):
+        train(stages=[{"name": "text", "steps": 60, "passes": passes}], steps=60)
+        evaluate({"text": low, "image": low})
+        first, *_ = symptoms(capsys)
+        assert "first drafted token is accepted in 50%" in first
+        assert remedy in first
+
+
+def test_a_kind_that_training_lacked_is_named(capsys: Output) -> None:
+    store = synthetic.store(ROOT / "features", 9)
+    rows = store.view(None).select("key", "visual_tokens")
+    texts = [key for key, visual_tokens in rows.iter_rows() if not visual_tokens]
+    train(keys=texts)
+    evaluate({"text": GOOD, "image": (0.5, 0.8, 0.7, 0.7)})
+    (line,) = [line for line in symptoms(capsys) if "by kind" in line]
+    assert "0% of its samples are of images" in line
+    assert "vlmdistill prompts FILE" in line
+
+
+def test_a_last_stage_of_images_alone_is_named_where_text_is_worse(
+    capsys: Output,
+) -> None:
+    train()  # by the paper's schedule: text, then images
+    evaluate({"text": (0.4, 0.8, 0.7, 0.7), "image": GOOD})
+    (line,) = [line for line in symptoms(capsys) if "by kind" in line]
+    assert "its last stage has images alone" in line
+    assert "visual=[0.5,0.5]" in line
+
+
+def test_later_tokens_that_fall_ask_for_hops(capsys: Output) -> None:
+    agreement = (0.94, 0.55, 0.43, 0.4)
+    train(
+        method="wren",
+        history=[{"stage": "stage2", "step": 600, "held_out_agreement": agreement}],
+    )
+    lines = symptoms(capsys)
+    assert any("stages.stage2.hops=" in line for line in lines)
+    assert any("vlmdistill eval mine" in line for line in lines)  # it has no evaluation
+
+
+@pytest.mark.parametrize(
+    ("rates", "word"),
+    [
+        ((0.95, 0.95), "short"),
+        ((0.9, 0.83, 0.5, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2), "long"),
+    ],
+)
+def test_a_chain_of_a_wrong_length_is_named_with_a_better_one(
+    rates: Rates, word: str, capsys: Output
+) -> None:
+    train()
+    evaluate({"text": rates, "image": rates})
+    (line,) = [line for line in symptoms(capsys) if "chain" in line]
+    assert f"too {word}" in line
+    (length,) = re.findall(r"--tree chain-(\d+)", line)
+    assert (int(length) > len(rates)) == (word == "short")
+
+
+def test_a_drafter_of_a_part_of_the_store_is_to_see_the_rest(capsys: Output) -> None:
+    synthetic.store(ROOT / "features", 9)
+    train(samples=5)
+    evaluate({"text": GOOD, "image": GOOD})
+    (line,) = symptoms(capsys)
+    assert "5 of the 9 samples" in line
+
+
+def test_other_prompts_than_in_training_are_named(capsys: Output) -> None:
+    train()
+    evaluate({"text": GOOD, "image": GOOD}, thinking="on")
+    (line,) = symptoms(capsys)
+    assert "evaluated with on" in line
+    ROOT.rename("runs/demo-small")  # a target that is here, with a template of its own
+    lines = symptoms(capsys, model="demo-small")
+    assert any("another chat template" in line for line in lines)
+
+
+def test_a_cycle_that_costs_more_than_it_brings_is_named(capsys: Output) -> None:
+    train()
+    measured = made_up.measured(speedup=0.5, count=8)
+    evaluation = made_up.evaluation("mine", measured, drafter="eagle2")
+    records.write(evaluation, records.new_file(ROOT / "reports", "mine"))
+    assert any("--tree auto" in line for line in symptoms(capsys))
