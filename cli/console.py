@@ -186,7 +186,8 @@ Workers = Annotated[
     typer.Option(
         "--workers",
         min=0,
-        help="Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.",
+        help="Ray workers; 0: this process, without Ray; default: this process for few prompts or on one "
+        "device, else as many as the GPUs, or cores, can hold.",
     ),
 ]
 Wait = Annotated[

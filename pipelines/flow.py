@@ -203,8 +203,10 @@ def generate(
     anyway: bool = False,
 ) -> ResponseSummary:
     """Generate the missing responses alone; DataError if memory will not suffice, unless `anyway`."""
-    if not anyway and len(job.missing()):
+    missing = len(job.missing())
+    if missing and not anyway:
         forecast.capture(job).responses.check()
+    job = replace(job, workers=job.workers.for_prompts(missing))
     with bar("generating", "responses", str(job.responses)) as report:
         generated = _respond(job, filters, report, None)
     _record(job, "responses", generated)
@@ -240,8 +242,10 @@ def capture_features(
     if job.sampling:  # other settings are refused also if nothing is missing
         dataset.check_settings(job.responses, {"sampling": asdict(job.sampling)})
     missing_keys = set(prompt_table.facts_of(job.missing())["key"])
-    if not anyway:
-        _check_resources(job, missing_keys)
+    to_do = len(missing_keys) or _uncaptured(job)
+    if to_do and not anyway:
+        forecast.capture(job).check()
+    job = replace(job, workers=job.workers.for_prompts(to_do))
     if not missing_keys:
         captured = _capture(job, bar)
         _record(job, "features", captured)
@@ -267,14 +271,9 @@ def capture_features(
     return CaptureRun(generated, captured)
 
 
-def _check_resources(job: CaptureJob, missing_keys: Collection[str]) -> None:
-    """DataError if there is work to do, and disk or memory will not suffice for it."""
-    has_work = bool(missing_keys)
-    if not has_work:
-        waiting_by_store = job.waiting(job.generated())
-        has_work = any(len(waiting) for _, waiting in waiting_by_store)
-    if has_work:
-        forecast.capture(job).check()
+def _uncaptured(job: CaptureJob) -> int:
+    """The responses that wait to be captured."""
+    return max(len(waiting) for _, waiting in job.waiting(job.generated()))
 
 
 def _tokens_of(job: CaptureJob, keys: Collection[str]) -> int:

@@ -6,10 +6,11 @@ then gets tasks. Tensors never travel: workers get tasks and return counts or sm
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from vlmdistill.pipelines.cluster.engine_environment import EngineName
@@ -33,6 +34,7 @@ from vlmdistill.pipelines.cluster.session import (
     address_of,
     cause_of,
     here,
+    is_open_or_named,
     machines,
     session,
     terminable,
@@ -46,6 +48,7 @@ GATHER_SECONDS = 60.0
 """In which Ray may start workers, before work begins without the late ones."""
 LOOK_SECONDS = 2.0  # between two looks at the machines of the cluster
 TICK_SECONDS = 0.5  # to wait for a reply
+FEW = 300  # prompts
 
 In = TypeVar("In", bound=WorkerTask, contravariant=True)
 Out = TypeVar("Out", bound=TaskResult, covariant=True)
@@ -56,10 +59,28 @@ class WorkerOptions:
     """How many workers a stage uses, and how each loads the target."""
 
     workers: int | None = None
-    """None: as many as the machines have room for; 0: this process, without Ray."""
+    """None: see `for_prompts`, then as many as the machines have room for; 0: this process, without Ray."""
     wait: float = 300.0  # seconds without any live worker, until the run fails
     load: Options = field(default_factory=Options)
     engine: EngineName = "transformers"  # what runs the target
+
+    def for_prompts(self, count: int) -> "WorkerOptions":
+        """The options for so many prompts.
+
+        Without a number of workers, this process takes few prompts, and all where only one worker has
+        room: Ray would start for longer than it helps. A cluster is used, and so is a session that is open.
+        """
+        asked = self.workers is not None or self.engine != "transformers"
+        if not count or asked or is_open_or_named():
+            return self
+        import torch
+
+        room = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+        if count >= FEW and room > 1:
+            return self
+        why = f"for {count} prompts" if count < FEW else "on one device"
+        logger.info("this process runs the target %s; --workers N starts workers", why)
+        return replace(self, workers=0)
 
     def session(self) -> AbstractContextManager[object]:
         """The context in which workers run: a Ray session, unless this process does the work."""
@@ -158,6 +179,9 @@ class OwnProcess(Generic[T, R]):
 
     def __exit__(self, *error: object) -> None:
         self._worker = None  # its target goes before the next one is loaded
+        import torch
+
+        torch.cuda.empty_cache()  # for the processes that train
 
     @property
     def on_gpus(self) -> bool:

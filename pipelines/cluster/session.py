@@ -37,6 +37,12 @@ EXITED = re.compile(r"Worker exit detail: (.*?)\. (?:There are|$)")
 ADDRESS = re.compile(r"\bip=([0-9a-fA-F.:]+)")
 
 
+def is_open_or_named() -> bool:
+    """Whether RAY_ADDRESS names a cluster, or this process has a session."""
+    ray = sys.modules.get("ray")
+    return bool(os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized()))
+
+
 @contextmanager
 def session(address: str = "") -> Iterator[None]:
     """A Ray session: the cluster at `address` or RAY_ADDRESS if one is given, else this machine alone.

@@ -184,7 +184,8 @@ def responses(
         seed: Seed of the sampling.
         thinking: Whether the target reasons before it answers: `on`, `off`, or `mixed`, at half of the
             prompts; default: as its chat template has it.
-        workers: Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.
+        workers: Ray workers; 0: this process, without Ray; default: this process for few prompts or on one
+            device, else as many as the GPUs, or cores, can hold.
         allow_failed: Share of the prompts that may fail.
         anyway: Start also where free disk or memory will not suffice.
         progress: Is called as responses come, with stage, done, total and a remark.
@@ -233,7 +234,8 @@ def features(
         runs: Folder or URL of the workspaces.
         limit: Use only the first prompts.
         max_new_tokens: Maximum length of new responses; default: that of those that exist, or 1024.
-        workers: Ray workers; default: as many as the GPUs, or cores, can hold; 0: this process, without Ray.
+        workers: Ray workers; 0: this process, without Ray; default: this process for few prompts or on one
+            device, else as many as the GPUs, or cores, can hold.
         allow_failed: Share of the prompts that may fail.
         anyway: Start also where free disk or memory will not suffice.
         progress: Is called as responses and samples come, with stage, done, total and a remark.

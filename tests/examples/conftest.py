@@ -18,7 +18,7 @@ SMALL = [
     "--limit",
     "2",
 ]
-SMALL += ["--workers", "0"]
+"""Few prompts, for which no worker is started."""
 
 
 @pytest.fixture(scope="session")
