@@ -70,6 +70,7 @@ def run(
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines import flow
+    from vlmdistill.pipelines.phases import Phases
     from vlmdistill.pipelines.planning.stages import Speeds
 
     plan = flow.Plan(
@@ -92,6 +93,11 @@ def run(
         speeds = Speeds.of(workspace.root, rate or ())
         forecasts.show(flow.dry_run(workspace, plan, speeds), as_json)
         return
-    evaluations = flow.run(workspace, plan, console.remark, console.progress)
+    phases = Phases()
+    bar = phases.timed(console.progress)
+    evaluations = flow.run(workspace, plan, console.remark, bar)
     report(model=model, runs=runs, as_json=as_json)
+    phases.end("report")
+    for stage, minutes in phases.minutes().items():
+        console.remark(f"{stage:10} {minutes:6.1f} min")
     check_lossless(evaluations)

@@ -58,6 +58,10 @@ def test_a_second_run_redoes_nothing(
     out, err = capsys.readouterr()
     assert "identical" in out
     assert "trained" not in err
+    stages = dict(re.findall(r"^(\w+) +(\d+\.\d) min$", err, re.MULTILINE))
+    assert [*stages] == ["features", "training", "report", "total"]
+    total = float(stages.pop("total"))
+    assert sum(map(float, stages.values())) == pytest.approx(total)
 
 
 def test_a_run_with_a_drafter_that_is_not_lossless_is_status_1(
