@@ -20,6 +20,7 @@ from vlmdistill.pipelines.cluster.processes import (
     FunctionDone,
     FunctionProgress,
     Processes,
+    Threads,
 )
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
@@ -145,8 +146,8 @@ def several(
 ) -> None:
     """Train drafters, `jobs` at a time, each in its own process; continue those that were stopped.
 
-    Each process gets one GPU, or its share of the cores. TrainingError if one fails; finished drafters are
-    kept, and the others save a checkpoint.
+    Each process gets one GPU, or its share of the cores, which grows when others have ended and none is left
+    to start. TrainingError if one fails; finished drafters are kept, and the others save a checkpoint.
     """
     waiting = list(reversed(runs))
     free_slots = list(range(jobs))
@@ -173,6 +174,8 @@ def several(
                 free_slots.append(ended.slot)
                 on_done(ended.plan, message)
                 fill_slots()
+                if 0 < len(running) < jobs and not _is_fixed():
+                    children.use(Threads(_cores() // len(running)))
             progress.show(report, running)
 
 
@@ -223,7 +226,16 @@ def _gpus() -> list[str]:
     return [str(number) for number in range(count)]
 
 
+def _is_fixed() -> bool:
+    """Whether the threads of a process are not for this program to choose."""
+    return bool(_gpus()) or "OMP_NUM_THREADS" in os.environ
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def _threads(processes: int) -> Mapping[str, str]:
     """The share of each process in the cores, unless OMP_NUM_THREADS is set."""
-    share = max(1, len(os.sched_getaffinity(0)) // processes)
+    share = max(1, _cores() // processes)
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share))}

@@ -52,6 +52,13 @@ class FunctionProgress:
 
 
 @dataclass(frozen=True)
+class Threads:
+    """To a function: it may use so many threads from now on."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class FunctionLine:
     """A line that a function has logged."""
 
@@ -118,6 +125,11 @@ class Process:
         # A broken pipe: the process has ended already, which `message` reports.
         with contextlib.suppress(BrokenPipeError):
             self.connection.send((function, tuple(arguments)))
+
+    def use(self, threads: Threads) -> None:
+        """Let the function use so many threads from its next report on."""
+        with contextlib.suppress(BrokenPipeError):
+            self.connection.send(threads)
 
     def signal(self, number: int) -> None:
         """Send a signal if the process is alive."""
@@ -196,6 +208,11 @@ class Processes:
         """Run `function(*arguments, report)` in a new process, which imports it by name."""
         process = Process(name, function, arguments, environment)
         self._running[process.connection] = process
+
+    def use(self, threads: Threads) -> None:
+        """Let each running function use so many threads."""
+        for process in self._running.values():
+            process.use(threads)
 
     def messages(self) -> Iterator[tuple[str, FunctionProgress | FunctionDone]]:
         """The messages of all processes until they end; the last one of each is FunctionDone.
@@ -280,8 +297,14 @@ class _Parent:
             self._connection.send(message)
 
     def report(self, done: int, total: int, remark: str = "") -> None:
-        """See `Progress`."""
+        """See `Progress`; the parent's word on threads is taken here, between two steps."""
         self.send(FunctionProgress(done, total, remark))
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while self._connection.poll():
+                threads: Threads = self._connection.recv()
+                import torch
+
+                torch.set_num_threads(threads.count)
 
 
 class _LineSender(logging.Handler):

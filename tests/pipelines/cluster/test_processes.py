@@ -15,6 +15,7 @@ from vlmdistill.pipelines.cluster.processes import (
     FunctionDone,
     FunctionProgress,
     Processes,
+    Threads,
 )
 from vlmdistill.stores.errors import (
     DataError,
@@ -39,6 +40,17 @@ def _found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count(report: Progress) -> None:
     report(1, int(os.environ["STEPS"]), f"torch is {'torch' in sys.modules}")
+
+
+def count_threads(report: Progress) -> None:
+    """Report how many threads this process has, until they change."""
+    import torch
+
+    before = torch.get_num_threads()
+    while torch.get_num_threads() == before:
+        report(before, 0, "")
+        time.sleep(0.01)
+    report(torch.get_num_threads(), 0, "")
 
 
 def warn(report: Progress) -> None:
@@ -84,6 +96,19 @@ def test_each_reports_from_an_environment_set_before_anything_is_imported() -> N
     ends = [(name, one) for name, one in said if isinstance(one, FunctionDone)]
     assert sorted(name for name, _ in ends) == ["p3", "p4"]
     assert all(end.cpu_seconds > 0 for _, end in ends)
+
+
+def test_a_function_uses_the_threads_that_it_is_given_later() -> None:
+    with Processes() as processes:
+        processes.start("one", count_threads, (), {"OMP_NUM_THREADS": "1"})
+        said = processes.messages()
+        next(said)
+        processes.use(Threads(2))
+        counts = [
+            message.done for _, message in said if isinstance(message, FunctionProgress)
+        ]
+    assert {*counts[:-1]} <= {1}
+    assert counts[-1] == 2
 
 
 def test_what_each_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
