@@ -1,49 +1,40 @@
-"""A folder as `make demo` leaves it, made small and without Ray."""
+"""A folder as `make demo` leaves it, made by its command with fewer prompts and steps."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-import vlmdistill
-from vlmdistill.drafters import catalogue
-from vlmdistill.pipelines.demo import files
-from vlmdistill.pipelines.train import planned, run
-from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.cli.main import main
+from vlmdistill.pipelines.demo.prompts import AMOUNTS, DemoSize
 
-STEPS = ["steps=2", "batch_tokens=512"]
+ROOT = Path(__file__).parents[2]
+SHORT = ["--set", "steps=2", "--set", "batch_tokens=512"]
+BUDGET = [*SHORT, "--max-new-tokens", "96", "--limit", "2", "--workers", "0"]
+
+
+def command_of(target: str) -> list[str]:
+    """The words after `vlmdistill` in the command of a target of the Makefile."""
+    makefile = (ROOT / "Makefile").read_text()
+    match = re.search(rf"^{target}:.*\n\t\$\(VLM\) (.*)$", makefile, re.MULTILINE)
+    assert match
+    return shlex.split(match[1])
 
 
 @pytest.fixture(scope="session")
 def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds `runs/demo` with scenes, a store of six samples and a drafter of two steps."""
+    """Holds `runs/demo`."""
     folder = tmp_path_factory.mktemp("api")
-    workspace = Workspace("demo", folder / "runs" / "demo")
-    data = workspace.root / "demo-data" / "eval"
-    files.write(data, images=6, dialogues=1, seed=0, split="evaluation")
-    target = vlmdistill.load_target("demo")
-    prompts = [
-        target.encode(
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image", "path": image},
-                        {"type": "text", "text": "Describe the scene."},
-                    ],
-                }
-            ]
-        )
-        for image in sorted((data / "images").glob("*.png"))
-    ]
-    responses = target.generate(prompts, max_new_tokens=24, temperature=0.0)
-    needs = catalogue.config("sparrow").model.needs(target.info)
-    keys = [f"scene-{number}" for number in range(len(prompts))]
-    samples = target.capture(
-        prompts, [response.ids for response in responses], needs, keys=keys
-    )
-    store = vlmdistill.create_store(workspace.features, target, needs)
-    with store.writer("scenes") as writer:
-        for sample in samples:
-            writer.add(sample)
-    run(planned(workspace, "sparrow", settings=STEPS))
+    with pytest.MonkeyPatch.context() as patch:
+        as_a_user(patch, folder)
+        patch.setitem(AMOUNTS, "demo", DemoSize(6, 2, held_out=(6, 2, 0)))
+        assert main([*command_of("demo"), *BUDGET]) == 0
     return folder
+
+
+def as_a_user(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Work in a folder without a variable of ours."""
+    patch.chdir(folder)
+    patch.delenv("VLMDISTILL_MODEL", raising=False)
+    patch.delenv("VLMDISTILL_RUNS", raising=False)

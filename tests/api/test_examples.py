@@ -1,7 +1,10 @@
 """The examples of README.md and docs/api.md run, one after the other, and do what the page says."""
 
 import re
-from collections.abc import Callable
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,10 +14,60 @@ import pytest
 
 import vlmdistill
 from examples.shared_store import shared_store
+from tests.api.conftest import ROOT, SHORT, as_a_user
 from tests.stores.web import serving
+from vlmdistill.cli.main import main
 
-README = Path(__file__).parents[2] / "README.md"
-PAGE = README.parent / "docs" / "api.md"
+README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "api.md"
+COMMANDS = {
+    README: {"generate": []},
+    ROOT / "docs" / "vllm.md": {"export": []},
+    ROOT / "docs" / "flow.md": {
+        "train": SHORT,
+        "eval": ["--limit", "1", "--max-new-tokens", "24"],
+        "store": [],
+    },
+    ROOT / "docs" / "traffic.md": {"forget": []},
+}
+"""By page: the commands that need neither a hub nor an engine, each with the options of a small budget."""
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words after `vlmdistill` of each command of a page."""
+    for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith("vlmdistill "):
+                yield shlex.split(line, comments=True)[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", COMMANDS, ids=lambda page: page.name)
+def test_the_commands_of_a_page_run_as_written_after_make_demo(
+    page: Path, demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_a_user(monkeypatch, demo_folder)
+    used = dict.fromkeys(COMMANDS[page], 0)
+    for verb, *words in commands(page):
+        if verb in used:
+            used[verb] += 1
+            assert main([verb, *words, *COMMANDS[page][verb]]) == 0, words
+    assert all(used.values())
+
+
+@pytest.mark.slow
+def test_the_server_of_the_page_runs_as_written_after_make_demo(
+    demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_a_user(monkeypatch, demo_folder)
+    (words,) = commands(ROOT / "docs" / "serve.md")
+    command = [sys.executable, "-m", "vlmdistill", *words, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr
+        line = next(line for line in server.stderr if "serving demo" in line)
+        assert "with sparrow" in line
+        server.terminate()
+        server.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +75,7 @@ def after(demo_folder: Path) -> dict[str, Any]:
     """The variables that the examples leave."""
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(demo_folder)
-        patch.delenv("VLMDISTILL_MODEL")
+        as_a_user(patch, demo_folder)
         for page in (README, PAGE):
             for block in re.finditer(
                 r"```python\n(.*?)```", page.read_text(), re.DOTALL
@@ -62,8 +114,7 @@ def test_the_flow_in_python_is_that_of_the_commands(
     assert (demo_folder / after["page"]).is_file()
     assert after["served"].drafter == "wren"
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(demo_folder)
-        patch.delenv("VLMDISTILL_MODEL")
+        as_a_user(patch, demo_folder)
         state = vlmdistill.status(runs="flow")
         assert (state.prompts, state.held_out, state.next) == (
             imported.train,
@@ -121,10 +172,11 @@ def test_a_shared_store_is_read_over_the_web(demo_folder: Path) -> None:
     handler = partial(SimpleHTTPRequestHandler, directory=store)
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as server:
         found = shared_store(f"http://127.0.0.1:{server.server_port}")
-    tokens = vlmdistill.open_store(store).index["response_tokens"].sum()
+    index = vlmdistill.open_store(store).index
+    tokens = index["response_tokens"].sum()
     assert (found["target"], found["samples"], found["response tokens"]) == (
         "demo",
-        "6 of 6",
+        f"{len(index)} of {len(index)}",
         tokens,
     )
     assert "hidden.text" in str(found["features"])
