@@ -155,7 +155,7 @@ def prompts(
         raise typer.BadParameter("name what to import", param_hint="SRC...")
     from vlmdistill.pipelines.data.prompts.importing import Choices
     from vlmdistill.pipelines.prompts import import_sources
-    from vlmdistill.pipelines.targets.embedded import EMBEDDED
+    from vlmdistill.pipelines.targets.embedded import ignorance
 
     choices = Choices(
         images=images,
@@ -178,14 +178,8 @@ def prompts(
         _warn_of_unread_files(summary.unread_files)
     if summary.hidden_media:
         _warn_of_hidden_media(summary.hidden_media)
-    foreign_datasets = [
-        name for name in summary.datasets if not name.startswith("demo-")
-    ]
-    if workspace.model in EMBEDDED and foreign_datasets:
-        console.note(
-            f"warning: {workspace.model} knows pictures of coloured shapes alone: its responses to "
-            f"{foreign_datasets[0]} show the steps, not what a target can see. Name another one with --model"
-        )
+    if limits := ignorance(workspace.model, summary.datasets):
+        console.note(f"warning: {limits}. Name another one with --model")
     if split is None and eval_share and summary.eval < FEW:
         _warn_of_few(summary.eval, summary.total)
 

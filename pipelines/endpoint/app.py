@@ -41,6 +41,7 @@ from vlmdistill.pipelines.endpoint.switch import Switch
 from vlmdistill.pipelines.report.templates import script_hash, source, templates
 from vlmdistill.pipelines.request_log import Recorder
 from vlmdistill.pipelines.streaming.pieces import Piece
+from vlmdistill.pipelines.targets.embedded import limits
 from vlmdistill.stores.errors import DataError, PromptError
 
 CLIENT_GONE = 499  # nginx's status for it
@@ -77,7 +78,8 @@ def build_app(
     metrics = ServingMetrics(queue, switch, recorder)
     started = int(time.time())
     script = source("report/replay.js") + source("endpoint/page.js")
-    html = templates().get_template("endpoint/page.html.jinja").render(script=script)
+    template = templates().get_template("endpoint/page.html.jinja")
+    html = template.render(script=script, limits=limits(name))
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:

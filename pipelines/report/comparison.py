@@ -28,6 +28,7 @@ from vlmdistill.pipelines.report.results import (
     of_drafters,
 )
 from vlmdistill.pipelines.report.selection import distinguished
+from vlmdistill.pipelines.targets.embedded import ignorance
 
 SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
 MOSTLY: Final = 0.5  # share of the CPU below which speeds are those of other programs
@@ -265,6 +266,8 @@ class Group:
         """Problems of the figures, with the drafters' names, and of comparing them."""
         warnings = [text for result in self.results for text in result.warnings]
         warnings += drifts(self.evaluations)
+        if limits := self._limits_of_target:
+            warnings.append(limits)
         warnings += self._not_decoded_again
         runs = {evaluation.measured for evaluation in self.evaluations}
         if len(runs) > 1:
@@ -273,6 +276,17 @@ class Group:
                 "contain the noise between runs"
             )
         return warnings
+
+    @property
+    def _limits_of_target(self) -> str:
+        """What an embedded target knows, if it was asked for more."""
+        first = self.evaluations[0]
+        datasets = {
+            prompt.dataset
+            for measurement in first.temperatures
+            for prompt in measurement.prompts
+        }
+        return ignorance(first.target.name, sorted(datasets))
 
     @property
     def _not_decoded_again(self) -> list[str]:

@@ -204,7 +204,7 @@ def evaluation(
             history=tuple(history),
         ),
         "config": TrainedSettings(tree="chain-4", stages=stages),
-        "target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="f00d"),
+        "target": TargetId(name="a-target", family="qwen2_5_vl", fingerprint="f00d"),
         "hardware": "CPU Some Processor",
         "dtype": "float32",
         "threads": 1,

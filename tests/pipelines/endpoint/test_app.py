@@ -365,6 +365,7 @@ def test_the_script_of_the_page_reaches_the_server(
         command, check=True, capture_output=True, timeout=60, text=True
     ).stdout
     assert re.search("<h1[^>]*>demo-small with sparrow</h1>", page)
+    assert "demo-small knows pictures of coloured shapes alone" in page
     assert re.search('<section id="results"[^>]* hidden', page)
 
 

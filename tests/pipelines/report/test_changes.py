@@ -119,7 +119,11 @@ def test_prompts_are_paired_by_key(save: Save, compared: Callable[[], Changes]) 
         ({"dtype": "bfloat16", "threads": 2}, ["dtype", "threads"], COUNTS),
         ({"attention": "eager", "compiled": True}, ["attention", "compiled"], COUNTS),
         (
-            {"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")},
+            {
+                "target": TargetId(
+                    name="a-target", family="qwen2_5_vl", fingerprint="beef"
+                )
+            },
             ["target"],
             [],
         ),

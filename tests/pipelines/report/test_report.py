@@ -182,11 +182,20 @@ def test_the_same_target_in_another_folder_compares(
     save(
         "eagle2",
         target=TargetId(
-            name="/somewhere/demo", family="qwen2_5_vl", fingerprint="f00d"
+            name="/somewhere/a-target", family="qwen2_5_vl", fingerprint="f00d"
         ),
     )
     assert len(read(workspace).groups) == 1
     assert "/somewhere" not in make(workspace).page.read_text()
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen2.5-vl-7b"])
+def test_the_page_says_what_an_embedded_target_does_not_know(
+    name: str, workspace: Workspace, save: Save
+) -> None:
+    save("wren", target=TargetId(name=name, family="qwen2_5_vl", fingerprint="f00d"))
+    text = f"{name} knows pictures of coloured shapes alone"
+    assert (text in make(workspace).page.read_text()) == (name == "demo")
 
 
 def test_hostile_text_is_only_text(workspace: Workspace, save: Save) -> None:
@@ -498,7 +507,11 @@ def test_csv_has_no_formulas(workspace: Workspace, save: Save) -> None:
         ({"attention": "eager"}, "attention"),
         ({"compiled": True}, "compiled"),
         (
-            {"target": TargetId(name="demo", family="qwen2_5_vl", fingerprint="beef")},
+            {
+                "target": TargetId(
+                    name="a-target", family="qwen2_5_vl", fingerprint="beef"
+                )
+            },
             "target",
         ),
     ],
@@ -536,7 +549,7 @@ def test_prints_the_table(workspace: Workspace, save: Save, tmp_path: Path) -> N
     save("sparrow")
     save("eagle2", measured(speedup=1.625, count=24, noise=0.1), measured(1.0))
     lines = run("--runs", str(tmp_path / "runs")).splitlines()
-    assert lines[0].startswith("target demo (f00d), hardware CPU Some Processor")
+    assert lines[0].startswith("target a-target (f00d), hardware CPU Some Processor")
     header, *cells = [re.split(r"  +", line) for line in lines[1:6]]
     assert header[:5] == ["drafter", "T", "tau", "accepted", "speedup"]
     assert [line[:4] for line in cells[:2]] == [
