@@ -45,7 +45,7 @@ $(ENGINE)/.ready: pyproject.toml tools/engine_environment.py
 	@touch $@
 
 demo: setup  ## the whole flow on the embedded target: two drafters trained and compared
-	$(VLM) run --drafters sparrow,wren --max-new-tokens 256 --batch-size 64 --workers 2
+	$(VLM) run --drafters sparrow,wren --max-new-tokens 256 --batch-size 64 --workers 2 --temperature 0
 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 

@@ -70,8 +70,8 @@ def run(
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines import flow
-    from vlmdistill.pipelines.phases import Phases
     from vlmdistill.pipelines.planning.stages import Speeds
+    from vlmdistill.pipelines.stage_times import StageTimes
 
     plan = flow.Plan(
         drafters=names,
@@ -93,11 +93,11 @@ def run(
         speeds = Speeds.of(workspace.root, rate or ())
         forecasts.show(flow.dry_run(workspace, plan, speeds), as_json)
         return
-    phases = Phases()
-    bar = phases.timed(console.progress)
+    times = StageTimes()
+    bar = times.timed(console.progress)
     evaluations = flow.run(workspace, plan, console.remark, bar)
     report(model=model, runs=runs, as_json=as_json)
-    phases.end("report")
-    for stage, minutes in phases.minutes().items():
+    times.end("report")
+    for stage, minutes in times.minutes().items():
         console.remark(f"{stage:10} {minutes:6.1f} min")
     check_lossless(evaluations)

@@ -18,7 +18,7 @@ STAGES: Final = {
 """The stage by what its progress bar counts."""
 
 
-class Phases:
+class StageTimes:
     """The seconds of each stage, from the end of the stage before it."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
