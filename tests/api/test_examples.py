@@ -20,7 +20,7 @@ from vlmdistill.cli.main import main
 
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "api.md"
-COMMANDS = {
+COMMANDS: dict[Path, dict[str, list[str]]] = {
     README: {"generate": []},
     ROOT / "docs" / "vllm.md": {"export": []},
     ROOT / "docs" / "flow.md": {
