@@ -3,8 +3,12 @@
 Samples that fail on one machine are retried on another, and so is a task whose worker dies or raises an
 error; the second time, its halves are. A worker is dropped, if others are left, when no sample of its last
 `FAILURES` new tasks succeeded: one that fails fast would draw most of the tasks.
+
+A worker may return a part of a task. It gets the rest at once: what it has under way goes on, and the part is
+not lost with it.
 """
 
+import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +21,8 @@ from vlmdistill.stores.errors import VlmdistillError, one_line
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # per task
+PART_SECONDS = 30.0
+"""After which a worker returns the part of a task that is done: a kill loses what came after it."""
 FAILURES = 3
 """Tasks in a row in which no sample succeeded, after which a worker is dropped."""
 
@@ -39,6 +45,8 @@ class TaskResult(Protocol):
 
     failed: dict[str, str]
     """Key -> why the sample failed on this machine; it is retried on another."""
+    left: Collection[str]
+    """The keys that are still to be done; empty if the task has ended."""
 
 
 T = TypeVar("T", bound=WorkerTask)
@@ -176,6 +184,13 @@ class Queue(Generic[T, R]):
     def did(self, member: Member, result: R) -> None:
         """Record a result. The samples that failed are retried on another machine."""
         running = self._taken_from(member)
+        if result.left:
+            rest_keys = set(result.left)
+            rest = dataclasses.replace(
+                running, task=running.task.only(rest_keys), tried=list(running.tried)
+            )
+            done_keys = [key for key in running.task.keys if key not in rest_keys]
+            running.task = running.task.only(done_keys)
         failed = dict(result.failed)
         first_cause = next(iter(failed.values()), "")
         succeeded = len(failed) < len(running.task.keys)
@@ -193,6 +208,16 @@ class Queue(Generic[T, R]):
                 failed = self._causes(again)
         self._done += 1
         self._ended.append(TaskDone(running.task, result, failed))
+        if result.left:
+            self._go_on(member, rest)
+
+    def _go_on(self, member: Member, rest: RunningTask[T]) -> None:
+        """Give a worker the rest of its task, unless it was dropped."""
+        if member.step is Step.idle:
+            member.begin(rest)
+        else:
+            rest.tried = []  # the worker was dropped: any other one may go on
+            self._again.append(rest)
 
     def _warn_once(self, machine: str, cause: str) -> None:
         """Log the first time that samples fail on a machine."""

@@ -45,16 +45,8 @@ class HalveOnOom:
             try:
                 return run(items)
             except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                if len(items) == 1:
-                    raise PromptError(
-                        f"{_describe_item(items[0])} exceeds the memory of the device: "
-                        "use a larger GPU"
-                    ) from None
-            self._too_large = size
-            # Outside of `except`: its error holds the tensors of the failed pass.
-            torch.cuda.empty_cache()
+                _require_out_of_memory(error, items)
+            self._shrink(size)
         middle = len(items) // 2
         first = self(items[:middle], tokens, run)
         try:
@@ -62,6 +54,55 @@ class HalveOnOom:
         except PromptError as error:
             error.at += middle
             raise
+
+    def each(
+        self,
+        items: Sequence[Item],
+        tokens: Callable[[Item], int],
+        run: Callable[[Sequence[Item]], Iterator[tuple[int, Result]]],
+    ) -> Iterator[tuple[int, Result]]:
+        """As a call, for a `run` that gives numbered results one by one, in any order.
+
+        Those that it gave before the memory was exceeded count.
+        """
+        if not items:
+            return
+        size = len(items) * max(map(tokens, items))
+        unfinished = list(range(len(items)))
+        if len(items) == 1 or size < self._too_large:
+            try:
+                for number, result in run(items):
+                    unfinished.remove(number)
+                    yield number, result
+                return
+            except RuntimeError as error:
+                _require_out_of_memory(error, items)
+            self._shrink(size)
+        middle = len(unfinished) // 2
+        for half in (unfinished[:middle], unfinished[middle:]):
+            chosen = [items[number] for number in half]
+            try:
+                for number, result in self.each(chosen, tokens, run):
+                    yield half[number], result
+            except PromptError as error:
+                error.at = half[error.at]
+                raise
+
+    def _shrink(self, size: int) -> None:
+        """Try no batch of so many tokens again. Outside of `except`: its error holds tensors."""
+        self._too_large = size
+        torch.cuda.empty_cache()
+
+
+def _require_out_of_memory(error: RuntimeError, items: Sequence[object]) -> None:
+    """Raise the error unless it is of memory and halves may fit; PromptError for a single item."""
+    if not out_of_memory(error):
+        raise error
+    if len(items) == 1:
+        raise PromptError(
+            f"{_describe_item(items[0])} exceeds the memory of the device: "
+            "use a larger GPU"
+        ) from None
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -6,7 +6,7 @@ Shapes: B unfinished responses, D hidden width, V vocabulary.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,11 +87,12 @@ def generate_batch(
     draw: Callable[[Tensor], Tensor],
     eos_ids: Collection[int],
     max_new_tokens: int,
-) -> list[list[int]]:
-    """The tokens after each prompt, up to one of `eos_ids` (included) or `max_new_tokens` of them.
+) -> Iterator[tuple[int, list[int]]]:
+    """The number of each prompt and the tokens after it, as soon as these end.
 
-    As many prompts are active as `cache` has slots; when a quarter of the slots is free,
-    the next prompts are read.
+    The last one is of `eos_ids` (included), or they are `max_new_tokens`. As many prompts
+    are active as `cache` has slots; when a quarter of the slots is free, the next prompts
+    are read.
 
     Args:
         layers: The target's layers.
@@ -117,6 +118,8 @@ def generate_batch(
             response.append(tokens[row])
             if tokens[row] not in eos_ids and len(response) < max_new_tokens:
                 unfinished.append(row)
+            else:
+                yield prompt, response
         if len(unfinished) < len(tokens):
             order = cache.keep(unfinished)
             index_B = place(torch.tensor(order, dtype=torch.long), token_B.device)
@@ -126,7 +129,6 @@ def generate_batch(
             attend = layers.attend_batch(cache)
             states = layers.run(token_B, active.rope_B, max(active.ropes), attend, {})
             active.advance(states["hidden"])
-    return responses
 
 
 def _has_room(cache: BatchKVCache) -> bool:

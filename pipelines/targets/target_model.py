@@ -319,21 +319,43 @@ class TargetModel:
             TargetError: A single prompt exceeds the memory, or has states that are not
                 finite.
         """
+        responses = dict(
+            self.responses(
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                batch_size=batch_size,
+            )
+        )
+        return [responses[number] for number in range(len(prompts))]
+
+    def responses(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        batch_size: int | None = None,
+    ) -> Iterator[tuple[int, EncodedResponse]]:
+        """As `generate`: the number of a prompt and its response, as each response ends."""
         _check_generation(max_new_tokens, temperature, top_p)
         sampler = Sampler(temperature, top_p, seed)
 
-        def limit(prompt: EncodedPrompt) -> int:
-            return min(max_new_tokens, room(self.info, prompt.length))
-
-        def respond(batch: Sequence[EncodedPrompt]) -> list[EncodedResponse]:
-            limits = [limit(prompt) for prompt in batch]
-            generated = self._generate(batch, max(limits), sampler, batch_size)
-            return [
-                self.response(ids[:most])
-                for ids, most in zip(generated, limits, strict=True)
+        def respond(
+            batch: Sequence[EncodedPrompt],
+        ) -> Iterator[tuple[int, EncodedResponse]]:
+            limits = [
+                min(max_new_tokens, room(self.info, prompt.length)) for prompt in batch
             ]
+            generated = self._generate(batch, max(limits), sampler, batch_size)
+            for number, ids in generated:
+                yield number, self.response(ids[: limits[number]])
 
-        return self._halve_generate(
+        return self._halve_generate.each(
             list(prompts), lambda prompt: prompt.length + max_new_tokens, respond
         )
 
@@ -343,8 +365,8 @@ class TargetModel:
         max_new_tokens: int,
         sampler: Sampler,
         batch_size: int | None,
-    ) -> list[list[int]]:
-        """The tokens of each response, with the EOS that ends it, by the stock `generate`."""
+    ) -> Iterator[tuple[int, list[int]]]:
+        """The number of each prompt and its tokens, with the EOS, by the stock `generate`."""
         inputs = None
         if len(prompts) <= (batch_size or CPU_BATCH):
             inputs = self._stock_inputs(prompts)
@@ -352,10 +374,11 @@ class TargetModel:
                 self._check_readable(prompts)
         if inputs is None:  # too many, or not in one batch
             middle = len(prompts) // 2
-            responses: list[list[int]] = []
-            for half in (prompts[:middle], prompts[middle:]):
-                responses += self._generate(half, max_new_tokens, sampler, batch_size)
-            return responses
+            for start, half in ((0, prompts[:middle]), (middle, prompts[middle:])):
+                generated = self._generate(half, max_new_tokens, sampler, batch_size)
+                for number, ids in generated:
+                    yield start + number, ids
+            return
         config = self._generation_config(
             max_new_tokens=max_new_tokens, **_sampling(sampler)
         )
@@ -372,8 +395,8 @@ class TargetModel:
             out_BL = self.model.generate(
                 **inputs, generation_config=config, logits_processor=[checked]
             )
-        generated = out_BL[:, length:].tolist()
-        return [self._until_eos(ids) for ids in generated]
+        for number, ids in enumerate(out_BL[:, length:].tolist()):
+            yield number, self._until_eos(ids)
 
     def _check_readable(self, prompts: Sequence[EncodedPrompt]) -> None:
         """PromptError for one that the stock model cannot read, not even alone."""

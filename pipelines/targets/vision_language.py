@@ -4,7 +4,7 @@ Shapes: B samples, L positions, N tokens of one decoding step, A rotary axes, D 
 width, S committed positions, U visual tokens.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,14 @@ class VisionLanguageTarget(TargetModel):
         max_new_tokens: int,
         sampler: Sampler,
         batch_size: int | None,
-    ) -> list[list[int]]:
+    ) -> Iterator[tuple[int, list[int]]]:
         layers = self._decoder.layers
         draw = sampler.begin(self.device)
         lengths = [prompt.length for prompt in prompts]
         capacity = max(lengths) + max_new_tokens
         slots = min(batch_size or self._slots(capacity), len(prompts))
         cache = BatchKVCache(layers.shape, slots, capacity, layers.embed_VD)
-        return generate_batch(
+        yield from generate_batch(
             layers,
             cache,
             lengths,

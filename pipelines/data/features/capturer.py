@@ -1,17 +1,20 @@
 """Stage 3: workers run the target over prompts and responses and write its hidden states into the store.
 
 The target runs teacher-forced, in batches of similar length, once for all features that the chosen drafters
-need. The worker that computes a shard writes it and returns counts; a rerun captures only what is missing.
+need. The worker that computes a shard writes it and returns counts; a rerun captures only what is missing. A
+shard has half a minute of work at most, which a kill loses.
 """
 
 import dataclasses
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +26,7 @@ from vlmdistill.pipelines.cluster.engine_environment import (
     check_environment,
 )
 from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
+from vlmdistill.pipelines.cluster.queue import PART_SECONDS
 from vlmdistill.pipelines.cluster.reporting import StageTally
 from vlmdistill.pipelines.cluster.session import MIB
 from vlmdistill.pipelines.cluster.shared import LOOKED_AT, Shared, some_media
@@ -165,6 +169,7 @@ class CaptureResult:
     samples: int = 0
     tokens: int = 0  # text and visual
     failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
+    left: Collection[str] = ()  # the keys of samples for further shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +207,7 @@ class CaptureSummary:
 
 
 class Capturer:
-    """The worker: loads the target once and captures task after task, each into one shard."""
+    """The worker: loads the target once and captures task after task, each into one shard or a few."""
 
     def __init__(
         self,
@@ -223,6 +228,7 @@ class Capturer:
         # This sets up the tokenizer, which threads must not.
         self.target.encode([{"role": "user", "content": ""}])
         self.settings = settings
+        self._tokens_per_second = 0.0  # of the last shard
         stored_dtype = base.provenance.dtype if base else "bfloat16"
         self.dtype = settings.dtype or stored_dtype
         provenance = self.target.provenance(self.features, self.dtype, sampling)
@@ -271,11 +277,20 @@ class Capturer:
         )
 
     def work(self, task: CaptureTask) -> CaptureResult:
-        """Capture a task and commit it as one shard, without the samples whose prompt has changed."""
+        """Capture the part of a task that takes half a minute, and commit it as one shard.
+
+        Samples whose prompt has changed are left out.
+        """
+        whole = set(task.keys)
+        task = self._part(task)
+        rest_keys = whole.difference(task.keys)
         failed = dict[str, str]()
         while task.items:
             try:
-                return dataclasses.replace(self._capture(task), failed=failed)
+                began = time.monotonic()
+                captured = self._capture(task)
+                self._tokens_per_second = captured.tokens / (time.monotonic() - began)
+                return dataclasses.replace(captured, failed=failed, left=rest_keys)
             except PromptError as error:
                 # It is one of the longest, which run first: little is run again.
                 key = task.keys[error.at]
@@ -286,7 +301,21 @@ class Capturer:
                     raise
                 failed |= problems
             task = task.only([key for key in task.keys if key not in failed])
-        return CaptureResult(failed=failed)
+        return CaptureResult(failed=failed, left=rest_keys)
+
+    def _part(self, task: CaptureTask) -> CaptureTask:
+        """The first samples of a task: half a minute at the speed of the last shard.
+
+        Before there is one, a GPU takes the whole task, and a CPU what fits into one pass.
+        """
+        budget = self._tokens_per_second * PART_SECONDS
+        if not budget:
+            if self.target.device.type != "cpu":
+                return task
+            budget = self.settings.batch_tokens
+        ends = accumulate(item.tokens for item in task.items)
+        count = sum(end <= budget for end in ends)
+        return CaptureTask.of(task.items[: max(1, count)])
 
     def _capture(self, task: CaptureTask) -> CaptureResult:
         """Batch by batch: while one runs, threads encode the next, and another writes the one before.

@@ -6,7 +6,7 @@ between leaves responses whose features `capture` adds.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from vlmdistill.pipelines.data.features.capturer import (
 )
 from vlmdistill.pipelines.data.features.shard_plan import SHARD_SAMPLES, CaptureItem
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
-from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.dataset import ResponseRow, SamplingSettings
 from vlmdistill.pipelines.data.responses.responder import (
     Responder,
     ResponseResult,
@@ -75,14 +75,15 @@ class Synthesizer(Responder):
         return result
 
     def _generate(
-        self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
-    ) -> None:
+        self, batch: Sequence[tuple[Prompt, Any]], seed: int
+    ) -> Iterator[ResponseRow]:
         by_key = {prompt.key: (prompt, encoded) for prompt, encoded in batch}
+        rows = list[ResponseRow]()
 
         def keep(key: str, response: "EncodedResponse", sample: "Sample") -> None:
             prompt, encoded = by_key[key]
             row = self._response(prompt, encoded, response, seed)
-            result.rows.append(row)
+            rows.append(row)
             if not row.keep:
                 return
             item = CaptureItem(prompt, row)
@@ -101,6 +102,7 @@ class Synthesizer(Responder):
             top_p=self.sampling.top_p,
             seed=seed,
         )
+        return iter(rows)
 
 
 class _TaskShards:

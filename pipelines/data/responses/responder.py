@@ -1,12 +1,22 @@
 """Stage 2: workers sample responses to the prompts, in batches, into Parquet files.
 
 Only the driver writes, and it decides which responses are missing. So after a kill, a rerun generates the
-missing ones, and every prompt has one response.
+missing ones, and every prompt has one response. A worker hands over what has ended twice a minute: a kill
+loses that, and the responses that are under way.
 """
 
 import dataclasses
+import math
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +27,7 @@ from vlmdistill.pipelines.cluster.engine_environment import (
     check_environment,
 )
 from vlmdistill.pipelines.cluster.pool import WorkerOptions, opened, weight_bytes
-from vlmdistill.pipelines.cluster.queue import scattered
+from vlmdistill.pipelines.cluster.queue import PART_SECONDS, scattered
 from vlmdistill.pipelines.cluster.reporting import StageTally
 from vlmdistill.pipelines.cluster.shared import Shared, some_media
 from vlmdistill.pipelines.data.prompts.prompt_table import (
@@ -103,8 +113,26 @@ class ResponseResult:
 
     rows: list[ResponseRow] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # key -> error on this machine
+    left: Collection[str] = ()  # the keys whose responses are still under way
     shards: list[Commit] = field(default_factory=list)
     """Of the kept responses, where they were captured as well."""
+
+
+@dataclass
+class _TaskUnderWay:
+    """A task whose responses a worker generates, part after part."""
+
+    steps: Iterator[None]  # each adds to `part`
+    left: set[str]  # keys
+    part: ResponseResult  # what has ended since the last part was taken
+
+    def take(self) -> ResponseResult:
+        """What has ended since the last call."""
+        rows, failed = list(self.part.rows), dict(self.part.failed)
+        self.part.rows.clear()
+        self.part.failed.clear()
+        self.left -= {*failed, *(row.key for row in rows)}
+        return ResponseResult(rows, failed, set(self.left))
 
 
 class Responder:
@@ -127,6 +155,9 @@ class Responder:
         self.limit = min(
             self.filters.max_length or 2**31, self.target.info.max_position
         )
+        self._under_way: _TaskUnderWay | None = None
+        # An engine gives all responses of a batch at once.
+        self._part_seconds = math.inf if self.engine else PART_SECONDS
 
     def _load(
         self, model: str, how: Options, engine: EngineName
@@ -147,8 +178,26 @@ class Responder:
         }
 
     def work(self, task: ResponseTask) -> ResponseResult:
-        """Generate a response to every prompt of a task, in batches of similar length."""
-        result = ResponseResult()
+        """Generate responses to the prompts of a task for half a minute, or until the first one ends.
+
+        With the prompts that are left, the next call goes on where this one stopped.
+        """
+        under_way = self._under_way
+        if under_way is None or under_way.left != set(task.keys):
+            part = ResponseResult()
+            under_way = _TaskUnderWay(self._respond(task, part), set(task.keys), part)
+        self._under_way = None  # an error ends it
+        until = time.monotonic() + self._part_seconds
+        for _ in under_way.steps:
+            if time.monotonic() >= until:
+                break
+        done = under_way.take()
+        if done.left:
+            self._under_way = under_way
+        return done
+
+    def _respond(self, task: ResponseTask, result: ResponseResult) -> Iterator[None]:
+        """Add a response to every prompt of a task to `result`, in batches of similar length."""
         seed = task.seed
         waiting = list[tuple[Prompt, Any]]()  # encoded prompts
         waiting_bytes = 0
@@ -159,11 +208,10 @@ class Responder:
             waiting.append((prompt, encoded))
             waiting_bytes += encoded.nbytes
             if waiting_bytes > HELD_BYTES:
-                seed = self._generate_all(waiting, seed, result)
+                seed = yield from self._generate_all(waiting, seed, result)
                 waiting = []
                 waiting_bytes = 0
-        self._generate_all(waiting, seed, result)
-        return result
+        yield from self._generate_all(waiting, seed, result)
 
     def _encode(self, prompt: Prompt, result: ResponseResult) -> "EncodedPrompt | None":
         """The encoded prompt; None if it gets no response, and then the result says why."""
@@ -185,20 +233,25 @@ class Responder:
 
     def _generate_all(
         self, encoded: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
-    ) -> int:
+    ) -> Generator[None, None, int]:
         """Respond to prompts of similar length together. Each run has its own seed; returns the next seed."""
         from vlmdistill.pipelines.targets.batching import alike
 
         for batch in alike(
             encoded, lambda item: item[1].length + self.sampling.max_new_tokens
         ):
-            pending = list(batch)
+            pending = {prompt.key: (prompt, encoded) for prompt, encoded in batch}
             while pending:
+                unanswered = list(pending.values())
                 try:
-                    self._generate(pending, seed, result)
+                    for row in self._generate(unanswered, seed):
+                        result.rows.append(row)
+                        del pending[row.key]
+                        yield
                     break
                 except PromptError as error:  # the others are generated without it
-                    prompt, _ = pending.pop(error.at)
+                    prompt, _ = unanswered[error.at]
+                    del pending[prompt.key]
                     result.failed[prompt.key] = (
                         f"prompt {prompt.key}: {one_line(error)}"
                     )
@@ -206,22 +259,30 @@ class Responder:
         return seed
 
     def _generate(
-        self, batch: Sequence[tuple[Prompt, Any]], seed: int, result: ResponseResult
-    ) -> None:
-        generate: Callable[..., list[EncodedResponse]]
+        self, batch: Sequence[tuple[Prompt, Any]], seed: int
+    ) -> Iterator[ResponseRow]:
+        """The rows of some prompts, as their responses end."""
+        respond: Callable[..., Iterable[tuple[int, EncodedResponse]]]
         if self.engine:
-            generate = self.engine.generate  # it makes its own batches
+            respond = self._engine_responses  # it makes its own batches
         else:
-            generate = partial(self.target.generate, batch_size=self.batch)
-        responses = generate(
+            respond = partial(self.target.responses, batch_size=self.batch)
+        responses = respond(
             [encoded for _, encoded in batch],
             max_new_tokens=self.sampling.max_new_tokens,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             seed=seed,
         )
-        for (prompt, encoded), response in zip(batch, responses, strict=True):
-            result.rows.append(self._response(prompt, encoded, response, seed))
+        for number, response in responses:
+            prompt, encoded = batch[number]
+            yield self._response(prompt, encoded, response, seed)
+
+    def _engine_responses(
+        self, prompts: Sequence["EncodedPrompt"], **sampling: Any
+    ) -> Iterable[tuple[int, "EncodedResponse"]]:
+        assert self.engine is not None
+        return enumerate(self.engine.generate(prompts, **sampling))
 
     def _response(
         self,

@@ -252,6 +252,7 @@ class Numbers:
 class Result:
     machine: str
     failed: dict = field(default_factory=dict)
+    left: tuple = ()
 
 class Toy:
     def __init__(self):

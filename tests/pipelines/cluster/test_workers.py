@@ -37,23 +37,29 @@ class Numbers:
 class Squares:
     squares: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    left: Collection[str] = ()
 
 
 def tasks(*numbers: int) -> list[Numbers]:
     return [Numbers((str(number),)) for number in numbers]
 
 
-def worker(action: Callable[[int], None]) -> Callable[[], Any]:
-    """A worker that calls `action` and returns squares; a local class, so that it is pickled by value."""
+def worker(action: Callable[[int], None], *, parts: bool = False) -> Callable[[], Any]:
+    """A worker that calls `action` and returns squares; a local class, so that it is pickled by value.
+
+    With `parts` it returns the square of one number at a time.
+    """
 
     class Toy:
         def facts(self) -> str:
             return "ready"
 
         def work(self, task: Any) -> Any:
-            for key in task.keys:
+            keys = task.keys[:1] if parts else task.keys
+            for key in keys:
                 action(int(key))
-            return Squares({key: int(key) ** 2 for key in task.keys})
+            squares = {key: int(key) ** 2 for key in keys}
+            return Squares(squares, left=task.keys[len(keys) :])
 
     return Toy
 
@@ -89,6 +95,23 @@ def test_the_task_of_a_killed_worker_goes_to_another(tmp_path: Path) -> None:
     make = worker(partial(die_once, marker=str(tmp_path / "died")))
     with ActorPool[Numbers, Squares](make, options=WorkerOptions(workers=1)) as pool:
         assert run(pool, tasks(1, 2, 3)) == ({"1": 1, "2": 4, "3": 9}, {})
+
+
+def test_parts_of_a_task_are_kept_when_its_worker_is_killed(tmp_path: Path) -> None:
+    def die_once(number: int, folder: str) -> None:
+        with open(f"{folder}/{number}", "a") as file:
+            file.write("x")
+            file.flush()
+            if number == 3 and file.tell() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    make = worker(partial(die_once, folder=str(tmp_path)), parts=True)
+    task = Numbers(("1", "2", "3", "4"))
+    with ActorPool[Numbers, Squares](make, options=WorkerOptions(workers=1)) as pool:
+        done = list(pool.run([task]))
+    assert [ended.task.keys for ended in done] == [("1",), ("2",), ("3",), ("4",)]
+    calls = [len((tmp_path / key).read_text()) for key in task.keys]
+    assert calls == [1, 1, 2, 1]
 
 
 @pytest.mark.parametrize(("number", "deadly"), [(0, False), (1, False), (1, True)])

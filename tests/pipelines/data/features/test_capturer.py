@@ -25,6 +25,7 @@ from vlmdistill.pipelines import flow
 from vlmdistill.pipelines.cluster.engine_environment import VARIABLE
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features import capture_store as capture_store
+from vlmdistill.pipelines.data.features import capturer
 from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import (
     CaptureJob,
@@ -629,6 +630,36 @@ def test_killed_at_any_moment_every_sample_is_stored_once(
     index = Store.open(store).index
     assert sorted(index["key"]) == sorted(given.kept)
     assert len(list(store.glob("commits/*"))) == len(given.kept)
+
+
+def test_a_run_that_is_stopped_in_a_task_keeps_its_shards(
+    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capturer, "PART_SECONDS", 0.0)
+    store = CaptureStore(tmp_path / "features")
+    one_by_one = CaptureSettings(drafters=["sparrow"], batch_tokens=1)
+
+    def stop(done: int, total: int, note: str = "") -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    def run(progress: Progress) -> CaptureSummary:
+        return capture(
+            given.prompts,
+            given.responses,
+            store,
+            given.model,
+            one_by_one,
+            HERE,
+            progress,
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stop)
+    assert len(store.keys()) == 3
+    assert run(silent).captured == len(given.kept) - 3
+    assert store.keys() == given.kept
+    assert info(Store.open(store.path))["shards"] == len(given.kept)
 
 
 def test_a_terminated_run_reports_what_is_kept_in_one_line(

@@ -24,8 +24,8 @@ from tests.thorough import THOROUGH
 from vlmdistill.pipelines.cluster.pool import WorkerOptions, weight_bytes
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, read
-from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses import dataset, responder
+from vlmdistill.pipelines.data.responses.dataset import ResponseRow, SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import Filters, repetition
 from vlmdistill.pipelines.data.responses.responder import Responder, ResponseTask, plan
 from vlmdistill.pipelines.data.responses.responder import respond as respond_by_any
@@ -60,6 +60,11 @@ def begun(
     summary = respond(prompts[:5], out, model, BRIEF, ANY, batch=2, task_size=4)
     assert (summary.prompts, summary.generated, summary.failed) == (5, 5, {})
     return out
+
+
+def texts(out: Path) -> dict[str, str]:
+    """The text of each response, by its key."""
+    return {row.key: row.text for row in dataset.read(out, kept=False)}
 
 
 def keys(out: Path) -> Counter[str]:
@@ -193,6 +198,47 @@ def test_the_same_seed_gives_the_same_responses(
         return {row.key: list(row.ids) for row in worker.work(task).rows}
 
     assert generated(5) == generated(5) != generated(6)
+
+
+def test_a_worker_hands_over_what_has_ended_and_goes_on_with_the_rest(
+    model: str, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task,) = plan(prompts[:6], 6, 0)
+    whole = Responder(model, BRIEF, ANY, batch=2).work(task)
+    assert not whole.left
+    monkeypatch.setattr(responder, "PART_SECONDS", 0.0)
+    worker = Responder(model, BRIEF, ANY, batch=2)
+    rows, left = list[ResponseRow](), task
+    while left.prompts:
+        part = worker.work(left)
+        assert len(part.rows) == 1
+        rows += part.rows
+        left = left.only(part.left)
+    assert rows == whole.rows
+
+
+def test_a_run_that_is_stopped_in_a_task_keeps_what_has_ended(
+    tmp_path: Path,
+    model: str,
+    prompts: list[Prompt],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(responder, "PART_SECONDS", 0.0)
+    out, reports = tmp_path / "responses", list[int]()
+
+    def stop(done: int, total: int, note: str = "") -> None:
+        reports.append(done)
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        respond(prompts, out, model, BRIEF, ANY, batch=4, task_size=12, report=stop)
+    assert reports == [0, 1, 2, 3, 4, 5]
+    begun = texts(out)
+    assert len(begun) == 5
+    respond(prompts, out, model, BRIEF, ANY, batch=4, task_size=12)
+    assert keys(out) == Counter(prompt.key for prompt in prompts)
+    assert begun.items() <= texts(out).items()
 
 
 def test_dropped_responses_are_kept_with_their_reason(
