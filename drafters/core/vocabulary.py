@@ -3,6 +3,7 @@
 Shapes: K tokens of the draft vocabulary, V vocabulary of the target.
 """
 
+from bisect import bisect_left
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import TargetInfo
+
+ENOUGH = 0.98  # of the tokens of responses, for a draft vocabulary
 
 
 @runtime_checkable
@@ -54,6 +57,18 @@ class FrequentTokens:
         chosen_K = most_frequent_K.sort().values
         draft_K = torch.arange(len(chosen_K), device=chosen_K.device)
         self.d2t.copy_(chosen_K - draft_K)
+
+
+def coverage(count_V: Tensor, size: int) -> str:
+    """What a draft vocabulary of `size` tokens covers of the counted ones, and which size covers 98%."""
+    sorted_V = count_V.sort(descending=True).values
+    total = sorted_V.sum().clamp(min=1)
+    share_V = (sorted_V.cumsum(0) / total).tolist()
+    enough = bisect_left(share_V, ENOUGH) + 1
+    return (
+        f"draft_vocab={size}: these tokens are {share_V[size - 1]:.1%} of the responses; "
+        f"{enough} tokens are {ENOUGH:.0%}"
+    )
 
 
 def columns_of(drafter: object) -> Tensor | None:

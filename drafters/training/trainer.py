@@ -21,7 +21,11 @@ from vlmdistill.drafters.checkpoints.initial import WarmStart, fresh
 from vlmdistill.drafters.core.config import Stage
 from vlmdistill.drafters.core.devices import choose_kernels
 from vlmdistill.drafters.core.drafter import Drafter
-from vlmdistill.drafters.core.vocabulary import DraftVocabulary, columns_of
+from vlmdistill.drafters.core.vocabulary import (
+    DraftVocabulary,
+    columns_of,
+    coverage,
+)
 from vlmdistill.drafters.training import cpu, deepspeed_engine, ranks, saved
 from vlmdistill.drafters.training.batches import (
     BatchSource,
@@ -222,7 +226,8 @@ def _choose_vocabulary(
     drafter: Drafter, data: RunData, source: BatchSource, warm_start: WarmStart | None
 ) -> None:
     """Let the drafter choose its vocabulary by the responses to train on, unless it took one over."""
-    if not isinstance(drafter, DraftVocabulary) or columns_of(drafter) is None:
+    columns_K = columns_of(drafter)
+    if not isinstance(drafter, DraftVocabulary) or columns_K is None:
         return
     buffers = {name for name, _ in drafter.named_buffers()}
     if warm_start and buffers.intersection(warm_start.taken):
@@ -236,7 +241,10 @@ def _choose_vocabulary(
         world=source.world,
     )
     count_V = occurrences(reader, data.store.info.vocab_size)
-    drafter.choose_vocabulary(ranks.total(count_V.to(source.device)))
+    total_V = ranks.total(count_V.to(source.device))
+    if ranks.is_first():
+        log.info("%s", coverage(total_V, len(columns_K)))
+    drafter.choose_vocabulary(total_V)
 
 
 @dataclass(frozen=True)

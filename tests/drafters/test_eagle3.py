@@ -17,7 +17,7 @@ from vlmdistill.drafters.core.kv_cache import GrowingKVCache
 from vlmdistill.drafters.core.losses import TargetRows, score
 from vlmdistill.drafters.core.settings import override
 from vlmdistill.drafters.core.tree import Tree
-from vlmdistill.drafters.core.vocabulary import columns_of
+from vlmdistill.drafters.core.vocabulary import columns_of, coverage
 from vlmdistill.drafters.eagle3 import Eagle3
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.drafters.training.trainer import train
@@ -213,11 +213,21 @@ def plan(store: Path, out: Path, **more: object) -> Run:
     )
 
 
+def test_the_share_of_the_responses_that_a_vocabulary_covers_is_told() -> None:
+    count_V = torch.tensor([0.0, 90.0, 1.0, 8.0, 1.0])
+    assert coverage(count_V, 1) == (
+        "draft_vocab=1: these tokens are 90.0% of the responses; 2 tokens are 98%"
+    )
+    assert "draft_vocab=3: these tokens are 99.0%" in coverage(count_V, 3)
+
+
 def test_training_counts_its_responses_and_a_checkpoint_keeps_what_it_chose(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     synthetic.store(tmp_path / "store", 12)
+    caplog.set_level("INFO")
     train(plan(tmp_path / "store", tmp_path / "out"))
+    assert "draft_vocab=9: these tokens are" in caplog.text
     count_V = torch.zeros(INFO.vocab_size)
     opened = Store.open(tmp_path / "store")
     for key in opened.index["key"].to_list():
