@@ -145,7 +145,7 @@ Recipe = Annotated[
     str | None,
     typer.Option(
         "--recipe",
-        metavar="paper|fair|fair-paper|demo|demo-paper|FILE.toml",
+        metavar="paper|fair|fair-paper|small|demo|demo-paper|FILE.toml",
         help="Training settings, by name or in a file; default: demo for the demo targets, else paper.",
     ),
 ]

@@ -146,6 +146,11 @@ FAIR = Recipe(
     f"{EQUAL} {HALF_VISUAL}",
 )
 FAIR_PAPER = Recipe("as fair, with each paper's own schedule of images and text", EQUAL)
+SMALL_TARGET = Recipe(
+    "as fair, for small targets and 100,000 response tokens or so: hours of a CPU",
+    "steps=2000 stages.*.learning_rate=1e-3 batch_tokens=1024 tree=chain-4 "
+    f"warmup=0.05 clip=1.0 {HALF_VISUAL}",
+)
 DEMO = Recipe(
     "as fair, for the embedded targets", f"{SMALL} {HALF_VISUAL}", SMALL_EPOCHS
 )
@@ -156,6 +161,7 @@ RECIPES = {
     "paper": Recipe("each paper's own settings"),
     "fair": FAIR,
     "fair-paper": FAIR_PAPER,
+    "small": SMALL_TARGET,
     "demo": DEMO,
     "demo-paper": DEMO_PAPER,
 }
