@@ -10,6 +10,7 @@ value heads, R query heads that share a key head, d head width, P rotary positio
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core.layers import rms_norm
+from vlmdistill.pipelines.targets.packed_weights import PackedWeight, fewest_rows
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache, CacheShape
 from vlmdistill.stores.errors import TargetError
 
@@ -33,7 +35,8 @@ class FusedLayers:
     """The text layers of a target, as one function of a few tokens.
 
     The query, key and value matrices of a layer are fused, and so are gate and up. The stock modules become
-    views of the fused matrices, so that no weight is in memory twice. TargetError on quantized weights.
+    views of the fused matrices, so that no weight is in memory twice, but for packed ones on a CPU
+    (`packed_weights.py`). TargetError on quantized weights.
     """
 
     def __init__(self, text: Any):
@@ -47,8 +50,15 @@ class FusedLayers:
         self.rotary = text.rotary_emb
         self.act = text.layers[0].mlp.act_fn
         self.layers = [_fuse(layer, self.width) for layer in text.layers]
+        matrices = [weight for layer in self.layers for weight in layer.matrices]
+        self._packed_from = fewest_rows(matrices)
         self.shape = CacheShape(len(self.layers), self.kv_heads, self.width)
         self._make_rotary_table(1024)
+
+    @cached_property
+    def _packed_layers(self) -> list["_PackedLayer"]:
+        """The same layers with packed weights."""
+        return [_PackedLayer(layer) for layer in self.layers]
 
     def ensure_rotary_table(self, last: int) -> None:
         """Extend the table of rotary factors to position `last`."""
@@ -162,13 +172,16 @@ class FusedLayers:
         count, width = hidden_ND.shape[0], self.width
         rotated, half = self.heads + self.kv_heads, width // 2
         states: dict[str, Tensor] = {}
-        for number, layer in enumerate(self.layers):
+        layers: Sequence[_Layer] = self.layers
+        if count >= self._packed_from and not torch.compiler.is_compiling():
+            layers = self._packed_layers
+        for number, layer in enumerate(layers):
             if number in taps:
                 states |= dict.fromkeys(taps[number], hidden_ND)
 
             # Attention: projections, rotary embedding in place, residual.
             normed_ND = rms_norm(hidden_ND, layer.norm_in, layer.eps)
-            qkv = F.linear(normed_ND, layer.qkv, layer.qkv_bias)
+            qkv = layer.project(normed_ND)
             qkv_NHd = qkv.view(count, -1, width)
             qk_NHd = qkv_NHd[:, :rotated]
             if layer.norm_qk_Hd is not None:
@@ -177,16 +190,14 @@ class FusedLayers:
             rolled_NHd = qk_NHd.roll(half, -1)
             qk_NHd.mul_(cos_N1d).addcmul_(rolled_NHd, sin_N1d)
             mixed_ND = attend(number, qkv_NHd)
-            residual_ND = _plus(hidden_ND, layer.out_bias)
-            hidden_ND = torch.addmm(residual_ND, mixed_ND, layer.out_t)
+            hidden_ND = layer.add_attention(hidden_ND, mixed_ND)
 
             # MLP.
             normed_ND = rms_norm(hidden_ND, layer.norm_mlp, layer.eps)
-            gate_up = F.linear(normed_ND, layer.gate_up, layer.gate_up_bias)
+            gate_up = layer.widen(normed_ND)
             gate_NM, up_NM = gate_up.chunk(2, -1)
             inner_NM = self.act(gate_NM).mul_(up_NM)
-            residual_ND = _plus(hidden_ND, layer.down_bias)
-            hidden_ND = torch.addmm(residual_ND, inner_NM, layer.down_t)
+            hidden_ND = layer.add_mlp(hidden_ND, inner_NM)
         states["hidden"] = rms_norm(hidden_ND, *self.norm)
         return states
 
@@ -229,6 +240,50 @@ class _Layer:
     norm_in: Tensor
     norm_mlp: Tensor
     eps: float
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """What N tokens are multiplied by: of queries, keys and values, output, MLP in and out."""
+        return self.qkv, self.out_t.t(), self.gate_up, self.down_t.t()
+
+    def project(self, normed_ND: Tensor) -> Tensor:
+        """Queries, keys and values."""
+        return F.linear(normed_ND, self.qkv, self.qkv_bias)
+
+    def add_attention(self, hidden_ND: Tensor, mixed_ND: Tensor) -> Tensor:
+        """The states after the attention's output projection."""
+        residual_ND = _plus(hidden_ND, self.out_bias)
+        return torch.addmm(residual_ND, mixed_ND, self.out_t)
+
+    def widen(self, normed_ND: Tensor) -> Tensor:
+        """The two inputs of the MLP's product."""
+        return F.linear(normed_ND, self.gate_up, self.gate_up_bias)
+
+    def add_mlp(self, hidden_ND: Tensor, inner_NM: Tensor) -> Tensor:
+        """The states after the MLP's output projection."""
+        residual_ND = _plus(hidden_ND, self.down_bias)
+        return torch.addmm(residual_ND, inner_NM, self.down_t)
+
+
+class _PackedLayer(_Layer):
+    """A fused layer with packed weights."""
+
+    def __init__(self, layer: _Layer) -> None:
+        super().__init__(*map(partial(getattr, layer), layer.__slots__))
+        packed = [PackedWeight(weight) for weight in self.matrices]
+        self._qkv, self._out, self._gate_up, self._down = packed
+
+    def project(self, normed_ND: Tensor) -> Tensor:
+        return self._qkv.times(normed_ND, self.qkv_bias)
+
+    def add_attention(self, hidden_ND: Tensor, mixed_ND: Tensor) -> Tensor:
+        return hidden_ND + self._out.times(mixed_ND, self.out_bias)
+
+    def widen(self, normed_ND: Tensor) -> Tensor:
+        return self._gate_up.times(normed_ND, self.gate_up_bias)
+
+    def add_mlp(self, hidden_ND: Tensor, inner_NM: Tensor) -> Tensor:
+        return hidden_ND + self._down.times(inner_NM, self.down_bias)
 
 
 def _fuse(layer: Any, width: int) -> _Layer:

@@ -52,6 +52,7 @@ from vlmdistill.pipelines.targets.families.text_model import (
     text_model,
 )
 from vlmdistill.pipelines.targets.generation import Sampler
+from vlmdistill.pipelines.targets.packed_weights import LMHead
 from vlmdistill.pipelines.targets.software import versions
 from vlmdistill.pipelines.targets.text_layers import LayerCache, LayerInputs, run_layers
 from vlmdistill.stores.errors import DataError, PromptError, TargetError
@@ -188,6 +189,10 @@ class TargetModel:
         weight_VD: Tensor = self.model.get_output_embeddings().weight
         scale = self._logit_rule.scale
         return weight_VD if scale == 1 else weight_VD * scale
+
+    @cached_property
+    def _head_for_rows(self) -> LMHead:
+        return LMHead(self._head_VD)
 
     @property
     def head(self) -> Head:
@@ -676,7 +681,7 @@ class TargetModel:
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """The LM head on `hidden` states, float32 [N, V]."""
-        return self._logit_rule.limited(F.linear(hidden_ND, self._head_VD).float())
+        return self._logit_rule.limited(self._head_for_rows.times(hidden_ND).float())
 
     def _states(
         self,

@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from tests import tiny
 from tests.pipelines.targets.stock import Messages, Stock
 from tests.thorough import THOROUGH
 from vlmdistill.drafters.core.target import Target
+from vlmdistill.pipelines.targets import packed_weights
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.packed_weights import PackedWeight
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.stores.errors import TargetError
 from vlmdistill.stores.schema import Feature
@@ -125,6 +129,57 @@ def test_greedy_loop_equals_generate(checkpoint: Checkpoint, family: str) -> Non
             list(target.generate([prompt], max_new_tokens=24, temperature=0)[0].ids)
             == theirs
         )
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_packed_weights_decode_as_plain_ones(
+    checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tree and greedy responses, where a weight is large enough for them."""
+    plain = load(str(checkpoint(family)))
+    monkeypatch.setattr(packed_weights, "LARGE", 1)
+    packed = load(str(checkpoint(family)))
+    times, rows = PackedWeight.times, list[int]()
+
+    def counted(self: PackedWeight, rows_NI: Tensor, *bias: Tensor) -> Tensor:
+        rows.append(len(rows_NI))
+        return times(self, rows_NI, *bias)
+
+    monkeypatch.setattr(PackedWeight, "times", counted)
+    ids_N, depth_N, visible_NN = tree(seed=3)
+    states = []
+    for target in (plain, packed):
+        prompt = target.encode(PROMPTS["several"])
+        target.prefill(prompt)
+        hidden_ND = target.extend(ids_N, depth_N, visible_NN)["hidden"]
+        states += [hidden_ND, target.logits(hidden_ND)]
+    torch.testing.assert_close(states[2:], states[:2], rtol=1e-4, atol=1e-4)
+    assert set(rows) == {len(ids_N)}
+    prompts = [plain.encode(PROMPTS[name]) for name in ("none", "one", "several")]
+    responses = plain.generate(prompts, max_new_tokens=12, temperature=0)
+    assert packed.generate(prompts, max_new_tokens=12, temperature=0) == responses
+    assert (
+        min(rows) == packed_weights.FEWEST[torch.float32]
+    )  # of the three prompts together
+    assert list(responses[1].ids) == greedy(packed, prompts[1], 12)
+
+
+def test_weights_are_packed_on_a_cpu_if_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large_OI = torch.empty(256, 256)
+    fewest_rows = packed_weights.fewest_rows
+    assert fewest_rows([large_OI, large_OI]) == 3
+    assert fewest_rows([large_OI, torch.empty(8, 8)]) == inf
+    assert fewest_rows([large_OI.half()]) == inf
+    assert fewest_rows([large_OI.to("meta")]) == inf
+    for supported, fewest in ((True, 1), (False, inf)):
+        bfloat16 = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: supported)  # noqa: B023
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops, "mkldnn", bfloat16)
+            assert fewest_rows([large_OI.bfloat16()]) == fewest
+    monkeypatch.setattr(packed_weights, "SHARE", 0.0)
+    assert fewest_rows([large_OI]) == inf
 
 
 @pytest.fixture
