@@ -23,7 +23,7 @@ VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
 unexport PYTHONPATH  # it may name another checkout
-.PHONY: help setup engine demo test test-nightly test-newest test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-gpu gpu-kit bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo demo-pretrained test test-nightly test-newest test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-gpu gpu-kit bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -46,6 +46,11 @@ $(ENGINE)/.ready: pyproject.toml tools/engine_environment.py
 
 demo: setup  ## the whole flow on the embedded target: two drafters trained and compared
 	$(VLM) run --drafters sparrow,wren --max-new-tokens 256 --batch-size 64 --workers 2 --temperature 0
+
+demo-pretrained: setup  ## the flow on a pretrained language model: one drafter, half an hour on two cores
+	@echo "a download of 93 MB, then about 30 minutes on two cores; run it again to go on where it was stopped"
+	test -e $(RUNS)/smollm2/prompts.parquet || $(VLM) prompts self --model smollm2 --limit 200 --eval-share 0.1
+	$(VLM) run --model smollm2 --drafters wren --recipe small --set steps=100 --set tree=chain-3 --max-new-tokens 128 --batch-size 32 --workers 1 --limit 6 --temperature 0
 
 test: lint types pytest  ## lint, types, import contract and tests: what CI runs
 

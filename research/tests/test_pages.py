@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from research import methods, video
+from research import methods, pretrained, video
 from research.trial import Cost, Measured, Run
 from tests.pipelines.bench.made_up import measured
 from vlmdistill.drafters.decoding.clock import Cycle, Laps, Timed
@@ -155,3 +155,42 @@ def test_results_have_images_and_text_apart() -> None:
     assert "6 of 6" in text
     assert "CPU Some Processor" in text
     assert "1.02" in text
+
+
+def test_the_page_of_the_pretrained_target_shows_both_dtypes_and_names_the_load() -> (
+    None
+):
+    def row(dtype: str, tau: float) -> dict[str, Any]:
+        return {
+            "drafter": "wren",
+            "dtype": dtype,
+            "temperature": 0.0,
+            "steps": 150,
+            "cpu_seconds": [320.0],
+            "tau": {"text": tau},
+            "all": tau,
+            "alpha": [0.5, 0.25, 0.125],
+            "cycle": 1.25,
+            "ms": {"draft": 20.0, "verify": 60.0, "accept": 1.0, "other": 0.0},
+            "plain_ms": 64.0,
+            "speedup": 1.5,
+            "cpu_speedup": None,
+            "cpu_share": 0.5,
+            "lossless": {"identical": 8, "near_tie": 1, "differs": 0},
+        }
+
+    facts = {
+        "hardware": "CPU",
+        "threads": 1,
+        "tree": "chain-3",
+        "prompts": 9,
+        "responses": 190,
+        "response_tokens": 20_000,
+        "rows": [row("float32", 1.75), row("bfloat16", 1.5)],
+    }
+    page = pretrained.page(facts)
+    line = "| `wren` | float32 | 0 | 1.75 | - | .50 .25 .12 | 1.25 | 20 + 60 | 64 | 1.50 | - |"
+    assert line in page.splitlines()
+    assert "`wren` 150 steps, 320 CPU-s" in page
+    assert "16 of 18 (2 of the others" in page
+    assert "had 50% of a CPU" in page
