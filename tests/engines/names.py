@@ -33,8 +33,10 @@ REACHED = {
         "requests",
         "input_batch",
         "get_draft_model",
+        "discard_request_mask",
+        "sample_tokens",
     ),
-    "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids",),
+    "vllm.v1.worker.gpu_input_batch:InputBatch": ("req_ids", "num_reqs", "generators"),
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
         *("mm_features", "num_prompt_tokens", "num_computed_tokens", "get_token_id"),
     ),

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "checks", ["decoding", pytest.param("training", marks=pytest.mark.slow)]
+    "checks", ["decoding", "serving", pytest.param("training", marks=pytest.mark.slow)]
 )
 def test_on_the_pretend_gpu(checks: str) -> None:
     file = f"tests/pretend/{checks}.py"

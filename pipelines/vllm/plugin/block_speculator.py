@@ -1,6 +1,6 @@
 """Speculators of block drafters whose context is text alone, on vLLM's V2 runner.
 
-Shapes: N rows of a step, K rows that are kept, D hidden, S the states of several layers side by side.
+Shapes: N rows of a step, S the states of several layers side by side.
 """
 
 from typing import Any
@@ -18,18 +18,13 @@ from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
 from vlmdistill.pipelines.vllm.plugin.feeder import Feeder
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
 from vlmdistill.pipelines.vllm.plugin.served_model import BesideAnyTarget
-from vlmdistill.pipelines.vllm.plugin.speculator import (
-    WithoutGraphs,
-    feed_batch,
-    without_dropped,
-)
+from vlmdistill.pipelines.vllm.plugin.speculator import feed_batch, without_dropped
 
 
-class _TextContext(WithoutGraphs, DFlashSpeculator):
+class _TextContext(DFlashSpeculator):
     """Leaves the states of visual tokens out before vLLM writes the context, so that positions have no gaps.
 
-    The arguments of `propose` are all that vLLM drafts from. The drafter runs without CUDA graphs, some of
-    which read the target's states themselves.
+    The arguments of `propose` are all that vLLM drafts from; its graphs read its own copies of them.
     """
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -51,15 +46,13 @@ class _TextContext(WithoutGraphs, DFlashSpeculator):
         """Draft a block from the states of text."""
         if aux_hidden_states and self.model_state.supports_mm_inputs and not dummy_run:
             states_NS = torch.cat(aux_hidden_states, dim=-1)
-            fused_ND = self.model.combine_hidden_states(states_NS)
-            last_hidden_states = fused_ND[: input_batch.num_tokens].clone()
-            aux_hidden_states = None
             feed = feed_batch(
-                self._feeder, input_batch, self.model_state, last_hidden_states, None
+                self._feeder, input_batch, self.model_state, states_NS, None
             )
             if feed is not None:
                 input_batch = without_dropped(input_batch, feed)
-                last_hidden_states = last_hidden_states[feed.kept_K]
+                # vLLM combines them, in 0.33 within a graph.
+                aux_hidden_states = [feed.hidden_KD]
         drafted: Tensor = super().propose(
             input_batch,
             attn_metadata,

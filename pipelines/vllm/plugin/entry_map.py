@@ -10,6 +10,7 @@ compressed entries of an image, C entries that it has, X those in the prompt, D 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -138,7 +139,12 @@ class EntryMap:
             images=images,
         )
 
-    @property
+    @cached_property
+    def length(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.kept_P)
+
+    @cached_property
     def dropped(self) -> int:
         """How many entries of the whole prompt are dropped."""
         return len(self.kept_P) - int(self.kept_P.sum())

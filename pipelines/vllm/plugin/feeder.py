@@ -1,15 +1,19 @@
 """The rows and states that a step feeds an exported drafter; the same for both runners of vLLM.
 
-Shapes: B requests of a batch, N rows of a step, K rows that are kept, L visual tokens, D hidden.
+A request that decodes keeps all its rows. Of its prompt, a step needs the number of dropped entries alone, so
+only the rows of prompts with images are looked at.
+
+Shapes: B requests of a batch, N rows of a step, K rows that are kept, X those that carry compressed images, L
+visual tokens, M images of a request, S vectors that images join to later states, D hidden.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vlmdistill.pipelines.vllm.plugin.entry_map import (
@@ -19,53 +23,89 @@ from vlmdistill.pipelines.vllm.plugin.entry_map import (
     StepRows,
 )
 
+Ints = NDArray[np.int64]
+
 
 class Reading(NamedTuple):
-    """A request of a step."""
+    """The requests of a step, in the order of their rows."""
 
-    features: Sequence[Any]
-    """Its images and videos, the same object in each step."""
-    prompt: int
-    """Tokens of its prompt."""
-    first: int
-    """Tokens that were read before this step."""
+    names: Sequence[str]
+    media: Mapping[str, Sequence[Any]]
+    """Images and videos by request, the same object in each step; a request may have none."""
+    prompt_B: Ints
+    """Tokens of each prompt."""
+    first_B: Ints
+    """Tokens that were read before this step; after the prompt, any number from its length on."""
+    starts: Sequence[int]
+    """The first row of each request, and the number of all."""
+    alive: Collection[str]
+    """The requests that have not ended."""
 
 
 @dataclass
 class _Request:
-    """A request of the batch, and the entries of its prompt."""
+    """A request with images."""
 
     features: Sequence[Any]
-    entries: EntryMap | None
-    """None: it has no visual tokens."""
-    sources: list[tuple[str, int]] = field(default_factory=list)
+    entries: EntryMap
+    sources: list[tuple[str, int]]
     """Of each image: the key of its embeddings, and the first of them."""
-    joined: dict[int, Tensor] = field(default_factory=dict)
-    """By image, the vector that it joins to later states, once that is known."""
+    joined: dict[int, int] = field(default_factory=dict)
+    """By image whose vector is known: its row in the feeder's table."""
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A request with images that reads its prompt in this step."""
+
+    name: str
+    request: _Request
+    number: int
+    """In the batch."""
+    first: int
+    rows: slice
+    step: StepRows
+    unfinished: bool
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The rows that are kept in a step that drops some."""
+
+    kept_K: Tensor
+    id_row_K: Tensor
+    """The row whose id goes into each, before vLLM shifts the ids by one row."""
+    row_N: Tensor
+    """Where each row is moved to."""
+    lengths_B: Ints
+    cpu_starts: Tensor
+    """The first row of each request, and the number of all."""
+    starts: Tensor
+    next_rows: Mapping[int, int]
+    """The row after the last one that is kept, by request whose last row is dropped."""
 
 
 @dataclass(frozen=True)
 class Feed:
     """The rows of all requests of a step that a drafter has entries for."""
 
-    steps: list[StepRows]
-    kept_K: Tensor
+    hidden_KD: Tensor
+    """The states that they are paired with."""
     index_K: Tensor
     """Of each entry, in the drafter's KV cache."""
-    rotary_shift_K: Tensor
-    """Rotary position less the index."""
+    shift_K: Tensor | None
+    """Rotary position less the index; None: they are equal."""
     request_K: Tensor
-    lengths_B: np.ndarray[Any, Any]
-    dropped_B: Tensor
+    cpu_dropped_B: Tensor
     """Entries of each sequence that are dropped, up to the end of this step."""
-    row_N: Tensor
-    """Where each row is moved to."""
+    dropped_B: Tensor
+    kept: Kept | None
+    """None: all rows are."""
 
     @property
-    def starts(self) -> Tensor:
-        """The first row of each request, and the number of all, on the CPU."""
-        starts = np.append(0, np.cumsum(self.lengths_B))
-        return torch.from_numpy(starts.astype(np.int32))
+    def guess_shift_B(self) -> Tensor | None:
+        """The rotary position of each request's guesses less the index; None: they are equal."""
+        return None if self.shift_K is None else self.dropped_B
 
 
 class Feeder:
@@ -76,84 +116,146 @@ class Feeder:
         self.device = device
         self._requests: dict[str, _Request] = {}
         self._text_states: dict[str, Tensor] = {}
+        self._joined_SD: Tensor | None = None
+        """Row 0 is for rows before any image."""
+        self._free_rows: list[int] = []
+        self._carried = False
+        """The last step put compressed images into the block."""
 
     def feed(
         self,
-        read: Mapping[str, Reading],
-        starts: list[int],
+        read: Reading,
         position_N: Tensor,
         hidden_ND: Tensor,
         block: Any,
         embeds: Mapping[str, Tensor],
-        alive: Collection[str],
     ) -> Feed | None:
-        """The rows of a step, whose states are paired in place; None: all of them, as they are.
+        """The rows of a step and their states; None: all of them, as they are.
 
-        `block` is the drafter's model, which gets the compressed images; `embeds` holds the visual embeddings
-        by key. `alive` are the requests that have not ended.
+        `block` is the drafter's `LayerInput`, which gets the compressed images; `embeds` holds the visual
+        embeddings by key.
         """
-        steps = self._steps(read, starts, alive)
+        requests = self._with_images(read)
+        prompts = _prompts(read, requests)
+        if self._carried:
+            block.carries_N.zero_()
+        self._carried = False
         if self.drafter.compresses is not None:
-            self._compress(read, steps, starts, hidden_ND, block, embeds)
+            self._compress(prompts, hidden_ND, block, embeds)
+        if self.drafter.joins:
+            self._join(read, requests, prompts, block)
         if self.drafter.after_image == "text":
-            # Also in a step of text alone, which has the state for an image after it.
-            self._pair_with_text(read, steps, starts, hidden_ND, alive)
-        if not any(step.changed for step in steps):
+            hidden_ND = self._paired_with_text(read, prompts, hidden_ND)
+        dropped = [0] * len(read.names)  # to write into a list is faster
+        for number, request in requests.items():
+            dropped[number] = request.entries.dropped
+        for prompt in prompts:
+            dropped[prompt.number] = prompt.step.dropped
+        if not (any(dropped) or self._carried):
             return None
-        kept_N = np.concatenate([step.kept_N for step in steps])
-        kept_K = self.tensor(np.flatnonzero(kept_N))
-        dropped_N = np.concatenate([step.dropped_N for step in steps])
-        dropped_K = self.tensor(dropped_N)[kept_K]
-        if self.drafter.config.positions == "compact":
-            rotary_shift_K = torch.zeros_like(dropped_K)
-        else:
-            rotary_shift_N = np.concatenate([step.rotary_shift_N for step in steps])
-            rotary_shift_K = dropped_K + self.tensor(rotary_shift_N)[kept_K]
-        lengths_B = np.array([int(step.kept_N.sum()) for step in steps])
+        dropped_B = np.array(dropped, dtype=np.int64)
+        return self._fed(read, prompts, dropped_B, position_N, hidden_ND)
+
+    def _fed(
+        self,
+        read: Reading,
+        prompts: Sequence[_Prompt],
+        dropped_B: Ints,
+        position_N: Tensor,
+        hidden_ND: Tensor,
+    ) -> Feed:
+        """What the device must know of the rows: one copy, and another if some are dropped."""
+        count_B = np.diff(read.starts)
+        dropped_N = np.repeat(dropped_B, count_B)
+        shift_N = np.zeros_like(dropped_N)
+        kept_N = np.ones(len(dropped_N), dtype=bool)
+        for prompt in prompts:
+            kept_N[prompt.rows] = prompt.step.kept_N
+            dropped_N[prompt.rows] = prompt.step.dropped_N
+            shift_N[prompt.rows] = prompt.step.rotary_shift_N
+        request_N = np.repeat(np.arange(len(count_B)), count_B)
+        by_row = [dropped_N, dropped_N + shift_N, request_N]
+        kept = None
+        if not kept_N.all():
+            kept = self._kept(read, prompts, kept_N)
+            position_N = position_N[kept.kept_K]
+            hidden_ND = hidden_ND[kept.kept_K]
+            by_row = [value_N[kept_N] for value_N in by_row]
+        dropped_K, shift_K, request_K, device_dropped_B = self._send(*by_row, dropped_B)
+        expanded = self.drafter.config.positions == "expanded"
         return Feed(
-            steps=steps,
-            kept_K=kept_K,
-            index_K=position_N[kept_K] - dropped_K,
-            rotary_shift_K=rotary_shift_K,
-            request_K=self.tensor(np.repeat(np.arange(len(steps)), lengths_B)),
-            lengths_B=lengths_B,
-            dropped_B=self.tensor(np.array([step.dropped for step in steps])),
-            row_N=self.tensor(np.cumsum(kept_N) - 1),
+            hidden_KD=hidden_ND,
+            index_K=position_N - dropped_K,
+            shift_K=shift_K if expanded else None,
+            request_K=request_K,
+            cpu_dropped_B=torch.from_numpy(dropped_B),
+            dropped_B=device_dropped_B,
+            kept=kept,
         )
 
-    def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
-        """An array as a tensor on the device."""
-        return torch.from_numpy(values).to(self.device)
+    def _kept(
+        self, read: Reading, prompts: Sequence[_Prompt], kept_N: NDArray[np.bool_]
+    ) -> Kept:
+        """Where rows are moved to when some are dropped."""
+        kept_K = np.flatnonzero(kept_N)
+        kept_before_N = np.append(0, np.cumsum(kept_N))
+        starts = kept_before_N[read.starts]
+        id_row_K = np.append(0, kept_K[:-1] + 1)
+        id_row_K[starts[:-1]] = read.starts[:-1]
+        next_rows = {}
+        for prompt in prompts:
+            next_row = int(kept_K[starts[prompt.number + 1] - 1]) + 1
+            if next_row < prompt.rows.stop:
+                next_rows[prompt.number] = next_row
+        device_kept_K, device_id_row_K, row_N, device_starts = self._send(
+            kept_K, id_row_K, kept_before_N[1:] - 1, starts
+        )
+        return Kept(
+            kept_K=device_kept_K,
+            id_row_K=device_id_row_K,
+            row_N=row_N,
+            lengths_B=np.diff(starts),
+            cpu_starts=torch.from_numpy(starts.astype(np.int32)),
+            starts=device_starts.to(torch.int32),
+            next_rows=next_rows,
+        )
 
-    def _steps(
-        self, read: Mapping[str, Reading], starts: list[int], alive: Collection[str]
-    ) -> list[StepRows]:
-        """The rows of each request of the batch, [B]; a request that waits meanwhile is kept."""
-        self._requests = {
-            name: request for name, request in self._requests.items() if name in alive
-        }
-        for name, reading in read.items():
-            known = self._requests.get(name)
+    def _send(self, *arrays: Ints) -> tuple[Tensor, ...]:
+        """Arrays on the device, by one copy from pinned memory, for which nothing waits.
+
+        torch gives that memory to nobody before the copy has ended.
+        """
+        packed = torch.from_numpy(np.concatenate(arrays))
+        if self.device.type == "cuda":
+            packed = packed.pin_memory()
+        sent = packed.to(self.device, non_blocking=True)
+        return torch.split(sent, [len(values) for values in arrays])
+
+    def _with_images(self, read: Reading) -> dict[int, _Request]:
+        """The requests of the batch that have images, by number; one that waits meanwhile is kept."""
+        for name in [name for name in self._requests if name not in read.alive]:
+            self._free(self._requests.pop(name))
+        requests = {}
+        for number, name in enumerate(read.names):
+            features = read.media.get(name)
+            if not features:
+                continue
+            request = self._requests.get(name)
             # A name may come again, with another prompt.
-            if known is None or known.features is not reading.features:
-                self._requests[name] = self._request(reading)
-        keeps_all = EntryMap.of(np.zeros(0, dtype=bool), self.drafter)
-        steps = list[StepRows]()
-        for (start, end), (name, reading) in zip(
-            pairwise(starts), read.items(), strict=True
-        ):
-            entries = self._requests[name].entries or keeps_all
-            steps.append(entries.step(reading.first, end - start))
-        return steps
+            if request is None or request.features is not features:
+                if request is not None:
+                    self._free(request)
+                request = self._request(features, int(read.prompt_B[number]))
+                self._requests[name] = request
+            requests[number] = request
+        return requests
 
-    def _request(self, read: Reading) -> _Request:
-        """The entries of one request's prompt."""
-        if not read.features:
-            return _Request(read.features, None)
-        visual_P = np.zeros(read.prompt, dtype=bool)
+    def _request(self, features: Sequence[Any], prompt: int) -> _Request:
+        """The entries of a prompt of this many tokens."""
+        visual_P = np.zeros(prompt, dtype=bool)
         images = list[ImageSpan]()
         sources = list[tuple[str, int]]()
-        for feature in read.features:
+        for feature in features:
             place = feature.mm_position
             visual_L = np.ones(place.length, bool)
             if place.is_embed is not None:
@@ -163,77 +265,61 @@ class Feeder:
                 images.append(ImageSpan(place.offset + start, end - start))
                 sources.append((feature.identifier, int(visual_L[:start].sum())))
         entries = EntryMap.of(visual_P, self.drafter, images)
-        return _Request(read.features, entries, sources)
+        return _Request(features, entries, sources)
 
     def _compress(
         self,
-        read: Mapping[str, Reading],
-        steps: list[StepRows],
-        starts: list[int],
+        prompts: Sequence[_Prompt],
         hidden_ND: Tensor,
         block: Any,
         embeds: Mapping[str, Tensor],
     ) -> None:
         """Compress the images that rows of this step carry, or that their states are joined with."""
-        first = 0  # row of the request among all that are kept
+        dropped = 0  # rows before the request's
         rows = list[int]()
         carried = list[Tensor]()
-        for (start, end), step, (name, reading) in zip(
-            pairwise(starts), steps, read.items(), strict=True
-        ):
-            count = int(step.kept_N.sum())
-            joined_KD = None
-            if self.drafter.joins:
-                joined_KD = block.joined_ND[first : first + count]
-                joined_KD[:] = 0
-            for carrying, entry_XD in self._compress_request(
-                self._requests[name],
-                reading.first,
-                step,
-                hidden_ND[start:end],
-                embeds,
-                joined_KD,
+        for prompt in prompts:
+            first = prompt.rows.start - dropped
+            for carrying, entry_XD in self._compressed_images(
+                prompt, hidden_ND[prompt.rows], embeds
             ):
                 rows += [first + row for row in carrying]
                 carried.append(entry_XD)
-            first += count
+            dropped += int((~prompt.step.kept_N).sum())
         if rows:
-            row_X = torch.tensor(rows, device=self.device)
-            block.compressed = (row_X, torch.cat(carried))
+            (row_X,) = self._send(np.array(rows))
+            block.carry(row_X, torch.cat(carried))
+            self._carried = True
 
-    def _compress_request(
-        self,
-        request: _Request,
-        first: int,
-        step: StepRows,
-        hidden_ND: Tensor,
-        embeds: Mapping[str, Tensor],
-        joined_KD: Tensor | None,
+    def _compressed_images(
+        self, prompt: _Prompt, hidden_ND: Tensor, embeds: Mapping[str, Tensor]
     ) -> Iterator[tuple[list[int], Tensor]]:
         """For each image that kept rows carry: these rows, and its entries in them, [X, D].
 
-        `hidden_ND` are the states of the request's tokens from `first` on. Into `joined_KD`, if there is one,
-        go the vectors that the images join to the states of the kept rows.
+        `hidden_ND` are the states of the request's rows.
         """
+        step = prompt.step
+        request = prompt.request
         kept_K = np.flatnonzero(step.kept_N)
         image_K = step.image_N[kept_K]
         carried_K = step.carried_N[kept_K]
         for image in np.unique(image_K[image_K >= 0]).tolist():
-            of_image_K = image_K == image
-            carrying_X = np.flatnonzero(of_image_K & (carried_K >= 0))
-            to_join = joined_KD is not None and image not in request.joined
-            if len(carrying_X) or to_join:
-                visual_LD = self._visual(request, image, first, hidden_ND, embeds)
-                if visual_LD is None:
-                    # The row before an image carries an entry if the image has no more tokens than it has
-                    # entries. Where a step ends at that row, it stays as it is.
-                    continue
-                entry_QD = self._compressed(visual_LD)
-                if joined_KD is not None:
-                    request.joined[image] = entry_QD[-1]
-                yield carrying_X.tolist(), entry_QD[carried_K[carrying_X].tolist()]
-            if joined_KD is not None:
-                joined_KD[self.tensor(of_image_K)] = request.joined[image]
+            carrying_X = np.flatnonzero((image_K == image) & (carried_K >= 0))
+            to_join = self.drafter.joins and image not in request.joined
+            if not (len(carrying_X) or to_join):
+                continue
+            visual_LD = self._visual(prompt, image, hidden_ND, embeds)
+            if visual_LD is None:
+                # The row before an image carries an entry if the image has no more tokens than it has
+                # entries. Where a step ends at that row, it stays as it is.
+                continue
+            entry_QD = self._compressed(visual_LD)
+            if to_join:
+                request.joined[image] = self._keep_joined(entry_QD[-1])
+            if len(carrying_X):
+                # Where a step ends within an image, some of its entries, which are in order.
+                first, last = carried_K[carrying_X[[0, -1]]]
+                yield carrying_X.tolist(), entry_QD[first : last + 1]
 
     def _compressed(self, visual_LD: Tensor) -> Tensor:
         """The entries of one image, [Q, D]."""
@@ -243,25 +329,20 @@ class Feeder:
 
     def _visual(
         self,
-        request: _Request,
+        prompt: _Prompt,
         image: int,
-        first: int,
         hidden_ND: Tensor,
         embeds: Mapping[str, Tensor],
     ) -> Tensor | None:
-        """The visual tokens of an image as the drafter reads them, [L, D]; None: not known in this step.
-
-        `hidden_ND` are the states of the request's tokens from `first` on.
-        """
-        assert request.entries is not None
-        shown = request.entries.images[image]
+        """The visual tokens of an image as the drafter reads them, [L, D]; None: not known in this step."""
+        shown = prompt.request.entries.images[image]
         if self.drafter.compresses == "hidden":
             source_ND = hidden_ND
-            start = shown.start - first
+            start = shown.start - prompt.first
             if start < 0 or start + shown.length > len(hidden_ND):
                 return None
         else:
-            key, start = request.sources[image]
+            key, start = prompt.request.sources[image]
             if key not in embeds:
                 return None
             source_ND = embeds[key]
@@ -270,45 +351,106 @@ class Feeder:
         visual_LD = source_ND[start : start + shown.length, :width]
         return visual_LD.to(hidden_ND.dtype)
 
-    def _pair_with_text(
+    def _keep_joined(self, joined_D: Tensor) -> int:
+        """Keep the vector of an image; its row in the table."""
+        if self._joined_SD is None:
+            self._joined_SD = joined_D.new_zeros(1, len(joined_D))
+        if not self._free_rows:
+            rows = len(self._joined_SD)
+            self._free_rows = list(range(rows, 2 * rows))
+            more_SD = torch.zeros_like(self._joined_SD)
+            self._joined_SD = torch.cat([self._joined_SD, more_SD])
+        row = self._free_rows.pop()
+        self._joined_SD[row] = joined_D
+        return row
+
+    def _free(self, request: _Request) -> None:
+        """The vectors of a request that has ended are not needed any more."""
+        self._free_rows += request.joined.values()
+
+    def _join(
         self,
-        read: Mapping[str, Reading],
-        steps: list[StepRows],
-        starts: list[int],
-        hidden_ND: Tensor,
-        alive: Collection[str],
+        read: Reading,
+        requests: Mapping[int, _Request],
+        prompts: Sequence[_Prompt],
+        block: Any,
     ) -> None:
-        """Put the state of the last text token into the entries after an image (HiViS eq. 3).
+        """Give each row that is kept the vector of the last image before it."""
+        if self._joined_SD is None:
+            return
+        count_B = np.diff(read.starts)
+        last_B = np.zeros(len(count_B), dtype=np.int64)
+        for number, request in requests.items():
+            last_B[number] = request.joined.get(len(request.entries.images) - 1, 0)
+        table_row_N = np.repeat(last_B, count_B)
+        kept_N = np.ones(len(table_row_N), dtype=bool)
+        for prompt in prompts:
+            joined = prompt.request.joined
+            image_N = prompt.step.image_N.tolist()
+            table_row_N[prompt.rows] = [joined.get(image, 0) for image in image_N]
+            kept_N[prompt.rows] = prompt.step.kept_N
+        (table_row_K,) = self._send(table_row_N[kept_N])
+        block.joined_ND[: len(table_row_K)] = self._joined_SD[table_row_K]
+
+    def _paired_with_text(
+        self, read: Reading, prompts: Sequence[_Prompt], hidden_ND: Tensor
+    ) -> Tensor:
+        """States with that of the last text token in the entries after an image (HiViS eq. 3), [N, D].
 
         Where a prompt is read in several steps, that state may come from an earlier one: it is kept until
         the prompt is read.
         """
         # A request that was aborted leaves its state behind.
         self._text_states = {
-            name: state for name, state in self._text_states.items() if name in alive
+            name: state
+            for name, state in self._text_states.items()
+            if name in read.alive
         }
-        before_ND = hidden_ND
-        if any(_moves(step) for step in steps):
-            before_ND = hidden_ND.clone()
-        for (start, end), step, (name, reading) in zip(
-            pairwise(starts), steps, read.items(), strict=True
-        ):
-            text_1D = self._text_states.pop(name, None)
-            source_N = step.source_N
-            moved_N = step.kept_N & (source_N != np.arange(end - start))
+        paired_ND = hidden_ND
+        if any(_moves(prompt.step) for prompt in prompts):
+            paired_ND = hidden_ND.clone()
+        for prompt in prompts:
+            start = prompt.rows.start
+            text_1D = self._text_states.pop(prompt.name, None)
+            source_N = prompt.step.source_N
+            moved_N = prompt.step.kept_N & (source_N != np.arange(len(source_N)))
             for row in np.flatnonzero(moved_N):
-                paired_1D = text_1D
+                state_1D = text_1D
                 if source_N[row] >= 0:
-                    paired_1D = before_ND[start + source_N[row]]
+                    state_1D = hidden_ND[start + source_N[row]]
                 # Without text before it, the row is there only because a step needs one.
-                if paired_1D is not None:
-                    hidden_ND[start + row] = paired_1D
-            if reading.first + end - start < reading.prompt:
+                if state_1D is not None:
+                    paired_ND[start + row] = state_1D
+            if prompt.unfinished:
                 last = source_N[-1]
                 if last >= 0:
-                    text_1D = before_ND[start + last].clone()
+                    text_1D = hidden_ND[start + last].clone()
                 if text_1D is not None:
-                    self._text_states[name] = text_1D
+                    self._text_states[prompt.name] = text_1D
+        return paired_ND
+
+
+def _prompts(read: Reading, requests: Mapping[int, _Request]) -> list[_Prompt]:
+    """The requests with images that read their prompts in this step."""
+    prompts = []
+    first_of = read.first_B.tolist()
+    for number, request in requests.items():
+        first = first_of[number]
+        length = request.entries.length
+        if first >= length:
+            continue
+        start, end = read.starts[number : number + 2]
+        prompt = _Prompt(
+            name=read.names[number],
+            request=request,
+            number=number,
+            first=first,
+            rows=slice(start, end),
+            step=request.entries.step(first, end - start),
+            unfinished=first + end - start < length,
+        )
+        prompts.append(prompt)
+    return prompts
 
 
 def _runs(visual_L: np.ndarray[Any, Any]) -> list[tuple[int, int]]:

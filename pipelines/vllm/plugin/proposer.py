@@ -3,9 +3,9 @@
 Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden.
 """
 
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -76,13 +76,11 @@ class ServedProposer(ChosenProposer):
         if self._feeder is None or self.feeding.visual != "dropped":
             return count, sampled_B, batch
         feed = self._feeder.feed(
-            _reading(self.runner),
-            starts,
+            _reading(self.runner, starts),
             position_N,
-            self.hidden_states,
+            self.hidden_states[:count],
             self.model.model,
             self.runner.encoder_cache,
-            self.runner.requests,
         )
         if feed is not None:
             count, sampled_B, batch = self._drop(feed, sampled_B, batch)
@@ -99,7 +97,7 @@ class ServedProposer(ChosenProposer):
         """Mark the rows of bare visual embeddings, and start to count guesses."""
         if self.feeding.visual == "raw" and mm_embed_inputs is not None:
             _, is_visual_N = mm_embed_inputs
-            self.model.model.raw_N = is_visual_N.to(self.device)
+            self.model.model.mark_raw(is_visual_N)
         if self._feeder is not None:
             self.model.model.guess_1.zero_()
         inputs: tuple[dict[str, Any], int] = super().build_model_inputs_first_pass(
@@ -148,24 +146,31 @@ class ServedProposer(ChosenProposer):
         vLLM takes the prompt's last token (llm_base_proposer.py `prepare_next_token_ids_padded`), which stays
         in the drafter's KV cache at the end of each step.
         """
-        for (start, end), state in zip(
-            pairwise(starts), _requests(self.runner).values(), strict=True
-        ):
+        # Of these requests vLLM throws the sampled token away; they may have been preempted.
+        unfinished_B = self.runner.discard_request_mask.np[: len(starts) - 1]
+        for number in np.flatnonzero(unfinished_B):
+            state = self.runner.requests[self.runner.input_batch.req_ids[number]]
+            start, end = starts[number : number + 2]
             read = state.num_computed_tokens + end - start
-            if read < state.num_prompt_tokens:
-                self.input_ids[end - 1] = state.get_token_id(read)
+            self.input_ids[end - 1] = state.get_token_id(read)
 
     def _drop(
         self, feed: Feed, sampled_B: Tensor, batch: CommonAttentionMetadata
     ) -> tuple[int, Tensor, CommonAttentionMetadata]:
         """Move the kept rows together; they fill the drafter's KV cache without gaps."""
-        count = len(feed.kept_K)
-        self.input_ids[:count] = self.input_ids[feed.kept_K]
-        self.hidden_states[:count] = self.hidden_states[feed.kept_K]
-        self.positions[:count] = feed.index_K + feed.rotary_shift_K
+        count = len(feed.index_K)
+        rotary_K = feed.index_K
+        if feed.shift_K is not None:
+            rotary_K = rotary_K + feed.shift_K
+        self.positions[:count] = rotary_K
         slot_K = _slots(feed.index_K, feed.request_K, batch, self.block_size)
-        moved_B = feed.row_N[sampled_B.long()].to(sampled_B.dtype)
-        return count, moved_B, _without_dropped(batch, feed, slot_K)
+        if feed.hidden_KD.data_ptr() != self.hidden_states.data_ptr():
+            self.hidden_states[:count] = feed.hidden_KD
+        kept = feed.kept
+        if kept is not None:
+            self.input_ids[:count] = self.input_ids[kept.kept_K]
+            sampled_B = kept.row_N[sampled_B.long()].to(sampled_B.dtype)
+        return count, sampled_B, _without_dropped(batch, feed, slot_K)
 
 
 class ChosenBlockProposer(BesideAnyTarget, DFlashProposer):
@@ -196,19 +201,18 @@ class ChosenBlockProposer(BesideAnyTarget, DFlashProposer):
         if feeding is not None:
             target_positions = _positions(cad, len(target_token_ids))
         if feeding is not None and feeding.visual == "dropped":
-            target_hidden_states = target_hidden_states[: len(target_token_ids)].clone()
+            target_hidden_states = target_hidden_states[: len(target_token_ids)]
             feed = self._feeder.feed(
-                _reading(self.runner),
-                cad.query_start_loc_cpu.tolist(),
+                _reading(self.runner, cad.query_start_loc_cpu.tolist()),
                 target_positions,
                 target_hidden_states,
                 None,
                 {},
-                self.runner.requests,
             )
             if feed is not None:
-                target_token_ids = target_token_ids[feed.kept_K]
-                target_hidden_states = target_hidden_states[feed.kept_K]
+                if feed.kept is not None:
+                    target_token_ids = target_token_ids[feed.kept.kept_K]
+                target_hidden_states = feed.hidden_KD
                 target_positions = feed.index_K
                 cad = _without_dropped(cad, feed, cad.slot_mapping)
         inputs: tuple[int, Tensor, CommonAttentionMetadata] = (
@@ -233,42 +237,46 @@ def _positions(batch: CommonAttentionMetadata, count: int) -> Tensor:
     return torch.arange(count, device=offset_N.device) + offset_N
 
 
-def _requests(runner: Any) -> dict[str, Any]:
-    """The requests of the batch, in the order of their rows."""
-    return {name: runner.requests[name] for name in runner.input_batch.req_ids}
-
-
-def _reading(runner: Any) -> dict[str, Reading]:
+def _reading(runner: Any, starts: list[int]) -> Reading:
     """The requests of the batch, as the feeder takes them."""
-    requests = {}
-    for name, state in _requests(runner).items():
-        requests[name] = Reading(
-            state.mm_features, state.num_prompt_tokens, state.num_computed_tokens
-        )
-    return requests
+    names = runner.input_batch.req_ids
+    states = [runner.requests[name] for name in names]
+    return Reading(
+        names=names,
+        media={
+            name: state.mm_features for name, state in zip(names, states, strict=True)
+        },
+        prompt_B=np.array([state.num_prompt_tokens for state in states]),
+        first_B=np.array([state.num_computed_tokens for state in states]),
+        starts=starts,
+        alive=runner.requests,
+    )
 
 
 def _without_dropped(
     batch: CommonAttentionMetadata, feed: Feed, slots: Tensor
 ) -> CommonAttentionMetadata:
     """The batch as if the dropped tokens had never been read."""
-    starts = feed.starts
     lengths_B = (batch.seq_lens - feed.dropped_B).to(batch.seq_lens.dtype)
     upper_B = batch.seq_lens_cpu_upper_bound
     if upper_B is not None:
-        upper_B = upper_B - feed.dropped_B.cpu().to(upper_B.dtype)
+        upper_B = upper_B - feed.cpu_dropped_B.to(upper_B.dtype)
     remaining: CommonAttentionMetadata = batch.replace(
-        query_start_loc=starts.to(feed.kept_K.device),
-        query_start_loc_cpu=starts,
         seq_lens=lengths_B,
         seq_lens_cpu_upper_bound=upper_B,
-        num_actual_tokens=len(feed.kept_K),
-        max_query_len=int(feed.lengths_B.max()),
         slot_mapping=slots,
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
-    return remaining
+    if feed.kept is None:
+        return remaining
+    moved: CommonAttentionMetadata = remaining.replace(
+        query_start_loc=feed.kept.starts,
+        query_start_loc_cpu=feed.kept.cpu_starts,
+        num_actual_tokens=len(feed.index_K),
+        max_query_len=int(feed.kept.lengths_B.max()),
+    )
+    return moved
 
 
 def _slots(

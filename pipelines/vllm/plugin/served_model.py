@@ -3,8 +3,8 @@
 `BesideAnyTarget` loads them: vLLM does not find the parts of some targets, and takes the embeddings of others
 without their scale.
 
-Shapes: N rows of a step, U visual tokens among them, X that carry compressed images, D hidden, S the last
-state and the depths side by side, V vocabulary.
+Shapes: N rows of a step, U visual tokens among them, D hidden, S the last state and the depths side by
+side, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,6 +27,7 @@ from vllm.model_executor.models.utils import (
 )
 
 from vlmdistill.drafters.core.serving import KEY
+from vlmdistill.pipelines.vllm.plugin.layer_input import LayerInput
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of, feeding_of
 
 PLACEHOLDERS = ("image_token_index", "media_placeholder_token_id")
@@ -36,25 +37,23 @@ See `load_model` in llm_base_proposer.py.
 """
 
 
-class ServedEagleBlock(nn.Module):
+class ServedEagleBlock(LayerInput):
     """A drafter whose decoder layer is vLLM's. The inputs of the layer are computed by the drafter's code."""
 
-    guess_1: Tensor
-    """Number of guesses before the rows of a pass; a tensor, which captured graphs read."""
-    joined_ND: Tensor
-    """The vectors that are joined to the states of a pass; as long as the longest one."""
-
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
         config = vllm_config.speculative_config.draft_model_config.hf_config
         feeding = feeding_of(vllm_config)
         assert feeding is not None, "vLLM builds this class only for exported drafters"
-        width = config.hidden_size
+        longest_step = vllm_config.scheduler_config.max_num_batched_tokens
+        super().__init__(
+            drafter_of(feeding), longest_step, config.max_position_embeddings
+        )
         # The proposer replaces it with the target's table (llm_base_proposer.py `_maybe_share_embeddings`).
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, width, prefix=maybe_prefix(prefix, "embed_tokens")
+            config.vocab_size,
+            config.hidden_size,
+            prefix=maybe_prefix(prefix, "embed_tokens"),
         )
-        self.drafter = drafter_of(feeding)
         # Numbered after the target's layers: vLLM distinguishes KV caches by this number.
         number = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
         self.layer = LlamaDecoderLayer(
@@ -64,45 +63,13 @@ class ServedEagleBlock(nn.Module):
             config=config,
         )
         del self.drafter.block.layer
-        self.register_buffer(
-            "guess_1", torch.zeros(1, dtype=torch.long), persistent=False
-        )
-        self.longest = config.max_position_embeddings
-        self.ahead_N: Tensor | None = None
-        """Added to the positions of a pass, on the V2 runner."""
-        self.raw_N: Tensor | None = None
-        """Rows of the next pass that enter as bare visual embeddings."""
-        self.compressed: tuple[Tensor, Tensor] | None = None
-        """Rows of the next pass that carry compressed images, [X], and these, [X, D]."""
-        if self.drafter.joins:
-            longest = vllm_config.scheduler_config.max_num_batched_tokens
-            self.register_buffer(
-                "joined_ND", torch.zeros(longest, width), persistent=False
-            )
 
     def forward(
         self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor
     ) -> Tensor:
         """The drafter's states, [N, D]."""
-        if self.ahead_N is not None:
-            positions_N = (positions_N[: len(self.ahead_N)] + self.ahead_N).clamp(
-                max=self.longest - 1
-            )
-        state_ND = self.drafter.combine(hidden_ND)
-        if self.drafter.taps:  # the states of committed tokens are combined already
-            state_ND = torch.where(self.guess_1 > 0, state_ND, hidden_ND)
-        joined_ND = self.joined_ND[: len(hidden_ND)] if self.drafter.joins else None
-        x_ND = self.drafter.fuse(embed_ND, state_ND, self.guess_1, joined_ND)
-        if self.compressed is not None:
-            row_X, entry_XD = self.compressed
-            x_ND[row_X] = entry_XD
-            self.compressed = None
-        if self.raw_N is not None:
-            count = len(self.raw_N)  # vLLM may have padded the rows
-            is_raw_N1 = self.raw_N[:, None]
-            x_ND[:count] = torch.where(is_raw_N1, embed_ND[:count], x_ND[:count])
-            self.raw_N = None
-        state_ND, residual_ND = self.layer(positions_N, x_ND, None)
+        rotary_N, x_ND = self.entries(positions_N, hidden_ND, embed_ND)
+        state_ND, residual_ND = self.layer(rotary_N, x_ND, None)
         sum_ND: Tensor = state_ND + residual_ND
         return sum_ND
 
@@ -249,16 +216,18 @@ def with_images(
 
 
 class BesideAnyTarget:
-    """Loads a drafter of vLLM; among base classes, it comes before vLLM's class."""
+    """Loads a drafter of vLLM beside more targets, if it is exported; comes before vLLM's class."""
 
     model: Any
     vllm_config: Any
 
     def load_model(self, target_model: Any) -> None:
-        """Load the drafter; an exported one reads embeddings as layer 0 of the target does."""
-        name_parts(target_model)
+        """Load the drafter, which reads embeddings as layer 0 of the target does."""
+        is_exported = feeding_of(self.vllm_config) is not None
+        if is_exported:
+            name_parts(target_model)
         super().load_model(target_model)  # type: ignore[misc]
-        if feeding_of(self.vllm_config) is not None:
+        if is_exported:
             scale_embeddings(self.model, target_model)
 
 

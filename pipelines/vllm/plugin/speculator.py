@@ -4,9 +4,7 @@ V2 gives a drafter true positions and the next token of an unfinished prompt, so
 Shapes: B requests of a batch, N rows of a step, K rows that are kept, D hidden, S as in `served_model`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
+from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Kept, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
 from vlmdistill.pipelines.vllm.plugin.served_model import (
     BesideAnyTarget,
@@ -34,66 +32,45 @@ def feed_batch(
     `state` is the runner's state of the target, and `block` the drafter's model.
     """
     cache = state.encoder_cache
+    read = Reading(
+        names=batch.req_ids,
+        media=cache.mm_features,
+        prompt_B=batch.prefill_len_np,
+        first_B=batch.num_computed_prefill_tokens_np,
+        starts=batch.query_start_loc_np[: batch.num_reqs + 1].tolist(),
+        alive=cache.mm_features,
+    )
     return feeder.feed(
-        _reading(batch, cache.mm_features),
-        row_starts(batch),
+        read,
         batch.positions[: batch.num_tokens],
-        hidden_ND,
+        hidden_ND[: batch.num_tokens],
         block,
         cache.encoder_outputs,
-        cache.mm_features,
     )
-
-
-def _reading(batch: InputBatch, media: Mapping[str, Any]) -> dict[str, Reading]:
-    """The requests of a batch, in the order of their rows; after a prompt, any first row does.
-
-    `media` has their images and videos by request.
-    """
-    requests = {}
-    for name, prompt, first in zip(
-        batch.req_ids,
-        batch.prefill_len_np,
-        batch.num_computed_prefill_tokens_np,
-        strict=True,
-    ):
-        requests[name] = Reading(media.get(name, ()), int(prompt), int(first))
-    return requests
-
-
-def row_starts(batch: InputBatch) -> list[int]:
-    """The first row of each request, and the number of all rows."""
-    starts: list[int] = batch.query_start_loc_np[: batch.num_reqs + 1].tolist()
-    return starts
 
 
 def without_dropped(batch: InputBatch, feed: Feed) -> InputBatch:
     """The batch as if the dropped tokens had never been read, but for their ids."""
-    count = len(feed.kept_K)
-    starts = feed.starts
     lengths_B = batch.seq_lens[: batch.num_reqs]
     upper_B = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
-    dropped_cpu_B = feed.dropped_B.cpu().to(upper_B.dtype)
-    return replace(
+    count = len(feed.index_K)
+    batch = replace(
         batch,
-        num_scheduled_tokens=feed.lengths_B.astype(np.int32),
         num_tokens=count,
         num_tokens_after_padding=count,
         num_reqs_after_padding=batch.num_reqs,
-        query_start_loc=starts.to(feed.kept_K.device),
-        query_start_loc_np=starts.numpy(),
         seq_lens=(lengths_B - feed.dropped_B).to(batch.seq_lens.dtype),
-        seq_lens_cpu_upper_bound=upper_B - dropped_cpu_B,
+        seq_lens_cpu_upper_bound=upper_B - feed.cpu_dropped_B.to(upper_B.dtype),
         positions=feed.index_K,
     )
-
-
-class WithoutGraphs:
-    """Runs a drafter of vLLM without CUDA graphs; among base classes, it comes before vLLM's class."""
-
-    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """No graphs."""
-        super().init_cudagraph_manager(CUDAGraphMode.NONE)  # type: ignore[misc]
+    if feed.kept is None:
+        return batch
+    return replace(
+        batch,
+        num_scheduled_tokens=feed.kept.lengths_B.astype(np.int32),
+        query_start_loc=feed.kept.starts,
+        query_start_loc_np=feed.kept.cpu_starts.numpy(),
+    )
 
 
 class ChosenSpeculator(BesideAnyTarget, EagleSpeculator):
@@ -106,19 +83,21 @@ class ChosenSpeculator(BesideAnyTarget, EagleSpeculator):
         return object.__new__(ServedSpeculator if ours else cls)
 
 
-class ServedSpeculator(WithoutGraphs, ChosenSpeculator):
+class ServedSpeculator(ChosenSpeculator):
     """Drops entries before vLLM drafts: the arguments of `propose` are all that it drafts from.
 
     The positions that vLLM counts are those of the drafter's KV cache; the model adds the offset of the
-    rotary ones. The drafter runs without CUDA graphs, which would hold the target's slots.
+    rotary ones, from a buffer.
     """
+
+    prefill_cudagraph_manager: Any
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         feeding = feeding_of(vllm_config)
         assert feeding is not None
         self.feeding = feeding
-        self._ahead_B: Tensor | None = None
+        self._guess_shift_B: Tensor | None = None
         """Added to the positions of guesses."""
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -129,6 +108,19 @@ class ServedSpeculator(WithoutGraphs, ChosenSpeculator):
         self._feeder = Feeder(drafter, self.device)
         if drafter.taps:
             target_model.register_forward_hook(with_last_state)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Capture guesses as for vLLM's drafters, and the first pass where its rows are the target's.
+
+        A graph of that pass holds the target's sequence lengths and slots: not those of a drafter that drops
+        entries. None is piecewise, because the drafter's class is not compiled.
+        """
+        super().init_cudagraph_manager(CUDAGraphMode.NONE)
+        without_graphs = self.prefill_cudagraph_manager
+        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
+            super().init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+        if self.feeding.visual == "dropped":
+            self.prefill_cudagraph_manager = without_graphs
 
     def propose(
         self,
@@ -148,29 +140,33 @@ class ServedSpeculator(WithoutGraphs, ChosenSpeculator):
     ) -> Tensor:
         """Draft from the entries that the drafter has."""
         block = self.model.model
-        block.ahead_N = None
-        self._ahead_B = None
         if self.feeding.visual == "raw" and mm_inputs is not None:
             _, is_visual_N = mm_inputs
-            block.raw_N = is_visual_N.to(self.device)
+            block.mark_raw(is_visual_N)
         if aux_hidden_states:
             states_NS = torch.cat(aux_hidden_states, dim=-1)
             last_hidden_states = self.model.combine_hidden_states(states_NS)
             aux_hidden_states = None
         drops = self.feeding.visual == "dropped" and self.model_state.supports_mm_inputs
+        feed = None
         if drops and not dummy_run:
-            hidden_ND = last_hidden_states[: input_batch.num_tokens].clone()
             feed = feed_batch(
-                self._feeder, input_batch, self.model_state, hidden_ND, block
+                self._feeder, input_batch, self.model_state, last_hidden_states, block
             )
-            if feed is not None:
-                next_prefill_tokens = next_prefill_tokens.clone()
-                input_batch = self._drop(feed, input_batch, next_prefill_tokens)
-                last_hidden_states = hidden_ND[feed.kept_K]
-                attn_metadata, slot_mappings = self._attention(input_batch)
-                block.ahead_N = feed.rotary_shift_K
-                if self._feeder.drafter.config.positions == "expanded":
-                    self._ahead_B = feed.dropped_B
+        block.shift(None if feed is None else feed.shift_K)
+        self._guess_shift_B = None if feed is None else feed.guess_shift_B
+        if feed is not None:
+            last_hidden_states = feed.hidden_KD
+            batch = without_dropped(input_batch, feed)
+            if feed.kept is not None:
+                next_prefill_tokens = _next_tokens(
+                    next_prefill_tokens, input_batch, feed.kept
+                )
+                batch = replace(
+                    batch, input_ids=input_batch.input_ids[feed.kept.id_row_K]
+                )
+            input_batch = batch
+            attn_metadata, slot_mappings = self._attention(input_batch)
         drafted: Tensor = super().propose(
             input_batch,
             attn_metadata,
@@ -191,37 +187,10 @@ class ServedSpeculator(WithoutGraphs, ChosenSpeculator):
     def on_multi_step_decode_begin(self, num_reqs: int) -> None:
         """One row for each request from here on."""
         block = self.model.model
-        block.ahead_N = self._ahead_B
+        block.shift(self._guess_shift_B)
         if self._feeder.drafter.joins:
             last_B = self.last_token_indices[:num_reqs]
             block.joined_ND[:num_reqs] = block.joined_ND[last_B]
-
-    def _drop(
-        self, feed: Feed, batch: InputBatch, next_prefill_tokens: Tensor
-    ) -> InputBatch:
-        """The batch as if the dropped tokens had never been read.
-
-        If the last rows of an unfinished prompt are dropped, its entry of `next_prefill_tokens` is replaced.
-        """
-        # vLLM shifts the ids by one row: the id of each kept row goes into the row after it.
-        source_K = np.zeros(len(feed.kept_K), dtype=np.int64)
-        for request, ((start, end), first, step) in enumerate(
-            zip(
-                pairwise(row_starts(batch)),
-                feed.starts.tolist(),
-                feed.steps,
-                strict=False,
-            )
-        ):
-            kept_rows = start + np.flatnonzero(step.kept_N)
-            source_K[first] = start
-            source_K[first + 1 : first + len(kept_rows)] = kept_rows[:-1] + 1
-            next_row = int(kept_rows[-1]) + 1
-            if next_row < end:
-                state = int(batch.idx_mapping_np[request])
-                next_prefill_tokens[0, state] = batch.input_ids[next_row]
-        input_ids = batch.input_ids[self._feeder.tensor(source_K)]
-        return replace(without_dropped(batch, feed), input_ids=input_ids)
 
     def _attention(self, batch: InputBatch) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Metadata and slots of the drafter's own entries."""
@@ -242,3 +211,14 @@ class ServedSpeculator(WithoutGraphs, ChosenSpeculator):
             self.kv_cache_config,
         )
         return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
+
+
+def _next_tokens(next_prefill_tokens: Tensor, batch: InputBatch, kept: Kept) -> Tensor:
+    """vLLM's next tokens of unfinished prompts: after the last row that is kept."""
+    if not kept.next_rows:
+        return next_prefill_tokens
+    next_prefill_tokens = next_prefill_tokens.clone()
+    for request, row in kept.next_rows.items():
+        state = int(batch.idx_mapping_np[request])
+        next_prefill_tokens[0, state] = batch.input_ids[row]
+    return next_prefill_tokens

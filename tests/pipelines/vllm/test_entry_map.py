@@ -23,6 +23,7 @@ from vlmdistill.drafters.core.serving import KEY, Feeding
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.vllm.plugin.entry_map import EntryMap
 from vlmdistill.pipelines.vllm.plugin.feeder import Feeder, Reading
+from vlmdistill.pipelines.vllm.plugin.layer_input import LayerInput
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of
 
 SERVED = [
@@ -91,27 +92,16 @@ class Served:
                     own[key] = torch.cat([own[key], one]) if key in own else one
         self.drafter.load_state_dict(own)
         heads, width = self.block.layer.kv_heads, self.block.layer.head_dim
-        self.joined_ND = torch.zeros(64, INFO.hidden_size, dtype=torch.double)
-        self.compressed: tuple[Tensor, Tensor] | None = None
+        self.input = LayerInput(self.drafter, 64, INFO.max_position).double()
         self.key_SHd, self.value_SHd = torch.zeros(
             2, 64, heads, width, dtype=torch.double
         )
 
     def run(
-        self,
-        embed_ND: Tensor,
-        state_ND: Tensor,
-        position_N: Tensor,
-        slot_N: Tensor,
-        bare_N: Tensor,
-        guess: int,
-        joined_ND: Tensor,
+        self, embed_ND: Tensor, state_ND: Tensor, position_N: Tensor, slot_N: Tensor
     ) -> Tensor:
-        drafter, layer = self.drafter, self.block.layer
-        x_ND = drafter.fuse(
-            embed_ND, drafter.combine(state_ND), torch.tensor([guess]), joined_ND
-        )
-        x_ND = torch.where(bare_N[:, None], embed_ND, x_ND)
+        layer = self.block.layer
+        position_N, x_ND = self.input.entries(position_N, state_ND, embed_ND)
         query_NHd, self.key_SHd[slot_N], self.value_SHd[slot_N] = layer.qkv(
             x_ND, position_N
         )
@@ -146,46 +136,39 @@ class Served:
         ]
         for first in range(0, prompt, size):
             rows = slice(first, min(first + size, prompt))
-            position_K = slot_K = torch.arange(prompt)[rows]
+            slot_K = torch.arange(prompt)[rows]
             embed_KD, state_KD = embed_LD[1:][rows].clone(), state_PD[rows].clone()
-            bare_K = F.pad(visual_P[1:], (0, 1))[rows] & (drafter.visual == "raw")
+            shift_K = guess_shift_1 = None
+            if drafter.visual == "raw":
+                self.input.mark_raw(F.pad(visual_P[1:], (0, 1))[rows])
             if drafter.visual == "dropped":
-                read, ends = {"one": Reading(features, prompt, first)}, [0, len(slot_K)]
-                feed = feeder.feed(read, ends, slot_K, state_KD, self, embeds, {"one"})
+                read = Reading(
+                    names=["one"],
+                    media={"one": features},
+                    prompt_B=np.array([prompt]),
+                    first_B=np.array([first]),
+                    starts=[0, len(slot_K)],
+                    alive={"one"},
+                )
+                feed = feeder.feed(read, slot_K, state_KD, self.input, embeds)
                 if feed is not None:
-                    slot_K, position_K = (
-                        feed.index_K,
-                        feed.index_K + feed.rotary_shift_K,
-                    )
-                    embed_KD, state_KD, bare_K = (
-                        x[feed.kept_K] for x in (embed_KD, state_KD, bare_K)
-                    )
-            if self.compressed is not None:
-                row_X, embed_KD[row_X] = self.compressed
-                bare_K[row_X], self.compressed = True, None
-            joined_KD = self.joined_ND[: len(slot_K)]
-            out_KD = self.run(
-                embed_KD, state_KD, position_K, slot_K, bare_K, 0, joined_KD
-            )
-        position_1, slot_1, state_1D, scores = (
-            position_K[-1:],
-            slot_K[-1:],
-            out_KD[-1:],
-            list[Tensor](),
-        )
+                    slot_K, state_KD = feed.index_K, feed.hidden_KD
+                    shift_K, guess_shift_1 = feed.shift_K, feed.guess_shift_B
+                    if feed.kept is not None:
+                        embed_KD = embed_KD[feed.kept.kept_K]
+            self.input.guess_1.zero_()
+            self.input.shift(shift_K)
+            out_KD = self.run(embed_KD, state_KD, slot_K, slot_K)
+        slot_1, state_1D, scores = slot_K[-1:], out_KD[-1:], list[Tensor]()
+        self.input.shift(guess_shift_1)
+        if drafter.joins:
+            self.input.joined_ND[:1] = self.input.joined_ND[len(slot_K) - 1]
         for guess in range(1, length + 1):
             scores.append(F.linear(state_1D, self.head.lm_head_VD)[0])
             embed_1D = self.head.embed_VD[scores[-1].argmax()][None]
-            position_1, slot_1 = position_1 + 1, slot_1 + 1
-            state_1D = self.run(
-                embed_1D,
-                state_1D,
-                position_1,
-                slot_1,
-                torch.tensor([False]),
-                guess,
-                joined_KD[-1:],
-            )
+            slot_1 = slot_1 + 1
+            self.input.guess_1.fill_(guess)
+            state_1D = self.run(embed_1D, state_1D, slot_1, slot_1)
         return scores
 
 
