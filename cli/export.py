@@ -1,6 +1,7 @@
 """`vlmdistill export`: write a trained drafter for serving engines."""
 
 import shlex
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,14 +108,18 @@ def commands(model: str, written: "Exported") -> list[str]:
     from vlmdistill.pipelines.targets.checkpoints import packaged
     from vlmdistill.pipelines.targets.checkpoints.registry import HUB
     from vlmdistill.pipelines.targets.embedded import EMBEDDED
-    from vlmdistill.pipelines.vllm.launch import serve_command, vllm
+    from vlmdistill.pipelines.vllm.launch import preloaded, serve_command, vllm
     from vlmdistill.pipelines.workspace.workspace import absolute_model
     from vlmdistill.stores.errors import TargetError
 
-    try:
-        program = vllm(engine_python())
-    except TargetError:
-        program = "vllm"
+    settings = dict[str, str]()
+    if not torch.cuda.is_available():
+        settings["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+    program = "vllm"
+    with suppress(TargetError):
+        python = engine_python()
+        program = vllm(python)
+        settings |= preloaded(python)
     folders = {**EMBEDDED, packaged.NAME: packaged.folder()}
     target = str(folders.get(model) or HUB.get(model) or absolute_model(model))
     serve = serve_command(
@@ -125,8 +130,8 @@ def commands(model: str, written: "Exported") -> list[str]:
         caching=not written.drops_visual,
         whole_images=written.whole_images,
     )
-    settings = "" if torch.cuda.is_available() else "VLLM_CPU_KVCACHE_SPACE=1 "  # GiB
-    lines = [f"vLLM:   {settings}{shlex.join(serve)}"]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    lines = [f"vLLM:   {' '.join([*variables, shlex.join(serve)])}"]
     if "sglang" in written.engines:
         lines.append(f"SGLang: {_sglang_command(target, written)}")
     return lines

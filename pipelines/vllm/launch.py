@@ -31,6 +31,8 @@ PATIENCE = 900.0  # seconds until a server is healthy
 STOPPING = 30.0  # seconds for a process to end
 SHARE = 0.45  # of a GPU's memory: two servers fit
 TAIL = 20  # lines of a log that are shown
+OPENMP = "lib/libiomp5.so"
+"""Intel's OpenMP in an environment: vLLM's CPU kernels are made for it, drafting above all."""
 NO_CAUSE = (
     "Engine core initialization failed"  # vLLM's last line: the cause is above it
 )
@@ -60,7 +62,7 @@ def start(
 
     `settings` are variables that the environment of this process does not change.
     """
-    environment = SETTINGS | dict(os.environ) | dict(settings or {})
+    environment = SETTINGS | preloaded(python) | dict(os.environ) | dict(settings or {})
     return subprocess.Popen(
         [python, "-c", CHILD, python, *arguments],
         stdin=subprocess.DEVNULL,
@@ -71,6 +73,14 @@ def start(
         pass_fds=pass_fds,
         start_new_session=True,  # Ctrl-C reaches us only
     )
+
+
+def preloaded(python: Path) -> dict[str, str]:
+    """The library that vLLM on a CPU wants to be loaded first, if its environment has it."""
+    library = python.parents[1] / OPENMP
+    if torch.cuda.is_available() or not library.exists():
+        return {}
+    return {"LD_PRELOAD": str(library)}
 
 
 def end(run: "subprocess.Popen[bytes]") -> None:

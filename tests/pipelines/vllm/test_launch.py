@@ -146,6 +146,16 @@ def test_a_server_that_is_not_healthy_in_time_is_ended(
     assert_ended(tmp_path)
 
 
+def test_the_openmp_of_an_engine_environment_is_loaded_first(tmp_path: Path) -> None:
+    """vLLM on a CPU asks for it; what the environment says takes precedence."""
+    python = tmp_path / "bin/python"
+    assert launch.preloaded(python) == {}
+    library = tmp_path / launch.OPENMP
+    library.parent.mkdir()
+    library.touch()
+    assert launch.preloaded(python) == {"LD_PRELOAD": str(library)}
+
+
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two drafters and a prompt."""
