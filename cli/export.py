@@ -4,7 +4,7 @@ import shlex
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,6 +30,13 @@ def export(
     dtype: Annotated[
         console.Dtype, typer.Option(help="Dtype of the weights.")
     ] = "bfloat16",
+    layout: Annotated[
+        Literal["engine", "speculators"],
+        typer.Option(
+            "--format",
+            help="For engines with the plugin of vlmdistill, or as the library speculators saves drafters.",
+        ),
+    ] = "engine",
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
@@ -57,7 +64,7 @@ def export(
     from vlmdistill.drafters.checkpoints.export import export as write
     from vlmdistill.pipelines.report import card
 
-    written = write(folder, out, dtype)
+    written = write(folder, out, dtype, layout)
     if not card.write(workspace, folder, written):
         console.note(f"{out / card.CARD} is kept: remove it for a new card")
     console.result(asdict(written) if as_json else _facts(written), as_json)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.checkpoints.description import describe
+from vlmdistill.drafters.checkpoints.speculators import in_speculators
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.serving import KEY, Exportable, ServedDrafter, unserved
@@ -23,6 +24,7 @@ from vlmdistill.stores.schema import Provenance, TargetInfo
 from vlmdistill.stores.suggestions import did_you_mean
 
 DTYPES = ("bfloat16", "float16", "float32")
+Layout = Literal["engine", "speculators"]
 DRAFT_TOKENS = 4
 """Of a served chain, where the drafter's own tree is none."""
 
@@ -58,8 +60,10 @@ def exportable() -> list[str]:
     return [name for name in trained if issubclass(catalogue.trained(name), Exportable)]
 
 
-def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
-    """Write the drafter in `folder` to the folder `out` as serving engines load it.
+def export(
+    folder: Path, out: Path, dtype: str = "bfloat16", layout: Layout = "engine"
+) -> Exported:
+    """Write the drafter in `folder` to the folder `out` as serving engines load it, or as speculators does.
 
     Embeddings stay with the target, which shares them. TrainingError when the drafter cannot be read, when
     no engine has its method or would feed it as it was trained, when `dtype` is none or too small for a
@@ -84,15 +88,24 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         raise unserved("attention_window", drafter.config.attention_window, 0)
     assert isinstance(drafter, Exportable)
     served = drafter.published()
+    tokens = _draft_tokens(served, drafter.tree)
+    trained = Provenance.from_dict(description["provenance"])
+    if layout == "speculators":
+        served = in_speculators(served, tokens, trained.target)
     weights = _cast(served.weights, dtype)
     for key, value in weights.items():
         if not value.isfinite().all():
             raise TrainingError(
                 f"{folder}: {key} holds values too large for {dtype}: use bfloat16 or float32"
             )
-    trained = Provenance.from_dict(description["provenance"])
-    _write(out, served, weights, trained, dtype)
-    feeding = served.feeding
+    settings = {**served.settings, "torch_dtype": dtype}
+    feeding = msgspec.structs.replace(served.feeding, trained=trained)
+    if layout == "engine":
+        settings[KEY] = msgspec.to_builtins(feeding)
+    files = {
+        name: _cast_values(content, dtype) for name, content in served.files.items()
+    }
+    _write(out, settings, weights, files)
     return Exported(
         drafter=name,
         target=trained.target,
@@ -106,7 +119,7 @@ def export(folder: Path, out: Path, dtype: str = "bfloat16") -> Exported:
         method=served.method,
         drops_visual=feeding.visual == "dropped",
         whole_images=feeding.whole_images,
-        draft_tokens=_draft_tokens(served, drafter.tree),
+        draft_tokens=tokens,
     )
 
 
@@ -142,21 +155,11 @@ def _draft_tokens(served: ServedDrafter, tree: Tree) -> int:
 
 def _write(
     out: Path,
-    served: ServedDrafter,
+    settings: Mapping[str, Any],
     weights: Mapping[str, Tensor],
-    trained: Provenance,
-    dtype: str,
+    files: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Write the folder; TrainingError if it holds anything else already."""
-    feeding = msgspec.structs.replace(served.feeding, trained=trained)
-    settings = {
-        **served.settings,
-        "torch_dtype": dtype,
-        KEY: msgspec.to_builtins(feeding),
-    }
-    files = {
-        name: _cast_values(content, dtype) for name, content in served.files.items()
-    }
     is_empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     if is_empty:
         checkpoint.put(out, settings, weights, files=files)
