@@ -23,7 +23,7 @@ VLM      = VLMDISTILL_RUNS=$(RUNS) $(BIN)/vlmdistill
 
 .DEFAULT_GOAL := help
 unexport PYTHONPATH  # it may name another checkout
-.PHONY: help setup engine demo demo-pretrained test test-nightly test-newest test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-gpu gpu-kit bench-store bench-train results video claims docs wheel clean
+.PHONY: help setup engine demo demo-pretrained test test-nightly test-newest test-engine test-engine-names test-cluster test-traffic lint types pytest test-fast test-families prompts responses features train eval report bench bench-gpu gpu-kit bench-serve bench-store bench-train results video claims docs wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -157,6 +157,9 @@ docs: $(VENV)/.docs  ## the site in build/site: pages, API reference and command
 $(VENV)/.docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	@touch $@
+
+bench-serve: setup engine  ## wren and sparrow of `make demo` in vLLM, against vLLM without them and its own head
+	$(BIN)/python -m benchmarks.serve --runs $(RUNS)
 
 bench-train: setup  ## the training step and its attention against what came before, and their floors
 	$(BIN)/python -m benchmarks.train
