@@ -50,6 +50,8 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     """An exported folder; empty: plain decoding."""
     first: str = ""
     """Another version of it, with which the engine is started before it takes over `drafter`."""
+    asked_of_first: int = 0
+    """Questions that the other version drafts for before."""
     method: str = "eagle"
     draft_tokens: int = 0
     max_new_tokens: int = 512
@@ -57,6 +59,8 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     """0: off."""
+    seed: int | None = None
+    """Of each request."""
     dtype: str = "float32"
     batch: int = 8
     """Requests decoded together."""
@@ -65,6 +69,11 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     whole_images: bool = False
     """All visual tokens of an image in one step."""
     prefix_caching: bool = False
+    tensor_parallel: int = 1
+    """Processes that share each layer."""
+    blocks: int = 0
+    """Of the KV cache, which makes vLLM preempt requests if they are few; 0: as many as fit."""
+    plugin: bool = True
 
 
 class EngineOutcome(Struct, frozen=True, kw_only=True):
@@ -79,6 +88,8 @@ class EngineOutcome(Struct, frozen=True, kw_only=True):
     """Drafted tokens that it accepted."""
     accepted_at: list[int]
     """Of these, by position in the draft."""
+    preempted: int
+    """Times that a request lost its KV cache and was read again."""
     versions: dict[str, str]
 
 
@@ -100,6 +111,7 @@ def run(job: EngineJob) -> EngineOutcome:
                 settings={
                     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                     "PYTHONPATH": os.pathsep.join(paths),
+                    **({} if job.plugin else {"VLLM_PLUGINS": ""}),
                 },
                 cwd=Path(folder),  # vLLM writes where it is started
             )
@@ -137,15 +149,15 @@ def generate(job: EngineJob) -> EngineOutcome:
         long_prefill_token_threshold=job.step_tokens,
         disable_chunked_mm_input=job.whole_images,
         enable_prefix_caching=job.prefix_caching,
+        tensor_parallel_size=job.tensor_parallel,
+        num_gpu_blocks_override=job.blocks or None,
+        max_model_len=512 if job.blocks else None,  # one such request fits
         enforce_eager=True,
         disable_log_stats=False,  # what is accepted is among the statistics
         limit_mm_per_prompt=_most(job),
         seed=0,
         worker_extension_cls="vlmdistill.pipelines.vllm.plugin.swap.Swap",
     )
-    if job.first:
-        (refused,) = engine.collective_rpc("load_drafter", args=(job.drafter,))
-        assert not refused, refused
     engine.apply_model(take_positions)
     rope = {
         str(number): torch.tensor(one.rope) for number, one in enumerate(job.questions)
@@ -156,26 +168,43 @@ def generate(job: EngineJob) -> EngineOutcome:
         top_p=job.top_p,
         top_k=job.top_k,
         max_tokens=job.max_new_tokens,
+        seed=job.seed,
     )
-    outputs = engine.generate(
-        [_prompt(*one) for one in enumerate(job.questions)], sampling, use_tqdm=False
-    )
+    prompts = [_prompt(*one) for one in enumerate(job.questions)]
+    before = 0, 0
+    if job.first:
+        some = prompts[: job.asked_of_first]
+        if some:
+            engine.generate(some, sampling, use_tqdm=False)
+            before = _drafts(engine)
+        for refused in engine.collective_rpc("load_drafter", args=(job.drafter,)):
+            assert not refused, refused
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
     counted: dict[str, Any] = {one.name: one for one in engine.get_metrics()}
+    drafts, accepted = _drafts(engine) if job.drafter else (0, 0)
     return EngineOutcome(
         prompts=[list(one.prompt_token_ids) for one in outputs],
         responses=[list(one.outputs[0].token_ids) for one in outputs],
-        drafts=counted["vllm:spec_decode_num_drafts"].value if job.drafter else 0,
-        accepted=counted["vllm:spec_decode_num_accepted_tokens"].value
-        if job.drafter
-        else 0,
+        drafts=drafts - before[0],
+        accepted=accepted - before[1],
         accepted_at=counted["vllm:spec_decode_num_accepted_tokens_per_pos"].values
         if job.drafter
         else [],
+        preempted=counted["vllm:num_preemptions"].value,
         versions={
             "vllm": vllm.__version__,
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
         },
+    )
+
+
+def _drafts(engine: Any) -> tuple[int, int]:
+    """Drafts so far, and accepted tokens."""
+    counted = {one.name: one for one in engine.get_metrics()}
+    return (
+        counted["vllm:spec_decode_num_drafts"].value,
+        counted["vllm:spec_decode_num_accepted_tokens"].value,
     )
 
 

@@ -89,7 +89,8 @@ def captured(folder: Path, model: str, samples: int, names: Sequence[str]) -> li
         )
         == 0
     )
-    assert main(["features", *limit, "--for", ",".join(names), *where]) == 0
+    methods = {name.partition(":")[0] for name in names}
+    assert main(["features", *limit, "--for", ",".join(methods), *where]) == 0
     return where
 
 
@@ -233,6 +234,72 @@ def test_a_running_engine_takes_over_another_version(
     assert found.engine == found.ours
 
 
+def test_entries_of_a_drafter_that_was_withdrawn_harm_no_later_request(
+    served: Served, tmp_path: Path
+) -> None:
+    """Its weights are NaN, and so are the entries that it left in blocks that are used again."""
+    first = shutil.copytree(served.exported("sparrow").out, tmp_path / "first")
+    weights = load_file(first / "model.safetensors")
+    broken = {
+        name: torch.full_like(weight, torch.nan) for name, weight in weights.items()
+    }
+    save_file(broken, first / "model.safetensors", {"format": "pt"})
+    job = changed(served.job, first=str(first), asked_of_first=FEW, max_new_tokens=64)
+    found = served.check("sparrow", job, prompts=FEW)
+    assert found.identical == found.prompts
+    assert found.engine == found.ours
+
+
+def test_requests_that_were_preempted_respond_the_same(served: Served) -> None:
+    """They read their prompts and responses again, in steps of 16 tokens."""
+    written = served.exported("hivis")
+    found = engine.run(
+        changed(
+            served.job,
+            drafter=str(Path(written.out).absolute()),
+            draft_tokens=written.draft_tokens,
+            step_tokens=16,
+            blocks=12,
+        )
+    )
+    assert found.responses == served.plain.responses
+    assert found.preempted > 0
+    assert found.accepted > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_that_share_each_layer_accept_the_same(
+    name: str, served: Served
+) -> None:
+    job = changed(served.job, tensor_parallel=2, max_new_tokens=48)
+    found = served.check(name, job, prompts=6)
+    assert found.identical == found.prompts
+    assert found.engine.drafts == found.ours.drafts
+    assert found.engine.accepted > 0
+
+
+def test_a_drafter_of_other_origin_drafts_as_without_the_plugin(
+    served: Served, tmp_path: Path
+) -> None:
+    """In the format of speculators, which names nothing of ours."""
+    served.exported("eagle3")
+    trained = served.workspace.drafter("eagle3")
+    written = export(trained, tmp_path / "other", "float32", "speculators")
+    job = changed(
+        served.job,
+        questions=served.job.questions[:8],
+        drafter=written.out,
+        method=written.method,
+        draft_tokens=written.draft_tokens,
+        max_new_tokens=48,
+    )
+    beside = engine.run(job)
+    alone = engine.run(changed(job, plugin=False))
+    assert beside.responses == alone.responses
+    assert (beside.drafts, beside.accepted_at) == (alone.drafts, alone.accepted_at)
+    assert beside.accepted > 0
+
+
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
@@ -269,7 +336,8 @@ def v2_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("v2_runner")
 @pytest.mark.parametrize(
-    ("name", "tokens"), [("hivis", 16), ("vispec", 0), ("wren", 16)]
+    ("name", "tokens"),
+    [("hivis", 16), ("vispec", 0), ("wren", 16)],
 )
 def test_the_v2_runner_accepts_the_same(name: str, tokens: int, served: Served) -> None:
     found = served.check(
@@ -337,6 +405,27 @@ def test_a_quantised_target_is_served_as_it_is(
     )
     assert found.responses == plain.responses
     assert found.accepted > 0
+
+
+def test_a_seeded_request_samples_the_same_however_its_prompt_is_read(
+    served: Served,
+) -> None:
+    """In several steps, stock vLLM ends on a CPU."""
+    written = served.exported("hivis")
+    job = changed(
+        served.job,
+        questions=served.job.questions[:4],
+        drafter=str(Path(written.out).absolute()),
+        draft_tokens=written.draft_tokens,
+        max_new_tokens=24,
+        temperature=1.0,
+        seed=7,
+        batch=1,
+    )
+    at_once = engine.run(job)
+    in_steps = engine.run(changed(job, step_tokens=16))
+    assert in_steps.responses == at_once.responses
+    assert in_steps.accepted > 0
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 5)])

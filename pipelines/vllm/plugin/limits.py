@@ -128,11 +128,7 @@ def check_target(model: str, feeding: Feeding, warn: Callable[[str], object]) ->
 def check_limits(vllm_config: Any, feeding: Feeding) -> None:
     """ValueError when vLLM is to run the drafter in a way that the plugin does not support."""
     parallel = vllm_config.parallel_config
-    sizes = [
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-    ]
+    sizes = ["pipeline_parallel_size", "decode_context_parallel_size"]
     if vllm_config.use_v2_model_runner:
         sizes += ["prefill_context_parallel_size", "data_parallel_size"]
         if vllm_config.speculative_config.enable_adaptive_verification:

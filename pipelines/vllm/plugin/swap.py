@@ -49,7 +49,8 @@ class Swap:
             return f"vLLM loads no other {speculative.method} while it runs: restart it with {folder}"
         config = speculative.draft_model_config
         used = config.model
-        refusal = differs(Path(folder), Path(used))
+        weights_file = Path(folder) / WEIGHTS
+        refusal = differs(Path(folder), Path(used)) or not_finite(weights_file)
         if refusal:
             return refusal
         model = self.model_runner.get_draft_model()
@@ -61,12 +62,13 @@ class Swap:
             initialize_layerwise_reload(model)
             config.model = folder  # where vLLM looks for a mask of DFlash
             try:
-                model.load_weights(read_weights(Path(folder) / WEIGHTS).items())
+                model.load_weights(read_weights(weights_file).items())
             finally:
                 config.model = used
                 finalize_layerwise_reload(model, config)
         if fused:
             fuse(inner, fused)
+        clean_cache(model)
         return ""
 
 
@@ -89,6 +91,26 @@ def fuse(drafter: Any, fused: dict[str, Tensor]) -> None:
         drafter._fused_kv_weight = torch.cat(keys_and_values, dim=1).t()
     for name, copy in fused.items():
         setattr(drafter, name, copy.copy_(getattr(drafter, name)))
+
+
+def not_finite(file: Path) -> str:
+    """Why the weights in a file cannot be used: some are NaN or infinite; empty if none is."""
+    for name, weight in read_weights(file).items():
+        if not weight.isfinite().all():
+            return f"{file} cannot be loaded: {name} has values that are not finite"
+    return ""
+
+
+@torch.no_grad()
+def clean_cache(model: torch.nn.Module) -> None:
+    """Replace what is not finite in a drafter's KV cache, as another version may have left it.
+
+    Attention reads entries of blocks that are used again with weight 0, and 0 x NaN is NaN.
+    """
+    for layer in model.modules():
+        cache = getattr(layer, "kv_cache", None)
+        if isinstance(cache, Tensor) and cache.is_floating_point():
+            cache.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def differs(folder: Path, used: Path) -> str:

@@ -37,10 +37,16 @@ def _repair() -> None:
     """Repair faults that vLLM has on a CPU alone, see `cpu`."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vlmdistill.pipelines.vllm.plugin.cpu import constraints, normed_keys
+    from vlmdistill.pipelines.vllm.plugin.cpu import (
+        constraints,
+        normed_keys,
+        without_unfinished,
+    )
 
     rejection_sampler.apply_sampling_constraints = constraints(
         rejection_sampler.apply_top_k_top_p
     )
     DFlashQwen3Model._normalize_context_k = normed_keys
+    GPUModelRunner.sample_tokens = without_unfinished(GPUModelRunner.sample_tokens)

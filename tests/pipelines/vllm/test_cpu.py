@@ -2,10 +2,16 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from vlmdistill.pipelines.vllm.plugin.cpu import constraints, normed_keys
+from vlmdistill.pipelines.vllm.plugin.cpu import (
+    constraints,
+    normed_keys,
+    without_unfinished,
+)
 
 
 def top_k_top_p(logits_NV: Tensor, k_N: Tensor | None, p_N: Tensor | None) -> Tensor:
@@ -39,6 +45,29 @@ def test_a_step_without_drafts_leaves_nothing_to_filter() -> None:
     )
     found = constraints(top_k_top_p)(torch.empty(0, 3), torch.tensor([0, 0]), sampling)
     assert found.shape == (0, 3)
+
+
+def test_the_generator_of_an_unfinished_prompt_is_left_alone() -> None:
+    """vLLM would wind it back, which a generator of a CPU cannot."""
+
+    class Runner:
+        discard_request_mask = SimpleNamespace(np=np.array([False, True, True, True]))
+
+        def __init__(self) -> None:
+            generators = {row: torch.Generator() for row in (0, 1, 3)}
+            self.input_batch = SimpleNamespace(num_reqs=3, generators=generators)
+
+        def sample_tokens(self, fails: bool) -> list[int]:
+            if fails:
+                raise KeyError
+            return [*self.input_batch.generators]
+
+    runner = Runner()
+    sample = without_unfinished(Runner.sample_tokens)
+    assert sample(runner, False) == [0, 3]  # row 3 is not in the batch
+    with pytest.raises(KeyError):
+        sample(runner, fails=True)
+    assert sorted(runner.input_batch.generators) == [0, 1, 3]
 
 
 def test_the_keys_of_each_layer_have_its_own_norm() -> None:

@@ -94,6 +94,7 @@ def test_what_runs_is_not_refused() -> None:
     check_limits(settings(method="dflash"), SPARROW)
     check_limits(settings(caching=True, data_parallel_size=2), EAGLE2)
     check_limits(settings(whole=True), WHOLE)
+    check_limits(settings(tensor_parallel_size=2), SPARROW)
     check_limits(
         settings(drafted=5), Feeding(drafter="heads", visual="unread", draft_tokens=5)
     )
@@ -112,7 +113,6 @@ def test_what_runs_is_not_refused() -> None:
             {"caching": True},
             "sparrow drops visual tokens .* --no-enable-prefix-caching",
         ),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: set it to 1"),
         ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4: set it to 1"),
     ],
 )
