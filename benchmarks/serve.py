@@ -1,6 +1,6 @@
 """What a drafter gains in vLLM over the same vLLM without it, beside what its engine allows.
 
-    python -m benchmarks.serve --runs runs --model demo-large [DRAFTER ...] [--concurrency 1 4 16 64]
+    python -m benchmarks.serve --runs runs --model demo [DRAFTER ...] [--concurrency 1 4 16 64]
 
 It measures as `vlmdistill eval --engine vllm`: a server with the drafter and one without, in alternation by
 blocks of prompts, temperature 0. The last server drafts with vLLM's own EAGLE-3 head, of the target's width
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("drafters", nargs="*", default=["wren", "sparrow"])
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--model", default="demo-large")
+    parser.add_argument("--model", default="demo")
     parser.add_argument(
         "--concurrency",
         type=int,
