@@ -42,7 +42,6 @@ from vlmdistill.drafters.core.config import (
     depths,
     states_of,
 )
-from vlmdistill.drafters.core.serving import ServedDrafter, unserved
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -120,24 +119,26 @@ class Wren(EagleDrafter):
             self.cell_out = nn.Linear(config.cell * width, width)
 
     def step(self, entries: Entries, cache: KVCache) -> Tensor:
-        """The layer's pass; with a cell, later guesses are g_t + cell([norm(e_{t+1}) ; norm(g_t)]).
+        """The layer's pass, or the cell's for later guesses."""
+        if self.has_cell and entries.hop:
+            return self.cell(self.embed(entries.ids_N), entries.hidden_ND)
+        return super().step(entries, cache)
+
+    @property
+    def has_cell(self) -> bool:
+        """Whether a cell makes all guesses but the first."""
+        return self.config.cell > 0
+
+    def cell(self, embed_ND: Tensor, state_ND: Tensor) -> Tensor:
+        """g_t + cell([norm(e_{t+1}) ; norm(g_t)]), [N, D].
 
         The cell attends to nothing and writes nothing to the cache: g_t contains the past.
         """
-        if not (self.config.cell and entries.hop):
-            return super().step(entries, cache)
-        state_ND = entries.hidden_ND
-        read_N2D = torch.stack([self.embed(entries.ids_N), state_ND], dim=1)
+        read_N2D = torch.stack([embed_ND, state_ND], dim=1)
         normed_N2D = self.cell_norm(read_N2D)
         gate_NX = F.silu(self.cell_in(normed_N2D.flatten(1)))
         added_ND: Tensor = self.cell_out(gate_NX)
         return state_ND + added_ND
-
-    def published(self) -> ServedDrafter:
-        """As vLLM runs it; TrainingError with a cell: engines attend in every pass."""
-        if self.config.cell:
-            raise unserved("cell", self.config.cell, 0)
-        return super().published()
 
     def combine(self, states_NS: Tensor) -> Tensor:
         """The part of `fc` that reads norm(h_t), and for committed tokens the depths; [N, D]."""

@@ -103,6 +103,15 @@ class EagleDrafter(Drafter, ABC):
         x_ND: Tensor = self.block.fc(entry_N2D)
         return x_ND
 
+    @property
+    def has_cell(self) -> bool:
+        """Whether `cell` makes all guesses but the first, instead of the layer."""
+        return False
+
+    def cell(self, embed_ND: Tensor, state_ND: Tensor) -> Tensor:
+        """The drafter's states of guesses, by their embeddings and the states before them, [N, D]."""
+        raise NotImplementedError
+
     def condition(self, batch: Batch, cache: KVCache) -> None:
         """Write visual tokens as `visual` says, or what `compress` makes of them."""
         if self.visual == "fused":

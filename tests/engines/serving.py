@@ -45,11 +45,13 @@ NAMES = (
     "specflash",
     "medusa",
     "wren",
+    "wren:cell",
 )
 SWAPPED = ("eagle3", "msd_vata", "hivis", "vispec", "specflash", "medusa", "wren")
 MORE = {
     "eagle3": ["--set", "draft_vocab=300"],  # of 768 tokens
     "eaglevlm": ["--set", "compressor=concat", "--set", "ratio=9", "--set", "kernel=5"],
+    "wren:cell": ["--set", "cell=2", "--set", "stages.*.hops=4"],
 }
 SAMPLES, PROMPTS = 120, 20
 SIZE = ["--set", "steps=60", "--set", "batch_tokens=1500"]
@@ -337,7 +339,7 @@ def v2_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("v2_runner")
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("hivis", 16), ("vispec", 0), ("wren", 16)],
+    [("hivis", 16), ("vispec", 0), ("wren", 16), ("wren:cell", 0)],
 )
 def test_the_v2_runner_accepts_the_same(name: str, tokens: int, served: Served) -> None:
     found = served.check(

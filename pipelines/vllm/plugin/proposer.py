@@ -99,6 +99,7 @@ class ServedProposer(ChosenProposer):
             _, is_visual_N = mm_embed_inputs
             self.model.model.mark_raw(is_visual_N)
         if self._feeder is not None:
+            self.model.model.guesses = False
             self.model.model.guess_1.zero_()
         inputs: tuple[dict[str, Any], int] = super().build_model_inputs_first_pass(
             num_tokens, num_input_tokens, mm_embed_inputs
@@ -135,6 +136,7 @@ class ServedProposer(ChosenProposer):
         if batch.seq_lens_cpu_upper_bound is not None:
             batch.seq_lens_cpu_upper_bound = batch.seq_lens_cpu_upper_bound + 1
         if self._feeder is not None:
+            self.model.model.guesses = True
             self.model.model.guess_1.add_(1)
         if self._joined_BD is not None:
             self.model.model.joined_ND[:batch_size] = self._joined_BD

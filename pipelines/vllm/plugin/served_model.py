@@ -40,6 +40,9 @@ See `load_model` in llm_base_proposer.py.
 class ServedEagleBlock(LayerInput):
     """A drafter whose decoder layer is vLLM's. The inputs of the layer are computed by the drafter's code."""
 
+    guesses = False
+    """The next passes are not the first of a draft. Graphs of those and of first passes are others."""
+
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         config = vllm_config.speculative_config.draft_model_config.hf_config
         feeding = feeding_of(vllm_config)
@@ -68,6 +71,8 @@ class ServedEagleBlock(LayerInput):
         self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor
     ) -> Tensor:
         """The drafter's states, [N, D]."""
+        if self.guesses and self.drafter.has_cell:
+            return self.drafter.cell(embed_ND, hidden_ND)
         rotary_N, x_ND = self.entries(positions_N, hidden_ND, embed_ND)
         state_ND, residual_ND = self.layer(rotary_N, x_ND, None)
         sum_ND: Tensor = state_ND + residual_ND

@@ -184,9 +184,14 @@ class ServedSpeculator(ChosenSpeculator):
         )
         return drafted
 
+    def on_prefill_begin(self, num_reqs: int) -> None:
+        """The first pass of a draft, when it is captured, too."""
+        self.model.model.guesses = False
+
     def on_multi_step_decode_begin(self, num_reqs: int) -> None:
         """One row for each request from here on."""
         block = self.model.model
+        block.guesses = True
         block.shift(self._guess_shift_B)
         if self._feeder.drafter.joins:
             last_B = self.last_token_indices[:num_reqs]
