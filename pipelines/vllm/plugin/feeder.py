@@ -69,7 +69,7 @@ class _Prompt:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRows:
     """The rows that are kept in a step that drops some."""
 
     kept_K: Tensor
@@ -99,7 +99,7 @@ class Feed:
     cpu_dropped_B: Tensor
     """Entries of each sequence that are dropped, up to the end of this step."""
     dropped_B: Tensor
-    kept: Kept | None
+    kept: KeptRows | None
     """None: all rows are."""
 
     @property
@@ -195,7 +195,7 @@ class Feeder:
 
     def _kept(
         self, read: Reading, prompts: Sequence[_Prompt], kept_N: NDArray[np.bool_]
-    ) -> Kept:
+    ) -> KeptRows:
         """Where rows are moved to when some are dropped."""
         kept_K = np.flatnonzero(kept_N)
         kept_before_N = np.append(0, np.cumsum(kept_N))
@@ -210,7 +210,7 @@ class Feeder:
         device_kept_K, device_id_row_K, row_N, device_starts = self._send(
             kept_K, id_row_K, kept_before_N[1:] - 1, starts
         )
-        return Kept(
+        return KeptRows(
             kept_K=device_kept_K,
             id_row_K=device_id_row_K,
             row_N=row_N,

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Kept, Reading
+from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, KeptRows, Reading
 from vlmdistill.pipelines.vllm.plugin.limits import feeding_of
 from vlmdistill.pipelines.vllm.plugin.served_model import (
     BesideAnyTarget,
@@ -218,7 +218,9 @@ class ServedSpeculator(ChosenSpeculator):
         return metadata, build_slot_mappings_by_layer(slots, self.kv_cache_config)
 
 
-def _next_tokens(next_prefill_tokens: Tensor, batch: InputBatch, kept: Kept) -> Tensor:
+def _next_tokens(
+    next_prefill_tokens: Tensor, batch: InputBatch, kept: KeptRows
+) -> Tensor:
     """vLLM's next tokens of unfinished prompts: after the last row that is kept."""
     if not kept.next_rows:
         return next_prefill_tokens

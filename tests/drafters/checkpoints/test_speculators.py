@@ -78,7 +78,8 @@ def test_the_command_writes_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VLMDISTILL_RUNS", raising=False)
     saved(tmp_path / "runs/demo/drafters/eagle3", "eagle3")
-    assert main(["export", "eagle3", "--out", "out", "--format", "speculators"]) == 0
+    command = ["export", "eagle3", "--model", "demo", "--out", "out"]
+    assert main([*command, "--format", "speculators"]) == 0
     shown = capsys.readouterr()
     assert "vLLM:" in shown.out + shown.err
     assert "SGLang:" not in shown.out + shown.err
