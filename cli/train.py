@@ -142,7 +142,7 @@ def train(
         catalogue.check_recipe(recipe)
     _check_budget(minutes, cpu_seconds, settings or (), dry_run)
     workspace = console.workspace(model, runs)
-    from vlmdistill.drafters.training.run import Budget
+    from vlmdistill.drafters.training.run import TrainingBudget
     from vlmdistill.pipelines import train as pipeline
 
     plan = pipeline.planned(
@@ -167,9 +167,9 @@ def train(
         init=workspace.trained(init).absolute() if init else None,
     )
     if minutes is not None:
-        plan = replace(plan, budget=Budget(60 * minutes))
+        plan = replace(plan, budget=TrainingBudget(60 * minutes))
     if cpu_seconds is not None:
-        plan = replace(plan, budget=Budget(cpu_seconds, of_cpu=True))
+        plan = replace(plan, budget=TrainingBudget(cpu_seconds, of_cpu=True))
     from vlmdistill.pipelines.planning import forecast
     from vlmdistill.pipelines.planning.stages import Speeds
 

@@ -16,7 +16,7 @@ from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.core.config import Stage, TrainConfig
 from vlmdistill.drafters.training import ranks, saved, trainer
 from vlmdistill.drafters.training.progress import TrainingProgress
-from vlmdistill.drafters.training.run import Budget, Run
+from vlmdistill.drafters.training.run import Run, TrainingBudget
 from vlmdistill.stores.errors import StoppedError
 
 TIMED = 4
@@ -53,7 +53,9 @@ def _decided(run: Run) -> int:
     return int(checkpoint.settings.get("steps", 0)) if checkpoint else 0
 
 
-def _affordable(run: Run, budget: Budget, timed: Sequence[tuple[str, float]]) -> int:
+def _affordable(
+    run: Run, budget: TrainingBudget, timed: Sequence[tuple[str, float]]
+) -> int:
     """The steps that fit into the budget."""
     seconds = _mean_seconds(timed, run.config.schedule)
     steps = max(1, round(budget.seconds / seconds))
@@ -75,7 +77,7 @@ def _mean_seconds(timed: Sequence[tuple[str, float]], stages: Sequence[Stage]) -
     return sum(of_stages) / sum(epochs.values())
 
 
-def _timed(run: Run, budget: Budget) -> list[tuple[str, float]]:
+def _timed(run: Run, budget: TrainingBudget) -> list[tuple[str, float]]:
     """Steps of each stage, in the time that the budget counts; on rank 0.
 
     They write into a temporary folder alone, and make no drafter.

@@ -23,7 +23,7 @@ from vlmdistill.stores.store import Store
 
 
 @dataclass(frozen=True)
-class Budget:
+class TrainingBudget:
     """The time that the steps of a run may take; see `training.budget`."""
 
     seconds: float
@@ -60,7 +60,7 @@ class Run:
     """Trackers that get the figures of `metrics.jsonl`, too."""
     init: Path | None = None
     """Drafter or published checkpoint whose weights the run begins with."""
-    budget: Budget | None = None
+    budget: TrainingBudget | None = None
     """The time that has decided `config.training.steps`."""
 
     @property

@@ -27,7 +27,7 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RepeatedPrompt:
     """A prompt that is decoded again."""
 
     temperature: float
@@ -51,7 +51,7 @@ Calls = dict[str, tuple[Again, ...]]
 """By the labels of the drafters."""
 
 
-def chosen(evaluation: Evaluation) -> Iterator[Chosen]:
+def repeated_prompts(evaluation: Evaluation) -> Iterator[RepeatedPrompt]:
     """Some prompts of each temperature, by a hash of plain decoding's seconds.
 
     So no drafter can know them while it decodes, and all drafters of a run have the same ones.
@@ -63,11 +63,13 @@ def chosen(evaluation: Evaluation) -> Iterator[Chosen]:
         )
         for number in sorted(numbers[:PROMPTS]):
             key = measurement.prompts[number].key
-            yield Chosen(measurement.temperature, number, key)
+            yield RepeatedPrompt(measurement.temperature, number, key)
 
 
 def decode_again(
-    drafters: Sequence[Repeated], prompts: Sequence[Chosen], conditions: Conditions
+    drafters: Sequence[Repeated],
+    prompts: Sequence[RepeatedPrompt],
+    conditions: Conditions,
 ) -> Calls:
     """The calls of each drafter for some of the prompts; TrainingError if the process fails."""
     if not prompts or not drafters:
@@ -84,7 +86,7 @@ def decode_again(
 
 def _decode(
     drafters: Sequence[Repeated],
-    chosen_prompts: Sequence[Chosen],
+    chosen_prompts: Sequence[RepeatedPrompt],
     conditions: Conditions,
     out: Path,
     report: Progress,

@@ -22,8 +22,8 @@ from vlmdistill.pipelines.bench import deleted, records
 from vlmdistill.pipelines.bench.again import (
     Conditions,
     Repeated,
-    chosen,
     decode_again,
+    repeated_prompts,
 )
 from vlmdistill.pipelines.bench.audit import last_baseline
 from vlmdistill.pipelines.bench.calibration import calibrate
@@ -311,7 +311,7 @@ def _decoded_again(
         threads=first.threads,
     )
     try:
-        calls = decode_again(repeated, [*chosen(first)], conditions)
+        calls = decode_again(repeated, [*repeated_prompts(first)], conditions)
     except TrainingError as error:
         reason = one_line(error)
         return [replace(evaluation, not_again=reason) for evaluation in evaluations]

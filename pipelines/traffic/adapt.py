@@ -21,7 +21,7 @@ import polars as pl
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.drafters.core.settings import from_dict, override
-from vlmdistill.drafters.training.run import Budget, Run, splits
+from vlmdistill.drafters.training.run import Run, TrainingBudget, splits
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import audit, evaluate
 from vlmdistill.pipelines.bench.records import Evaluation
@@ -299,7 +299,7 @@ class _Round:
     def _train(self, view: str) -> None:
         run = self._run(self.how.steps or 1, view)
         if self.how.minutes is not None:
-            run = replace(run, budget=Budget(60 * self.how.minutes))
+            run = replace(run, budget=TrainingBudget(60 * self.how.minutes))
         with self.bar(f"training {self.plan.drafter}", "steps") as report:
             train.run(run, report=report)
 

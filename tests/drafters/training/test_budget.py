@@ -14,14 +14,14 @@ from vlmdistill.drafters.checkpoints.description import describe
 from vlmdistill.drafters.training import trainer
 from vlmdistill.drafters.training.budget import TIMED, fitted
 from vlmdistill.drafters.training.progress import TrainingProgress
-from vlmdistill.drafters.training.run import Budget, Run
+from vlmdistill.drafters.training.run import Run, TrainingBudget
 from vlmdistill.drafters.training.trainer import train
 from vlmdistill.stores.errors import StoppedError, TrainingError
 from vlmdistill.stores.store import Store
 
 pytestmark = pytest.mark.slow
 
-HALF_A_SECOND = Budget(0.5)
+HALF_A_SECOND = TrainingBudget(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +55,11 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("time", "steps"), [(Budget(100), 40), (Budget(100, of_cpu=True), 20)]
+    ("time", "steps"),
+    [(TrainingBudget(100), 40), (TrainingBudget(100, of_cpu=True), 20)],
 )
 def test_steps_follow_from_the_length_of_those_of_each_stage(
-    time: Budget, steps: int, run: Run, monkeypatch: pytest.MonkeyPatch
+    time: TrainingBudget, steps: int, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quarter of the steps is of the first stage: 0.25 * 1 s + 0.75 * 3 s = 2.5 s."""
     clock = Clock(monkeypatch, text=1, multimodal=3)
@@ -116,7 +117,7 @@ def test_a_run_with_another_budget_is_another_run(
 ) -> None:
     Clock(monkeypatch, text=0.25, multimodal=0.25)
     train(fitted(run))
-    other = replace(run, budget=Budget(90))
+    other = replace(run, budget=TrainingBudget(90))
     with pytest.raises(TrainingError, match=r"budget 1\.5 minutes, not 0\.00\d+ minut"):
         train(fitted(other))
     with pytest.raises(TrainingError, match=r"budget None, not 0\.00\d+ minutes"):

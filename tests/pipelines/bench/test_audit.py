@@ -240,7 +240,7 @@ def test_nobody_knows_before_which_prompts_are_decoded_again(
                 prompts.append(dataclasses.replace(prompt, plain=plain))
             timed_at.append(dataclasses.replace(measurement, prompts=tuple(prompts)))
         by_temperature: dict[float, list[int]] = {0.0: [], 1.0: []}
-        for choice in again.chosen(evaluation("wren", *timed_at)):
+        for choice in again.repeated_prompts(evaluation("wren", *timed_at)):
             by_temperature[choice.temperature].append(choice.number)
         return by_temperature
 
