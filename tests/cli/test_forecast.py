@@ -177,7 +177,8 @@ def test_a_dry_run_of_the_flow_has_all_stages_and_does_nothing(capsys: Output) -
     assert main([*command, "--rate", "train=1000"]) == 0
     assert " 2 min " in capsys.readouterr().out  # 60 steps of 2,048 tokens
     assert sorted(Path("runs").rglob("*")) == before
-    assert main([*command, "--drafters", "all", "--set", "steps=0"]) == 0
+    command = ["run", "--dry-run", "--drafters", "all", "--set", "steps=0"]
+    assert main(command) == 0
     assert "by epochs" in capsys.readouterr().out
 
 
