@@ -2,7 +2,7 @@
 
 import re
 import tarfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path, PurePosixPath
@@ -218,6 +218,11 @@ class _Sample:
 
     def _add_media(self, kind: str, files: dict[str, bytes]) -> None:
         """Put images or videos in the place of the names that the JSON file has for them."""
+        in_parts = [*_places_of_names(self.value, kind)]
+        has_column = self.value.get(kind) or self.value.get(f"{kind}s")
+        if in_parts and not has_column:
+            self._fill_in_parts(kind, files, in_parts)
+            return
         named = self.value.pop(f"{kind}s", None) or self.value.get(kind)
         shown = _shown_files(files, named)
         self.value[kind] = [files[name] for name in shown]
@@ -230,6 +235,53 @@ class _Sample:
                 f"several {kind}s",
                 f"{listed}: number those of the prompt, as 000.0.png and 000.1.png",
             )
+
+    def _fill_in_parts(
+        self, kind: str, files: dict[str, bytes], in_parts: Sequence["_Place"]
+    ) -> None:
+        """Put images or videos into the parts of turns that name them; others of the sample are unread.
+
+        A name is never one of a file on this disk.
+        """
+        by_leaf = {PurePosixPath(name).name: name for name in files}
+        by_ending = {_ending(name): name for name in files}
+        unread = dict(files)
+        for holder, key in in_parts:
+            leaf = PurePosixPath(holder[key]).name
+            name = by_leaf.get(leaf) or by_ending.get(leaf)
+            if name is None:
+                detail = f"the sample has no file {holder[key][:SHOWN_NAME]}"
+                self.problem = self.problem or BadRowError(f"missing {kind}", detail)
+                continue
+            holder[key] = files[name]
+            unread.pop(name, None)
+        for name, content in unread.items():
+            self._add_unread(_ending(name), content)
+
+
+_Place = tuple[Any, Any]
+"""An object or a list in a row, and the key or the index in it of a file's name."""
+
+
+def _places_of_names(row: Mapping[str, Any], kind: str) -> Iterator[_Place]:
+    """Where turns and parts name images or videos, below the columns of a row."""
+    for column in row.values():
+        yield from _named_below(column, kind, of_media=False)
+
+
+def _named_below(value: Any, kind: str, of_media: bool) -> Iterator[_Place]:
+    """The same below a value, which is that of a key for images or videos or not."""
+    keys = (kind, f"{kind}s", f"{kind}_url", "path", "url")
+    is_list = isinstance(value, list)
+    if not is_list and not isinstance(value, dict):
+        return
+    for key, item in enumerate(value) if is_list else value.items():
+        is_media = of_media if is_list else key in keys
+        is_text = isinstance(item, str)
+        if is_media and is_text and kind_of(item) == kind and "://" not in item:
+            yield value, key
+        else:
+            yield from _named_below(item, kind, is_media)
 
 
 def _shown(member: tarfile.TarInfo) -> str:

@@ -48,18 +48,16 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
             f"in the columns {', '.join(questions)}: keep one of them",
         )
     details = _texts_and_numbers(row, DETAILS)
-    choices = _choices(row)
+    choices, choice_columns = _choices(row)
     lines = [question]
     lines += [text for text in details.values() if not _has_line(question, text)]
     if not _has_choices(question, choices):
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
     history = _list(row.get(HISTORY))
     turns = [*_earlier_turns(history), *_round("\n".join(lines), _reference(row))]
-    read = {*questions, *details, *REFERENCES}
+    read = {*questions, *details, *REFERENCES, *choice_columns}
     if history:
         read.add(HISTORY)
-    if choices:
-        read |= {*CHOICES, *choices}
     return turns, read
 
 
@@ -117,23 +115,33 @@ def _has_choices(question: str, choices: Mapping[str, str]) -> bool:
     return all(re.search(pattern, question, re.MULTILINE) for pattern in patterns)
 
 
-def _choices(row: Row) -> dict[str, str]:
-    """The choices of a row by their letters: a list of texts, or a column for each letter.
+def _choices(row: Row) -> tuple[dict[str, str], Sequence[str]]:
+    """The choices of a row by their letters, and the columns that have them.
 
-    BadRowError if they are of another form, and the question does not have them.
+    They are a list of texts, or a column for each letter. BadRowError if they are of another form, and the
+    question does not have them, or if two lists differ.
     """
-    lists = (_list(_parsed_list(row.get(name))) for name in CHOICES)
-    choices = [_written(choice) for choice in next(filter(None, lists), [])]
+    parsed = {name: _list(_parsed_list(row.get(name))) for name in CHOICES}
+    lists = {name: items for name, items in parsed.items() if items}
+    first = next(iter(lists.values()), [])
+    choices = [_written(choice) for choice in first]
     if choices and all(isinstance(choice, str) for choice in choices):
-        return {
-            letter: re.sub(rf"^\(?{letter}[.):]\s+", "", choice)
-            for letter, choice in lettered(choices).items()
-        }
+        if any(items != first for items in lists.values()):
+            raise BadRowError("choices", f"{' and '.join(lists)} differ: keep one")
+        return _without_letters(choices), [*lists]
     by_column = _texts_and_numbers(row, tuple(LETTERS))
     if LETTERS[0] in by_column:  # else a column that happens to have such a name
-        return by_column
+        return by_column, [*by_column]
     _require_no_choices(row)
-    return {}
+    return {}, []
+
+
+def _without_letters(choices: Sequence[str]) -> dict[str, str]:
+    """Choices by their letters, which they may begin with."""
+    return {
+        letter: re.sub(rf"^\(?{letter}[.):]\s+", "", choice)
+        for letter, choice in lettered(choices).items()
+    }
 
 
 def _require_no_choices(row: Row) -> None:

@@ -4,6 +4,7 @@ A row becomes a `Conversation` or raises BadRowError: nothing is dropped silentl
 `docs/inputs.md` shows a row of each format.
 """
 
+import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -424,13 +425,22 @@ def _decoded(name: str, value: Any) -> Any:
     try:
         turns = loads(value)
     except (ValueError, RecursionError) as error:
-        if name in OTHER_TURNS:
+        if name in OTHER_TURNS and not _is_python_of_turns(value):
             return value
         raise BadRowError(
             "conversation is text",
             f"the column {name} is text that is not JSON ({one_line(error)}): write it as JSON",
         ) from None
     return turns if all(_is_turn(turn) for turn in turns) else value
+
+
+def _is_python_of_turns(text: str) -> bool:
+    """Whether text is a list of turns as Python writes it, as pandas does in a CSV file."""
+    try:
+        items = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    return isinstance(items, list) and all(map(_is_turn, items))
 
 
 def _is_turn(item: Any) -> bool:

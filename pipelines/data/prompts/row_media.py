@@ -8,6 +8,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from vlmdistill.pipelines.data.prompts.hidden_media import (
+    TYPE_KEYS,
     is_about_media,
     media_kind,
     names_part_of_video,
@@ -28,6 +29,7 @@ NUMBERED_COLUMN = {kind: re.compile(rf"{kind}_?(\d+)") for kind in KINDS}  # as 
 FRAME_COUNTS = ("frames", "nframes", "num_frames")
 SAMPLING = ("fps", *FRAME_COUNTS)
 FILE_KEYS = ("source", "path", "url", "bytes")  # of a part; `source` is Anthropic's
+CONTENT_KEYS = ("bytes", "data", "path", "url")  # of an object that is a file
 MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
 
 # <image>, <Image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart
@@ -52,6 +54,15 @@ ON_ITS_OWN_LINE = re.compile(
 
 
 @dataclass(frozen=True)
+class MediaFile:
+    """An image or a video of a row."""
+
+    media: Media
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """What else the row's object for it says, such as `fps` or `start`."""
+
+
+@dataclass(frozen=True)
 class _Numbered:
     """A placeholder with a number, and the part that it becomes."""
 
@@ -63,7 +74,7 @@ class _Numbered:
 class _Placement:
     """Which of the row's images, or of its videos, are shown so far."""
 
-    media: list[Media]
+    media: list[MediaFile]
     in_order: int = 0  # by placeholders and parts without a number, one after the other
     by_index: set[int] = field(default_factory=set)  # again and again
     numbered: list[_Numbered] = field(default_factory=list)  # not placed yet
@@ -180,7 +191,7 @@ class RowMedia:
             kind = "video"
         if number is None:
             return self.part(kind, {}, self._next(kind))
-        part = self.part(kind, {}, "")
+        part: Part = {"type": kind}
         self._of[kind].numbered.append(_Numbered(int(number), part))
         return part
 
@@ -201,19 +212,20 @@ class RowMedia:
         placement.by_index.add(index)
         return self.part(kind, keys, placement.media[index])
 
-    def part(self, kind: Kind, keys: Mapping[str, Any], media: Media) -> Part:
+    def part(self, kind: Kind, keys: Mapping[str, Any], file: MediaFile) -> Part:
         """The part of an image or video, with its own keys but the one of its file."""
+        keys = {**file.keys, **keys}
         used = {"type", "index", *SAMPLING}
         unused = [
             key for key in keys if keys[key] not in (None, "") and key not in used
         ]
         self.unread.add(unused, keys, f"{kind}.")
         if kind == "image":
-            return {"type": kind, "media": media}
+            return {"type": kind, "media": file.media}
         _require_whole_video(keys)
         _require_whole_video(self._row)
         sampling = self._sampling or _sampling(keys) or _sampling(self._row)
-        return {"type": kind, "media": media, **sampling}
+        return {"type": kind, "media": file.media, **sampling}
 
     def place_numbered(self) -> None:
         """Give each numbered placeholder its image or video, counted from 1, or from 0 if there is a 0.
@@ -236,7 +248,8 @@ class RowMedia:
                 )
             for placeholder in placement.numbered:
                 index = placeholder.number - first
-                placeholder.part["media"] = placement.media[index]
+                shown = self.part(kind, {}, placement.media[index])
+                placeholder.part.update(shown)
                 placement.by_index.add(index)
 
     def parts_without_placeholder(self) -> list[Part]:
@@ -248,13 +261,13 @@ class RowMedia:
         for kind, placement in self._of.items():
             count = len(placement.media)
             if placement.shown == 0:
-                parts += [self.part(kind, {}, media) for media in placement.media]
+                parts += [self.part(kind, {}, file) for file in placement.media]
             elif placement.shown != count:
                 shown = f"{placement.shown} <{kind}> in the text"
                 raise BadRowError(f"{kind} count", f"{shown}, {count} given")
         return parts
 
-    def _next(self, kind: Kind) -> Media:
+    def _next(self, kind: Kind) -> MediaFile:
         """The next image or video of the row."""
         placement = self._of[kind]
         if placement.by_index:
@@ -301,7 +314,7 @@ def _index(value: Any, kind: Kind) -> int | None:
     )
 
 
-def _media_of(row: Mapping[str, Any], names: list[str]) -> list[Media]:
+def _media_of(row: Mapping[str, Any], names: list[str]) -> list[MediaFile]:
     """The media of columns, in order. BadRowError if `image` and `images` differ."""
     lists = [_listed(row[name]) for name in names]
     is_numbered = not any(name in COLUMNS[kind] for kind in KINDS for name in names)
@@ -314,14 +327,22 @@ def _media_of(row: Mapping[str, Any], names: list[str]) -> list[Media]:
     return lists[0]
 
 
-def _listed(value: Any) -> list[Media]:
+def _listed(value: Any) -> list[MediaFile]:
     """The media of a column: one, or a list."""
     items = value if isinstance(value, list) else [value]
-    return [read_media(item) for item in items]
+    return [read_file(item) for item in items]
 
 
-def read_media(item: Any) -> Media:
-    """The path or the bytes of a file, in any form that rows use; BadRowError if it is neither."""
+def read_file(item: Any) -> MediaFile:
+    """An image or a video in any form that rows use; BadRowError if it is neither path nor bytes."""
+    keys: Mapping[str, Any] = {}
+    if isinstance(item, Mapping):
+        read = {*CONTENT_KEYS, *TYPE_KEYS}
+        keys = {name: value for name, value in item.items() if name not in read}
+    return MediaFile(_path_or_bytes(item), keys)
+
+
+def _path_or_bytes(item: Any) -> Media:
     if isinstance(item, Mapping):
         encoded = item.get("bytes") or item.get("data")
         if isinstance(encoded, str) and encoded:

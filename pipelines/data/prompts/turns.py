@@ -20,7 +20,7 @@ from vlmdistill.pipelines.data.prompts.row_media import (
     Kind,
     Part,
     RowMedia,
-    read_media,
+    read_file,
     split_at_placeholders,
     unread_names,
 )
@@ -219,7 +219,7 @@ def _media_part(item: Mapping[str, Any], kind: Kind, media: RowMedia) -> Part:
     content = item[key]
     value = {"bytes": content} if key == "bytes" else content
     other_keys = {name: item[name] for name in item if item[name] != content}
-    return media.part(kind, other_keys, read_media(value))
+    return media.part(kind, other_keys, read_file(value))
 
 
 def _require_content(role: str, parts: list[Part]) -> None:

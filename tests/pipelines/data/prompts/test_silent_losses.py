@@ -285,6 +285,41 @@ def test_no_question_loses_choices_of_another_form(
     assert imported(out.with_name("asked.parquet"), asked).added == 1
 
 
+def test_two_lists_of_choices_are_not_silently_one(out: Path) -> None:
+    question = {"question": "Which?", "choices": ["red", "blue"]}
+    twice = {**question, "options": "['red', 'blue']"}
+    assert texts(one(out, twice)) == [("user", "Which?\nA. red\nB. blue")]
+    assert refused(out, {**question, "options": ["red", "green"]})[0] == "choices"
+    columns = {"A": "old", "B": "older"}
+    summary = imported(out.with_name("columns.parquet"), {**question, **columns})
+    assert summary.unread_columns == {"A": 1, "B": 1}
+
+
+def test_an_object_for_a_video_is_read_with_all_its_keys(out: Path) -> None:
+    def rows(**keys: Any) -> list[dict[str, Any]]:
+        named = {"path": "1.mp4", **keys}
+        url = {"type": "video_url", "video_url": {"url": "1.mp4", **keys}}
+        parts = [url, {"type": "text", "text": "What moves?"}]
+        return [
+            said("<video>\nWhat moves?", "A ball.", video=named),
+            said("<video 1>\nWhat moves?", "A ball.", video=named),
+            {"messages": [{"role": "user", "content": parts}]},
+        ]
+
+    for number, row in enumerate(rows(nframes=3)):
+        prompt = one(out.with_name(f"{number}.parquet"), row)
+        assert prompt.messages[0]["content"][0]["frames"] == 3
+    for row in rows(start=1, end=2):
+        assert refused(out, row)[0] == "part of a video"
+    summary = imported(out, said("What?", "A cat.", image={"path": "1.jpg", "box": 7}))
+    assert summary.unread_columns == {"image.box": 1}
+
+
+def test_turns_in_python_text_are_no_question(out: Path) -> None:
+    turns = [{"role": "user", "content": "What?"}]
+    assert refused(out, {"prompt": str(turns)})[0] == "conversation is text"
+
+
 def test_a_question_of_mmmu_may_have_no_choices(out: Path) -> None:
     row = {"question": "How many?", "options": "[]", "answer": "7"}
     assert imported(out, row).added == 1

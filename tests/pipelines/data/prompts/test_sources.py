@@ -446,6 +446,29 @@ def test_of_several_images_of_a_sample_those_are_shown_that_belong_to_it(
         assert sum(summary.unread_columns.values()) == len(pictures) - len(shown)
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": [{"type": "image", "image": "1.jpg"}, "What?"]},
+        {"content": [{"type": "image_url", "image_url": {"url": "x/1.jpg"}}, "What?"]},
+        {"content": "What?", "images": ["1.jpg"]},
+    ],
+    ids=str,
+)
+def test_a_part_of_a_sample_shows_its_image_and_none_of_the_disk(
+    tmp_path: Path, out: Path, media: Path, turn: dict[str, Any]
+) -> None:
+    row = {"messages": [{"role": "user", **turn}]}
+    source = tar(media / "a.tar", ("1.jpg", RED), ("1.mask.jpg", BLUE), ("1.json", row))
+    summary = import_prompts([source], out)
+    (prompt,) = read(out)
+    assert [Path(path).read_bytes() for path in prompt.files] == [RED]
+    assert summary.unread_columns == {"mask.jpg": 1}
+    other = tar(media / "b.tar", ("2.png", BLUE), ("2.json", row), ("3.json", asked(1)))
+    summary = import_prompts([other], tmp_path / "other.parquet")
+    assert (summary.added, summary.skipped) == (1, {"missing image": 1})
+
+
 def test_no_member_of_a_tar_archive_leads_out_of_it(
     tmp_path: Path, out: Path, media: Path
 ) -> None:
