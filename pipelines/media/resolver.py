@@ -3,7 +3,7 @@
 import errno
 import io
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -39,9 +39,9 @@ class BadRowError(Exception):
 class MediaResolver:
     """Finds media files, checks that they can be read, and keeps those that come as bytes.
 
-    A path is relative to `images`, else to the folder of the file that names it. Bytes (from datasets and
-    data URLs) are written into `keep`, named by their hash. A video is a file or a folder of images. What is
-    in an object store is named by its URL, and fetched.
+    A path is relative to `images`, else to the first of the row's folders that has it. Bytes (from datasets
+    and data URLs) are written into `keep`, named by their hash. A video is a file or a folder of images. What
+    is in an object store is named by its URL, and fetched.
     """
 
     def __init__(self, images: Path | None, keep: Path) -> None:
@@ -51,11 +51,13 @@ class MediaResolver:
         self._named: set[Path] = set()
         """Copies of URLs that rows name, which are fetched anew."""
 
-    def check_all(self, wanted: Iterable[tuple[dict[str, Any], Path]]) -> None:
+    def check_all(
+        self, wanted: Iterable[tuple[dict[str, Any], Sequence[Path]]]
+    ) -> None:
         """Check the files of many parts in parallel, ahead of `resolve`."""
         files = set()
-        for part, folder in wanted:
-            found = self._find(part["type"], part["media"], folder)
+        for part, folders in wanted:
+            found = self._find(part["type"], part["media"], folders)
             if isinstance(found, Path):
                 files.add((part["type"], found))
         fresh = sorted(files - self._checked.keys())
@@ -63,10 +65,10 @@ class MediaResolver:
             digests = pool.map(lambda file: self._digest(*file), fresh)
             self._checked.update(zip(fresh, digests, strict=True))
 
-    def resolve(self, part: dict[str, Any], folder: Path) -> str:
+    def resolve(self, part: dict[str, Any], *folders: Path) -> str:
         """Set the `path` and `digest` of a part and return the digest; BadRowError if it cannot be used."""
         kind = part["type"]
-        path = self._find(kind, part["media"], folder)
+        path = self._find(kind, part["media"], folders)
         if isinstance(path, BadRowError):
             raise path
         if isinstance(path, bytes):
@@ -100,7 +102,7 @@ class MediaResolver:
             return BadRowError(f"unreadable {kind}", f"{path}: {error}")
 
     def _find(
-        self, kind: str, media: Media, folder: Path
+        self, kind: str, media: Media, folders: Sequence[Path]
     ) -> Path | bytes | BadRowError:
         """The path of a media file, or its bytes if the row holds them, or the problem."""
         if isinstance(media, bytes):
@@ -111,8 +113,8 @@ class MediaResolver:
             return BadRowError(
                 f"{kind} is a URL", f"{media[:200]}: download it and give its path"
             )
-        folders = [self.images, folder] if self.images else [folder]
-        paths = [searched / media for searched in folders]
+        searched = [self.images, *folders] if self.images else folders
+        paths = [folder / media for folder in searched]
         try:
             for path in paths:
                 found = _usable(kind, path)

@@ -55,7 +55,9 @@ def dataset_rows(source: str, read_file: ReadFile) -> Iterator[Row]:
     try:
         for row in rows:
             number += 1
-            yield replace(row, source=source, dataset=dataset, number=number)
+            yield replace(
+                row, source=source, dataset=dataset, number=number, file=row.source
+            )
     except Exception as error:  # noqa: BLE001 - loaders of datasets raise anything; the user needs one line
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = f" at row {number + 1}" if number else ""

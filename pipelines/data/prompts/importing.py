@@ -335,7 +335,7 @@ class _Import:
         talks = ((row, self._conversation(row, kind)) for row in rows)
         for chunk in self._chunks(talks):
             self.resolver.check_all(
-                (part, row.folder)
+                (part, row.folders)
                 for row, talk in chunk
                 if talk
                 for part in media_parts(talk.messages)
@@ -407,7 +407,7 @@ class _Import:
         """Make the prompts of one conversation."""
         try:
             digests = [
-                self.resolver.resolve(part, row.folder)
+                self.resolver.resolve(part, *row.folders)
                 for part in media_parts(talk.messages)
             ]
         except BadRowError as error:

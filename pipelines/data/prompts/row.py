@@ -35,12 +35,14 @@ class Row:
     value: Any
     line: int | None = None
     problem: BadRowError | None = None
+    file: str = ""  # in the folder that is the source
 
     @property
-    def folder(self) -> Path:
-        """The folder to which paths in the row are relative."""
+    def folders(self) -> list[Path]:
+        """The folders to which paths in the row may be relative: of its file, then of its source."""
         path, _ = located(self.source)
-        return path if path.is_dir() else path.parent
+        folder = path if path.is_dir() else path.parent
+        return [Path(self.file).parent, folder] if self.file else [folder]
 
     def __str__(self) -> str:
         """A description of the row, for messages."""

@@ -446,6 +446,20 @@ def test_of_several_images_of_a_sample_those_are_shown_that_belong_to_it(
         assert sum(summary.unread_columns.values()) == len(pictures) - len(shown)
 
 
+def test_a_row_of_a_folder_names_images_beside_its_file_first(
+    tmp_path: Path, out: Path
+) -> None:
+    (tmp_path / "set" / "part").mkdir(parents=True)
+    files = {"set/0.png": RED, "set/1.png": RED, "set/part/1.png": BLUE}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    rows = [{**asked(number), "image": f"{number}.png"} for number in range(2)]
+    (tmp_path / "set/part/rows.json").write_text(json.dumps(rows))
+    import_prompts([str(tmp_path / "set")], out)
+    shown = [Path(prompt.files[0]).read_bytes() for prompt in read(out)]
+    assert shown == [RED, BLUE]
+
+
 @pytest.mark.parametrize(
     "turn",
     [
@@ -456,15 +470,18 @@ def test_of_several_images_of_a_sample_those_are_shown_that_belong_to_it(
     ids=str,
 )
 def test_a_part_of_a_sample_shows_its_image_and_none_of_the_disk(
-    tmp_path: Path, out: Path, media: Path, turn: dict[str, Any]
+    tmp_path: Path, out: Path, turn: dict[str, Any]
 ) -> None:
+    (tmp_path / "1.jpg").write_bytes(BLUE)
     row = {"messages": [{"role": "user", **turn}]}
-    source = tar(media / "a.tar", ("1.jpg", RED), ("1.mask.jpg", BLUE), ("1.json", row))
+    files = (("1.jpg", RED), ("1.mask.jpg", BLUE), ("1.json", row))
+    source = tar(tmp_path / "a.tar", *files)
     summary = import_prompts([source], out)
     (prompt,) = read(out)
     assert [Path(path).read_bytes() for path in prompt.files] == [RED]
     assert summary.unread_columns == {"mask.jpg": 1}
-    other = tar(media / "b.tar", ("2.png", BLUE), ("2.json", row), ("3.json", asked(1)))
+    files = (("2.png", BLUE), ("2.json", row), ("3.json", asked(1)))
+    other = tar(tmp_path / "b.tar", *files)
     summary = import_prompts([other], tmp_path / "other.parquet")
     assert (summary.added, summary.skipped) == (1, {"missing image": 1})
 
