@@ -106,6 +106,8 @@ class RoundPlan(msgspec.Struct, kw_only=True):
     harvested: dict[str, Any] | None = None
     fresh: int = 0  # samples of traffic that the base was not trained on
     known: int = 0  # others that it trains on as well
+    chosen: str = ""  # a hash of the keys of all these
+    anew: bool = False  # some were deleted before it was trained on them
     seconds: dict[str, float] = {}  # by stage of the round
 
 
@@ -186,7 +188,7 @@ class _Round:
         """All stages that are left."""
         view = self.plan.drafter
         store = Store.find(self.workspace.features)
-        if store is None or view not in record_names(store.backend, VIEWS):
+        if store is None or not self._is_chosen(store, view):
             with self._stage("harvest"):
                 self._harvest()
             with self._stage("capture"):
@@ -199,12 +201,27 @@ class _Round:
             return self._end(Judgement(False, reason))
         samples = f"{self.plan.fresh} new samples and {self.plan.known} known ones"
         self.say(f"training   on {samples}")
-        if not (self.workspace.drafter(self.plan.drafter) / "config.json").exists():
+        if not self._is_trained():
             with self._stage("train"):
                 self._train(view)
         with self._stage("eval"):
             verdict = self._judge()
         return self._end(verdict)
+
+    def _is_chosen(self, store: Store, view: str) -> bool:
+        """Whether the samples of the round are fixed, and none was deleted before it was trained on them."""
+        if view not in record_names(store.backend, VIEWS):
+            return False
+        if self._is_trained() or _hash_of(store.view(view)["key"]) == self.plan.chosen:
+            return True
+        self.say("samples of the round were deleted: it begins anew")
+        self.plan.anew = True
+        self._write_plan()
+        return False
+
+    def _is_trained(self) -> bool:
+        folder = self.workspace.drafter(self.plan.drafter)
+        return (folder / "config.json").exists()
 
     def _harvest(self) -> None:
         with self.bar("harvesting", "exchanges") as report:
@@ -269,9 +286,10 @@ class _Round:
         self.plan.fresh = len(fresh & trainable)
         known_keys = self._known_keys(set(rows["key"]) - fresh, view)
         self.plan.known = len(known_keys)
+        chosen = [*fresh, *known_keys]
+        self.plan.chosen = _hash_of(chosen)
         self._write_plan()  # before the view, with which the round goes on past this stage
         if self.plan.fresh >= self.how.fewest:
-            chosen = [*fresh, *known_keys]
             of_round = Filter(
                 "not of this round", lambda frame: frame["key"].is_in(chosen)
             )
@@ -301,7 +319,8 @@ class _Round:
         if self.how.minutes is not None:
             run = replace(run, budget=TrainingBudget(60 * self.how.minutes))
         with self.bar(f"training {self.plan.drafter}", "steps") as report:
-            train.run(run, report=report)
+            # A checkpoint may be of samples that were deleted.
+            train.run(run, force=self.plan.anew, report=report)
 
     def _judge(self) -> Judgement:
         """Measure base and candidate on held-out prompts; whether the candidate is published, and why."""
@@ -432,6 +451,10 @@ def _comparable(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts of those kinds that have enough prompts for an interval."""
     counts = Counter(kind_of(prompt) for prompt in prompts)
     return [prompt for prompt in prompts if counts[kind_of(prompt)] >= FEWEST_OF_KIND]
+
+
+def _hash_of(keys: Iterable[str]) -> str:
+    return content_hash(sorted(keys))
 
 
 def _traffic_keys(file: Path, split: str) -> set[str]:

@@ -162,6 +162,19 @@ def test_no_byte_of_old_traffic_stays_of_a_killed_command(
         assert not found(disk.folder, sought), states[name].publications[number - 1]
 
 
+def test_a_round_whose_samples_are_deleted_begins_anew(
+    states: dict[str, State],
+) -> None:
+    disk, publications = states["adapt"].disk.copy("anew"), states["adapt"].publications
+    numbers = range(1, len(publications) + 1)
+    steps = "wren.r1.training/metrics.jsonl"
+    training = next(number for number in numbers if steps in publications[number - 1])
+    disk.run(*AFTER["adapt"], die=training, after=True)
+    assert disk.run(*FORGET) == 0
+    assert disk.run(*AFTER["adapt"]) == 3
+    assert "a round needs 1" in (disk.folder / "said.txt").read_text()
+
+
 @pytest.fixture(scope="module")
 def states_at_url(
     tmp_path_factory: pytest.TempPathFactory, sought: list[bytes]
