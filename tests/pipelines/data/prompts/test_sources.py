@@ -480,8 +480,8 @@ def test_a_part_of_a_sample_shows_its_image_and_none_of_the_disk(
     (prompt,) = read(out)
     assert [Path(path).read_bytes() for path in prompt.files] == [RED]
     assert summary.unread_columns == {"mask.jpg": 1}
-    files = (("2.png", BLUE), ("2.json", row), ("3.json", asked(1)))
-    other = tar(tmp_path / "b.tar", *files)
+    other_files = (("2.png", BLUE), ("2.json", row), ("3.json", asked(1)))
+    other = tar(tmp_path / "b.tar", *other_files)
     summary = import_prompts([other], tmp_path / "other.parquet")
     assert (summary.added, summary.skipped) == (1, {"missing image": 1})
 
