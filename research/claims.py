@@ -113,19 +113,21 @@ Of {len(counts)} claims, {summary}.
 
 {"; ".join(facts)}.
 
-- **Both sides** of a claim have the same optimizer steps (divided between stages in the ratio of the paper's
-  epochs), tokens per step, learning rate, store and seeds. Visual tokens count if the drafter reads them, so a
-  drafter that hides them gets more samples. The tree is `chain-4` unless a setting says otherwise.
-- **Rates** are of greedy decoding, with the bonus token, pooled over held-out prompts with an image or a video.
-  Papers print other quantities as tau ([papers.md](../papers.md)): compare directions, not numbers.
-- **Found** is the mean over seeds of each side. Their difference has a 95% interval over seeds (Student's t on
-  the difference of each seed) and over prompts (jackknife, for at least {FEWEST} prompts).
-- **Verdict.** A claim holds if the interval lies on its side of 0, or, for "as good as", within the margin; it
-  does not hold if the interval lies on the other side, or outside the margin. Otherwise it cannot be told, also
-  if `eval` would warn of the measurement, or a setting has something of ours that the paper has not. At 95%,
-  some of this many claims go wrong by chance.
-- **Speed**: all seeds of both sides decode each prompt in turn in one process, without the prefill (the papers'
-  speedups include it). Trust only its direction, since the target is tiny.
+- **Both sides** of a claim have the same optimizer steps (divided between stages in the ratio of the
+  paper's epochs), tokens per step, learning rate, store and seeds. Visual tokens count if the drafter
+  reads them, so a drafter that hides them gets more samples. The tree is `chain-4` unless a setting says
+  otherwise.
+- **Rates** are of greedy decoding, with the bonus token, pooled over held-out prompts with an image or a
+  video. Papers print other quantities as tau ([papers.md](../papers.md)): compare directions, not
+  numbers.
+- **Found** is the mean over seeds of each side. Their difference has a 95% interval over seeds (Student's
+  t on the difference of each seed) and over prompts (jackknife, for at least {FEWEST} prompts).
+- **Verdict.** A claim holds if the interval lies on its side of 0, or, for "as good as", within the
+  margin; it does not hold if the interval lies on the other side, or outside the margin. Otherwise it
+  cannot be told, also if `eval` would warn of the measurement, or a setting has something of ours that
+  the paper has not. At 95%, some of this many claims go wrong by chance.
+- **Speed**: all seeds of both sides decode each prompt in turn in one process, without the prefill (the
+  papers' speedups include it). Trust only its direction, since the target is tiny.
 - **CPU-s**: CPU seconds of one training of each side.
 
 On the embedded targets tau is counted without decoding, on the target's own responses
