@@ -125,7 +125,8 @@ Of {len(counts)} claims, {summary}.
 - **Verdict.** A claim holds if the interval lies on its side of 0, or, for "as good as", within the
   margin; it does not hold if the interval lies on the other side, or outside the margin. Otherwise it
   cannot be told, also if `eval` would warn of the measurement, or a setting has something of ours that
-  the paper has not. At 95%, some of this many claims go wrong by chance.
+  the paper has not.
+- **Chance.** At 95%, some of this many claims go wrong.
 - **Speed**: all seeds of both sides decode each prompt in turn in one process, without the prefill (the
   papers' speedups include it). Trust only its direction, since the target is tiny.
 - **CPU-s**: CPU seconds of one training of each side.
