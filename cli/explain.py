@@ -41,8 +41,10 @@ def explain(
 def _numbers(explanation: "Explanation") -> dict[str, str]:
     """The numbers of the drafter."""
     numbers = {"drafter": f"{explanation.drafter} ({explanation.method})"}
-    if explanation.tau is not None and explanation.speedup is not None:
-        numbers["tau"] = f"{explanation.tau:.2f}, speedup {explanation.speedup:.2f}"
+    if explanation.tau is not None:
+        numbers["tau"] = f"{explanation.tau:.2f}"
+    if explanation.speedup is not None:
+        numbers["tau"] += f", speedup {explanation.speedup:.2f}"
     by_token = _rates(explanation.acceptance)
     if by_token:
         numbers["acceptance"] = f"{by_token} by drafted token"

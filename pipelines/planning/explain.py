@@ -17,6 +17,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench.plan import Description
 from vlmdistill.pipelines.bench.records import PromptResult
 from vlmdistill.pipelines.bench.statistics import FEWEST_OF_KIND, alpha
+from vlmdistill.pipelines.planning.status import doubt_of
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
@@ -56,7 +57,7 @@ class Explanation:
     drafter: str
     method: str
     tau: float | None  # of the last evaluation at its lowest temperature; None: none
-    speedup: float | None
+    speedup: float | None  # None also if it is in doubt
     acceptance: tuple[float, ...]  # by drafted token, in that evaluation
     acceptance_by_kind: Mapping[str, float]  # of the first drafted token
     held_out_agreement: tuple[float, ...]  # by hop, of the saved weights
@@ -75,11 +76,12 @@ def explain(workspace: Workspace, name: str) -> Explanation:
     coldest = min(latest, key=lambda result: result.temperature, default=None)
     evidence = _Evidence(workspace, trained, Description.of(trained), coldest)
     figures = coldest.figures if coldest else None
+    is_doubted = coldest is not None and bool(doubt_of(coldest))
     return Explanation(
         drafter=name,
         method=trained.method,
         tau=figures.tau if figures else None,
-        speedup=figures.speedup if figures else None,
+        speedup=figures.speedup if figures and not is_doubted else None,
         acceptance=figures.alpha if figures else (),
         acceptance_by_kind=evidence.first_by_kind,
         held_out_agreement=evidence.held_out,

@@ -157,25 +157,10 @@ def _stale(unlisted: int, report: ReportState) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _checked_results(workspace: Workspace) -> dict[str, list[DrafterResult]]:
-    """The latest results of each drafter, with what the records of one run say against each other."""
-    latest = selection.last_of_each(workspace.reports)
-    every_result = [result for results in latest.values() for result in results]
-    if not every_result:
-        return {}
-    from vlmdistill.pipelines.report.comparison import ranked  # loads torch
-
-    checked: dict[str, list[DrafterResult]] = {}
-    for ranking in ranked(every_result):
-        for result in ranking.results:
-            checked.setdefault(result.drafter, []).append(result)
-    return checked
-
-
 def _drafters(workspace: Workspace, store: Store | None) -> tuple[DrafterStatus, ...]:
-    checked = _checked_results(workspace)
+    latest = selection.last_of_each(workspace.reports)
     return tuple(
-        _drafter(workspace, name, store, checked.get(name, []))
+        _drafter(workspace, name, store, latest.get(name, []))
         for name in workspace.drafters()
     )
 
@@ -208,7 +193,7 @@ def _drafter(
 
     coldest = min(latest, key=lambda result: result.temperature, default=None)
     shown = coldest.facts if coldest else {}
-    doubt = _doubt(coldest) if coldest else ""
+    doubt = doubt_of(coldest) if coldest else ""
     if doubt:
         shown["speedup"] = None
         remarks.append(f"no speedup: {doubt}")
@@ -251,7 +236,7 @@ def _other_weights(
         yield "measured with other weights"
 
 
-def _doubt(result: DrafterResult) -> str:
+def doubt_of(result: DrafterResult) -> str:
     """Why no verdict rests on a speedup; empty if nothing speaks against it."""
     from vlmdistill.pipelines.report.comparison import is_disturbed  # loads torch
 

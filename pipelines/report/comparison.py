@@ -5,7 +5,7 @@ A drafter is called the fastest only if its lead is larger than the noise of the
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
 
@@ -33,6 +33,7 @@ from vlmdistill.pipelines.targets.embedded import ignorance
 SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
 MOSTLY: Final = 0.5  # share of the CPU below which speeds are those of other programs
 NAMED: Final = 4  # leaders that a sentence names
+REPEATED: Final = "repeated evaluations"
 
 
 @dataclass(frozen=True)
@@ -255,10 +256,10 @@ class Group:
         for result in self.results:
             if result.repeats > 1:
                 text = (
-                    f"{result.name} at temperature {result.temperature:g} is the latest of "
+                    f"{result.name} at temperature {result.temperature:g} is one of "
                     f"{result.repeats}"
                 )
-                values.setdefault("repeated evaluations", {})[text] = None
+                values.setdefault(REPEATED, {})[text] = None
         return {name: "; ".join(different) for name, different in values.items()}
 
     @property
@@ -449,58 +450,12 @@ def ranked(results: Iterable[DrafterResult]) -> list[Ranking]:
 
 def _ranking(results: Sequence[DrafterResult]) -> Ranking:
     """Rank results at one temperature; equally fast ones by name."""
-    checked = _beside_each_other(results)
-    speed = speed_of(checked)
-    by_name = sorted(checked, key=lambda result: result.name)
+    speed = speed_of(results)
+    by_name = sorted(results, key=lambda result: result.name)
     fastest_first = sorted(
         by_name, key=lambda result: rate_of(result, speed), reverse=True
     )
     return Ranking(tuple(fastest_first))
-
-
-def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
-    """The results at one temperature, with a doubt where those of a run have other plain decoding.
-
-    The drafters of a run are measured beside the same plain decoding: if it differs, a record was changed.
-    """
-    first: dict[object, PromptResult] = {}
-    doubted_runs = set[object]()
-    for result in results:
-        run = _run(result)
-        for prompt in result.measurement.prompts:
-            other = first.setdefault((run, prompt.key), prompt)
-            if not _agree(prompt, other):
-                doubted_runs.add(run)
-    doubt = (
-        "records of its run differ in the numbers of plain decoding or in the times of all decodings, "
-        "which they share"
-    )
-    return [
-        replace(result, beside=(*result.beside, doubt))
-        if _run(result) in doubted_runs
-        else result
-        for result in results
-    ]
-
-
-def _agree(prompt: PromptResult, other: PromptResult) -> bool:
-    """Whether two records of one prompt have the same plain decoding, and the same times of all decodings."""
-    plain, other_plain = prompt.plain, other.plain
-    same_plain = (plain.tokens, plain.seconds) == (
-        other_plain.tokens,
-        other_plain.seconds,
-    )
-    turn, other_turn = prompt.turn, other.turn
-    if len(turn.seconds) == 2:  # the drafter was alone
-        return same_plain
-    times = turn.seconds, turn.started, turn.ended
-    other_times = other_turn.seconds, other_turn.started, other_turn.ended
-    return same_plain and times == other_times
-
-
-def _run(result: DrafterResult) -> tuple[object, ...]:
-    """The process that measured a result."""
-    return result.evaluation.measured, result.evaluation.software.command
 
 
 def speed_of(results: Iterable[DrafterResult]) -> Rate:

@@ -1,7 +1,8 @@
 """The results in a report: of a drafter at one temperature, and of a server under one load."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal, TypeVar
 
@@ -55,7 +56,7 @@ class DrafterResult:
     beside: tuple[str, ...] = ()
     """Doubts that other results of the same run raise, or all prompts of a part."""
     repeats: int = 1
-    """Results of its kind that the workspace has: this is the latest."""
+    """Results like it that the workspace has, under whatever names of evaluations."""
 
     def __repr__(self) -> str:
         """Its rates and their intervals; the numbers of each prompt are in `measurement`."""
@@ -103,10 +104,13 @@ class DrafterResult:
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """Of two results of one kind, a report has the latest."""
-        evaluation = self.evaluation
-        settings = conditions(evaluation).values()
-        named = self.drafter, evaluation.title, evaluation.tree
-        return *named, *settings, self.temperature
+        return self.evaluation.title, *self.repeated
+
+    @cached_property
+    def repeated(self) -> tuple[object, ...]:
+        """Two results of which this is equal repeat each other."""
+        settings = conditions(self.evaluation).values()
+        return self.drafter, self.evaluation.tree, *settings, self.temperature
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -286,12 +290,69 @@ class ServerResult:
 
 
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
-    """The results of evaluations, the latest first; of one time, the last evaluation first."""
-    return [
+    """The results of evaluations, the latest first; of one time, the last evaluation first.
+
+    Each says how many there are under its conditions, and what those of its run put in doubt, so that a
+    selection hides neither.
+    """
+    results = [
         DrafterResult(evaluation, measurement)
         for evaluation in _latest_first(evaluations)
         for measurement in evaluation.temperatures
     ]
+    repeats = Counter(result.repeated for result in results)
+    return [
+        replace(result, repeats=repeats[result.repeated])
+        for result in _beside_each_other(results)
+    ]
+
+
+def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
+    """The results, with a doubt where those of a run have other plain decoding.
+
+    The drafters of a run are measured beside the same plain decoding: if it differs, a record was changed.
+    """
+    first: dict[object, PromptResult] = {}
+    doubted_runs = set[object]()
+    for result in results:
+        run = _run(result)
+        for prompt in result.measurement.prompts:
+            other = first.setdefault((run, prompt.key), prompt)
+            if not _agree(prompt, other):
+                doubted_runs.add(run)
+    doubt = (
+        "records of its run differ in the numbers of plain decoding or in the times of all decodings, "
+        "which they share"
+    )
+    return [
+        replace(result, beside=(*result.beside, doubt))
+        if _run(result) in doubted_runs
+        else result
+        for result in results
+    ]
+
+
+def _agree(prompt: PromptResult, other: PromptResult) -> bool:
+    """Whether two records of one prompt have the same plain decoding, and the same times of all decodings."""
+    plain, other_plain = prompt.plain, other.plain
+    same_plain = (plain.tokens, plain.seconds) == (
+        other_plain.tokens,
+        other_plain.seconds,
+    )
+    turn, other_turn = prompt.turn, other.turn
+    if len(turn.seconds) == 2:  # the drafter was alone
+        return same_plain
+    times = turn.seconds, turn.started, turn.ended
+    other_times = other_turn.seconds, other_turn.started, other_turn.ended
+    return same_plain and times == other_times
+
+
+def _run(result: DrafterResult) -> tuple[object, ...]:
+    """The process that measured a result, and its temperature."""
+    evaluation = result.evaluation
+    settings = conditions(evaluation).values()
+    command = evaluation.software.command
+    return evaluation.measured, command, *settings, result.temperature
 
 
 def of_servers(evaluations: Iterable[ServedEvaluation]) -> list[ServerResult]:

@@ -89,15 +89,10 @@ class Kept:
     @property
     def latest(self) -> "Kept":
         """The latest result of each kind."""
-        of_kind: dict[tuple[object, ...], list[DrafterResult | ServerResult]] = {}
+        of_kind: dict[tuple[object, ...], DrafterResult | ServerResult] = {}
         for result in self.results:  # the latest first
-            of_kind.setdefault(result.kind, []).append(result)
-        latest: list[DrafterResult | ServerResult] = []
-        for result, *earlier in of_kind.values():
-            if isinstance(result, DrafterResult):
-                result = replace(result, repeats=1 + len(earlier))
-            latest.append(result)
-        return Kept(latest)
+            of_kind.setdefault(result.kind, result)
+        return Kept([*of_kind.values()])
 
 
 def read(reports: Path) -> Kept:
@@ -117,10 +112,14 @@ def last_of_each(reports: Path) -> dict[str, list[DrafterResult]]:
     for heading, _ in headed_files:
         before = last_measured.get(heading.drafter, "")
         last_measured[heading.drafter] = max(before, heading.measured)
+    last = [
+        records.read(file)
+        for heading, file in headed_files
+        if heading.measured == last_measured[heading.drafter]
+    ]
     results: dict[str, list[DrafterResult]] = {name: [] for name in last_measured}
-    for heading, file in headed_files:
-        if heading.measured == last_measured[heading.drafter]:
-            results[heading.drafter] += of_drafters([records.read(file)])
+    for result in of_drafters(last):
+        results[result.drafter].append(result)
     return results
 
 

@@ -107,6 +107,16 @@ def test_what_methods_reached_is_what_the_page_of_results_says() -> None:
     assert tuple(map(min, zip(*layers, strict=True))) == LEAST_OF_A_LAYER
 
 
+@pytest.mark.parametrize("missed", [0, 5])
+def test_a_speedup_in_doubt_is_not_printed(capsys: Output, missed: int) -> None:
+    train()
+    at = made_up.measured(missed=missed)
+    made = made_up.evaluation("mine", at, drafter="eagle2")
+    records.write(made, records.new_file(ROOT / "reports", "mine"))
+    assert main(["explain", "mine", "--model", "other"]) == 0
+    assert ("speedup 1.50" in capsys.readouterr().out) == (not missed)
+
+
 def test_of_a_good_drafter_nothing_stands_out(capsys: Output) -> None:
     train()
     evaluate({"text": GOOD, "image": GOOD})

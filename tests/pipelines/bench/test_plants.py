@@ -607,6 +607,21 @@ def test_records_of_a_run_share_the_times_of_all_decodings() -> None:
     assert doubts(0.8) == [True, True]
 
 
+def test_a_selection_hides_no_other_record_of_a_run(
+    workspace: Workspace, save: Save
+) -> None:
+    """Neither one that contradicts what is shown, nor an evaluation that was repeated."""
+    at = measured(noise=0.05)
+    save("wren", at)
+    save("sparrow", with_own_steps(at, lambda one: 1.2))
+    save("msd", at, stem="a", measured="2026-01-01 00:00:00", title="first")
+    save("msd", at, stem="b", measured="2026-01-02 00:00:00", title="second")
+    (found,) = read(workspace, where=["drafter = 'sparrow'"]).groups
+    assert answers(found)[0].level == "none"
+    (found,) = read(workspace, where=["name = 'first'"]).groups
+    assert "msd at temperature 0 is one of 2" in str(found.facts)
+
+
 @pytest.mark.parametrize("slower", [1.12, 1.14, 1.2, 1.5])
 def test_a_slow_loop_of_plain_decoding_is_in_doubt(slower: float) -> None:
     honest = evaluation("wren", measured(), calibrations=(calibration(), calibration()))
