@@ -65,8 +65,8 @@ def export(
     from vlmdistill.pipelines.report import card
 
     written = write(folder, out, dtype, layout)
-    if not card.write(workspace, folder, written):
-        console.note(f"{out / card.CARD} is kept: remove it for a new card")
+    if kept := card.write(workspace, folder, written):
+        console.note(kept)
     console.result(asdict(written) if as_json else _facts(written), as_json)
     target = model if is_of_model else written.target
     if difference := _served_difference(target, provenance):

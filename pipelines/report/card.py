@@ -21,7 +21,7 @@ from vlmdistill.drafters.checkpoints.description import (
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.comparison import is_disturbed
+from vlmdistill.pipelines.report.comparison import REPEATED, group, is_disturbed
 from vlmdistill.pipelines.report.documents import markdown_row, markdown_text
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.report.tables import UNKNOWN, rate
@@ -37,14 +37,17 @@ OF_MACHINE: Final = "--enforce-eager"
 """An option of vLLM that only machines without a GPU need."""
 
 
-def write(workspace: Workspace, folder: Path, exported: Exported) -> bool:
-    """Write the card of a drafter's folder into its export; False if there is one, which is kept."""
+def write(workspace: Workspace, folder: Path, exported: Exported) -> str:
+    """Write the card of a drafter's folder into its export; if there is one, say that it is kept."""
     file = Path(exported.out) / CARD
     if file.exists():
-        return False
+        weights = weights_hash(folder) or ""
+        is_of_these = weights in file.read_text(encoding="utf-8", errors="replace")
+        difference = "" if is_of_these else ", and does not name these weights"
+        return f"{file} is kept{difference}: remove it for a new card"
     with atomic_write(file, alone=True) as new:
         new.write_text(card(workspace, folder, exported), encoding="utf-8")
-    return True
+    return ""
 
 
 def card(workspace: Workspace, folder: Path, exported: Exported) -> str:
@@ -168,6 +171,11 @@ def _table(results: list[DrafterResult]) -> Iterator[str]:
     yield ""
     for name, value in conditions.items():
         yield f"- {name}: {markdown_text(value)}"
+    (compared,) = group(results)
+    if repeated := compared.facts.get(REPEATED):
+        yield f"- {REPEATED}: {markdown_text(repeated)}"
+    for warning in compared.warnings:
+        yield f"- warning: {markdown_text(warning)}"
 
 
 def _row(prompts: str, result: DrafterResult) -> list[str]:

@@ -1,6 +1,7 @@
 """The card of an export: what a hub reads, how vLLM is started, and only numbers that a report would rank."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ from huggingface_hub import ModelCard
 
 from tests.drafters import synthetic
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import measured
+from tests.pipelines.bench.made_up import in_turn, measured
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.description import weights_hash
+from vlmdistill.pipelines.bench.records import Leak, PromptResult
 from vlmdistill.pipelines.report.card import CARD
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -83,9 +85,71 @@ def test_numbers_in_doubt_are_left_out_and_why_is_said(
     assert re.search(f"is left out.*{reason}", text)
 
 
-def test_a_card_that_was_edited_is_kept(
-    workspace: Workspace, weights: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("leak", "text"),
+    [
+        (None, "not known what it was trained on"),
+        (Leak(samples=4200, prompts=("k0",)), "has seen in training: k0"),
+    ],
+)
+def test_prompts_that_may_have_been_seen_are_said(
+    leak: Leak | None,
+    text: str,
+    workspace: Workspace,
+    weights: str,
+    save: Save,
+    tmp_path: Path,
 ) -> None:
+    save("sparrow", measured(), weights=weights, leak=leak)
+    assert text in exported(workspace, tmp_path / "served")
+
+
+def test_the_best_of_several_evaluations_is_called_one_of_them(
+    workspace: Workspace, weights: str, save: Save, tmp_path: Path
+) -> None:
+    for second in range(3):
+        when = f"2026-01-02 03:04:0{second}"
+        save("sparrow", measured(), weights=weights, stem=when, measured=when)
+    text = exported(workspace, tmp_path / "served")
+    assert "sparrow at temperature 0 is one of 3" in text
+
+
+def test_a_record_that_contradicts_another_of_its_run_is_left_out(
+    workspace: Workspace, weights: str, save: Save, tmp_path: Path
+) -> None:
+    """Its plain decoding was slowed; the other drafter's record has what it took."""
+    at = measured(noise=0.05)
+    slow = replace(
+        at, prompts=tuple(map(slower_plain, at.prompts, range(len(at.prompts))))
+    )
+    save("sparrow", slow, weights=weights)
+    text = exported(workspace, tmp_path / "alone")
+    assert "is left out" not in text
+    save("wren", at)
+    assert "is left out" in exported(workspace, tmp_path / "beside")
+
+
+def slower_plain(prompt: PromptResult, number: int) -> PromptResult:
+    """Its decoding, and its place among the times of all decodings."""
+    step = 1.2 * prompt.plain.decode_seconds
+    seconds = prompt.plain.prefill_seconds + step
+    plain = replace(prompt.plain, seconds=seconds, decode_seconds=step)
+    return in_turn(replace(prompt, plain=plain), number)
+
+
+def test_a_card_that_is_there_is_kept_and_said_to_be_of_other_weights(
+    workspace: Workspace,
+    weights: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its numbers are not those of a drafter that was trained again."""
     exported(workspace, tmp_path / "served")
-    (tmp_path / "served" / CARD).write_text("mine")
-    assert exported(workspace, tmp_path / "served") == "mine"
+    card = tmp_path / "served" / CARD
+    for text, is_of_these in ((card.read_text() + "mine", True), ("mine", False)):
+        card.write_text(text)
+        capsys.readouterr()
+        assert exported(workspace, tmp_path / "served") == text
+        noted = capsys.readouterr().err
+        assert "is kept" in noted
+        assert ("does not name these weights" in noted) == (not is_of_these)
