@@ -215,6 +215,7 @@ def _seed_facts(page: "ReportPage") -> "Iterator[dict[str, Any]]":
                     "drafter": drafter.name,
                     "temperature": drafter.temperature,
                     "seeds": [*drafter.results],
+                    "mismatch": drafter.mismatch or None,
                     "rates": {
                         rate: _over_seeds(compared, drafter, rate)
                         for rate in ("tau", compared.speed)

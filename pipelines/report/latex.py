@@ -163,6 +163,8 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             has_seeds = True
             methods = by_temperature.setdefault(compared.drafters[0].temperature, {})
             for drafter in compared.drafters:
+                if drafter.mismatch:
+                    continue  # each of its seeds has a row
                 row_name = f"{drafter.name} ({len(drafter.results)} seeds)"
                 method = methods.setdefault(row_name, _Method())
                 method.cells[name] = _cell_over_seeds(compared, drafter)

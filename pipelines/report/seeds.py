@@ -11,6 +11,7 @@ from functools import cached_property
 from statistics import mean, stdev
 from typing import Final
 
+from vlmdistill.pipelines.bench.records import Evaluation
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST_SEEDS,
     Difference,
@@ -41,6 +42,19 @@ class SeededDrafter:
     results: dict[int, DrafterResult]  # by seed
 
     @cached_property
+    def mismatch(self) -> str:
+        """Why the results are not of one method, trained alike with several seeds; empty if they are."""
+        evaluations = [result.evaluation for result in self.results.values()]
+        trainings = [evaluation.training for evaluation in evaluations]
+        if len({_trained_alike(evaluation) for evaluation in evaluations}) > 1:
+            return "not trained alike"
+        if _repeats([training.seed for training in trainings]):
+            return "a seed twice"
+        if _repeats([evaluation.weights for evaluation in evaluations]):
+            return "the same weights twice"
+        return ""
+
+    @cached_property
     def ranked(self) -> bool:
         """Whether none of its results is in doubt."""
         return not any(result.unranked for result in self.results.values())
@@ -67,6 +81,22 @@ class SeededDrafter:
         return [rate_of(result, rate) for result in self.results.values()]
 
 
+def _trained_alike(evaluation: Evaluation) -> tuple[object, ...]:
+    """What the drafters of several seeds have in common."""
+    training = evaluation.training
+    length: object = training.steps
+    if training.budget is not None:
+        length = training.budget.asked
+    drafter = evaluation.drafter, evaluation.parameters, evaluation.tree
+    return *drafter, evaluation.config, training.samples, training.view, length
+
+
+def _repeats(values: Sequence[object]) -> bool:
+    """Whether a known value is there twice."""
+    known = [value for value in values if value is not None]
+    return len({*known}) < len(known)
+
+
 @dataclass(frozen=True)
 class OverSeeds:
     """Drafters at one temperature that were trained with several seeds; the best tau first."""
@@ -82,6 +112,8 @@ class OverSeeds:
 
     def known(self, drafter: SeededDrafter, rate: Rate) -> bool:
         """Whether a rate of a drafter can be relied on."""
+        if drafter.mismatch:
+            return False
         if rate == "tau":
             return True
         return drafter.ranked and not drafter.disturbed
@@ -149,7 +181,8 @@ def seed_rows(compared: Iterable[OverSeeds]) -> list[list[str]]:
     for at_temperature in compared:
         for drafter in at_temperature.drafters:
             row = [drafter.name, f"{drafter.temperature:g}"]
-            row.append(str(len(drafter.results)))
+            count = str(len(drafter.results))
+            row.append(f"{count}: {drafter.mismatch}" if drafter.mismatch else count)
             for rate in ("tau", at_temperature.speed):
                 row += _cells(at_temperature, drafter, rate)
             rows.append(row)

@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import mean, stdev
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from tests.pipelines.report.html_page import Page
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.bench.records import Measurement
+from vlmdistill.pipelines.bench.records import Evaluation, Measurement, Training
 from vlmdistill.pipelines.bench.statistics import difference, figures
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.report.page import make
@@ -27,10 +29,18 @@ def of_seed(calls: int) -> Measurement:
     return measured(calls=calls, accepted=104 - calls, passes=calls)
 
 
+def trained(seed: int, **changes: Any) -> Training:
+    return replace(Training(steps=300, samples=4200, seed=seed), **changes)
+
+
+def of_drafter(name: str, seed: int, at: Measurement) -> Evaluation:
+    return evaluation(f"{name}.s{seed}", at, drafter=name, training=trained(seed))
+
+
 def compared(**calls: tuple[int, ...]) -> OverSeeds:
     """Drafters by the calls at each of their seeds."""
     evaluations = [
-        evaluation(f"{name}.s{seed}", of_seed(count))
+        of_drafter(name, seed, of_seed(count))
         for name, of_seeds in calls.items()
         for seed, count in enumerate(of_seeds)
     ]
@@ -81,8 +91,9 @@ def test_a_drafter_of_one_seed_is_no_row() -> None:
 def test_a_doubted_seed_is_not_compared() -> None:
     """A drafted token that agrees and was not accepted: acceptance is broken."""
     evaluations = [
-        evaluation(
-            f"{name}.s{seed}",
+        of_drafter(
+            name,
+            seed,
             measured(calls=30, accepted=74, passes=30, missed=int(name == "odd")),
         )
         for name in ("odd", "fair")
@@ -93,6 +104,35 @@ def test_a_doubted_seed_is_not_compared() -> None:
     rows = {row[0]: row for row in _rows(found)}
     assert rows["odd"][4:] == ["-", "-", "-"]
     assert rows["fair"][4] == "the best"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"training": trained(0)}, "a seed twice"),
+        ({"weights": "0" * 64}, "the same weights twice"),
+        ({"training": trained(4, steps=3000)}, "not trained alike"),
+        ({"training": trained(4, samples=9000)}, "not trained alike"),
+        ({"drafter": "msd"}, "not trained alike"),
+        ({"tree": "chain-7"}, "not trained alike"),
+    ],
+)
+def test_drafters_that_do_not_differ_by_their_seed_alone_have_no_mean(
+    changes: dict[str, Any], why: str
+) -> None:
+    """One drafter five times would have no spread, and lead by any difference."""
+    facts: list[dict[str, Any]] = [
+        {"training": trained(seed), "weights": f"{seed}" * 64} for seed in range(4)
+    ]
+    facts.append({"training": trained(4), "weights": "4" * 64, **changes})
+    evaluations = [
+        evaluation(f"x.s{seed}", of_seed(30), **{"drafter": "sparrow", **of_seed_facts})
+        for seed, of_seed_facts in enumerate(facts)
+    ]
+    (ranking,) = rank(evaluations)
+    (found,) = over_seeds(ranking.results)
+    (row,) = _rows(found)
+    assert row[2:] == [f"5: {why}", "-", "-", "-", "-"]
 
 
 def _rows(found: OverSeeds) -> list[list[str]]:
@@ -108,7 +148,8 @@ def printed(
     """What `report` prints of the seeds of two drafters."""
     for name, calls in CALLS.items():
         for seed, count in enumerate(calls):
-            save(f"{name}.s{seed}", of_seed(count))
+            facts = {"drafter": name, "training": trained(seed)}
+            save(f"{name}.s{seed}", of_seed(count), **facts)
 
     def report(*options: str) -> str:
         where = ["--runs", str(workspace.root.parent)]
