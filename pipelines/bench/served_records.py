@@ -30,6 +30,10 @@ from vlmdistill.pipelines.streaming.pieces import Amount
 from vlmdistill.pipelines.targets.software import Software
 
 SPEEDS: Final[tuple[Rate, ...]] = ("speedup", "decode_speedup")
+FILLED: Final = 0.9
+"""Share of a run's seconds that its requests take, sent one after the other,"""
+BETWEEN: Final = 0.1  # besides these seconds between two of them
+ROUNDED: Final = 1.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +268,7 @@ def load_figures(load: ServedLoad) -> LoadFigures:
     warnings = _warnings("server", load.concurrency, load.server, server)
     if load.baseline and baseline:
         warnings += _warnings("baseline", load.concurrency, load.baseline, baseline)
-    warnings += _differences(load, compared)
+    warnings += [*_other_prompts(load), *_differences(load, compared)]
     return LoadFigures(
         temperature=load.temperature,
         concurrency=load.concurrency,
@@ -301,6 +305,7 @@ def _warnings(
         reason = run.failed[0].reason
         warnings.append(f"{where} failed all {len(run.failed)} requests: {reason}")
     warnings += _cache_warnings(where, rated)
+    warnings += _odd_times(where, concurrency, run)
     warnings += _impossible_counts(where, run, rated)
     generated = run.counts.generated
     counts_known = generated is not None and rated.tokens is not None
@@ -310,6 +315,26 @@ def _warnings(
             "counters include other clients' requests"
         )
     return warnings
+
+
+def _other_prompts(load: ServedLoad) -> Iterator[str]:
+    """Prompts that one server alone was sent, or twice: a speedup is then of chosen ones."""
+    if load.baseline is None:
+        return
+    keys = sorted(_keys(load.server))
+    baseline_keys = sorted(_keys(load.baseline))
+    if keys != baseline_keys or len({*keys}) < len(keys):
+        yield (
+            f"at temperature {load.temperature:g} and concurrency {load.concurrency}, the server has "
+            f"{len(keys)} requests and the baseline {len(baseline_keys)}, not each prompt once for both: a "
+            "speedup of chosen prompts says little"
+        )
+
+
+def _keys(run: ServerRun) -> list[str]:
+    """The prompts of all requests, those that failed included."""
+    answered = [request.key for request in run.requests]
+    return answered + [request.key for request in run.failed]
 
 
 def _differences(
@@ -329,6 +354,20 @@ def _differences(
         yield (
             f"{where}, {different} of {len(compared)} responses differ from the baseline's: by near-ties, or "
             "it is not lossless"
+        )
+
+
+def _odd_times(where: str, concurrency: int, run: ServerRun) -> Iterator[str]:
+    """Requests that do not fill the seconds of the run, which are of another clock."""
+    spent = sum(request.seconds for request in run.requests)
+    first = max((each.first_seconds - each.seconds for each in run.requests), default=0)
+    least = 0.0
+    if concurrency == 1 and not run.failed:
+        least = FILLED * run.seconds - BETWEEN * len(run.requests)
+    if first > 0 or not least <= spent <= ROUNDED * concurrency * run.seconds:
+        yield (
+            f"{where} has requests of {spent:.1f} seconds, and {run.seconds:.1f} passed by another clock: "
+            "something else ran between them, or times were changed"
         )
 
 

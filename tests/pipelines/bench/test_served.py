@@ -363,6 +363,41 @@ def test_what_a_server_cannot_have_counted_is_a_warning(
     assert text is None or any(text in warning for warning in warnings)
 
 
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize(("seconds", "warned"), [(2.0, 0), (1.5, 1), (9.0, 2)])
+def test_times_of_requests_fill_those_of_the_run(
+    concurrency: int, seconds: float, warned: int
+) -> None:
+    """Requests at a time overlap, so there they may have less."""
+    run = served_run(seconds=seconds)
+    load = ServedLoad(
+        temperature=0, concurrency=concurrency, server=run, baseline=served_run()
+    )
+    is_warned = bool(load_figures(load).warnings)
+    assert is_warned == (warned == 2 or (warned == 1 and concurrency == 1))
+
+
+def chosen(run: ServerRun, *places: int) -> ServerRun:
+    """Of these requests alone, and the seconds of these."""
+    requests = tuple(run.requests[at] for at in places)
+    seconds = sum(request.seconds for request in requests)
+    return replace(run, requests=requests, seconds=seconds)
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2), (0, 0, 1, 2, 3, 4, 5, 6, 7)])
+def test_a_speedup_of_chosen_requests_is_warned_of(places: tuple[int, ...]) -> None:
+    def warnings(server: ServerRun) -> tuple[str, ...]:
+        load = ServedLoad(
+            temperature=0, concurrency=1, server=server, baseline=served_run()
+        )
+        return load_figures(load).warnings
+
+    assert not warnings(chosen(served_run(), *range(PROMPTS)))
+    assert any(
+        "chosen prompts" in text for text in warnings(chosen(served_run(), *places))
+    )
+
+
 def test_responses_beyond_the_limit_are_a_warning(workspace: Workspace) -> None:
     with web.serving(toy()) as http:
         url_of_toy = f"http://127.0.0.1:{http.server_port}"
