@@ -145,8 +145,8 @@ function compared(turns, at, other) {
 /* The answer, what is said of it, and how sure it is. */
 function verdict(turns, everything, sampled, names) {
   const same = sampled ? "Above temperature 0 each run samples its own text."
-    : everything.every(([plain, ...drafted]) => drafted.every((run) => run.text === plain.text)) ? "The texts are identical in every run." : "THE TEXTS DIFFER.";
-  const broken = same.endsWith("DIFFER.");
+    : everything.every(([plain, ...drafted]) => drafted.every((run) => run.text === plain.text)) ? "The texts are identical in every run." : "THE TEXTS DIFFER, by near-ties that rounding decides, or it is not lossless: `vlmdistill eval` tells.";
+  const broken = same.startsWith("THE TEXTS DIFFER");
   if (!turns.length) return ["No verdict", `One run tells nothing; ${FEWEST} of each are needed. ${same}`, broken ? "broken" : "none"];
   const sides = names.map((name, at) => ({ name, at: at + 1, ...compared(turns, at + 1, 0) })).sort((a, b) => b.median - a.median);
   const [best, second] = sides, speeds = sides.map((side) => names.length > 1 ? `${side.name} ${side.spread}` : side.spread).join("; ");
@@ -162,6 +162,7 @@ function verdict(turns, everything, sampled, names) {
     if (best.level === "faster") answer = clear ? `${best.name}: ${best.times} as fast` : "The drafters do not differ clearly";
     said += ` ${best.name} over ${second.name}: ${lead.spread}.`;
   }
+  if (broken) answer += ", but the texts differ";
   return [answer, `${said} ${same}`, broken ? "broken" : sure];
 }
 
