@@ -370,6 +370,22 @@ def test_times_that_do_not_fill_the_clock_are_in_doubt(plant: Change) -> None:
     assert doubted(evaluation("wren", changed(honest, plant)))
 
 
+@pytest.mark.parametrize(("prompts", "doubts"), [(1, False), (2, False), (6, True)])
+def test_a_machine_may_sleep_during_few_prompts(prompts: int, doubts: bool) -> None:
+    """Only the machine's clock counts that time."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        slept = 3600.0 if int(one.key[1:]) < prompts else 0.0
+        return replace(one, turn=replace(one.turn, started=one.turn.started - slept))
+
+    at = changed(measured(noise=0.05, count=49), planted)
+    made = evaluation("wren", at)
+    assert (
+        any("something else ran" in text for text in audit.doubts_of_run(made))
+        == doubts
+    )
+
+
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_prompts_that_are_decoded_several_times_are_in_doubt(times: int) -> None:
     """The fastest of these turns is in the record, and time passed meanwhile."""
