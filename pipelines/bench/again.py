@@ -1,20 +1,35 @@
-"""Decodes prompts in a process of its own, which has seen no response to them."""
+"""Decodes prompts in a process of its own, which has seen no response to them.
+
+Before it loads a drafter, it measures what the target takes alone, which a drafter could slow or prepare.
+"""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
+from vlmdistill.drafters.core.drafter import Proposer
+from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding.clock import Cycle, Timed, clocked, timed
+from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.pipelines.bench.records import Again, Evaluation
+from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.cluster.processes import Processes
 from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.stores.progress import Progress
 from vlmdistill.stores.schema import content_hash
 
+if TYPE_CHECKING:
+    from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+
 PROMPTS = 8  # of each temperature, at most
+PLAIN = 2  # prompts that are decoded plainly as well
+WARM_UP = 8  # tokens that are decoded before anything is measured
 
 
 @dataclass(frozen=True)
@@ -92,37 +107,108 @@ def _decode(
     report: Progress,
 ) -> None:
     """Decode prompts, and write the calls to `out`: runs in a process of its own."""
-    import torch
-
-    from vlmdistill.drafters.core.tree import Tree
-    from vlmdistill.drafters.decoding.decoders import speculate
-    from vlmdistill.pipelines.bench.sampled import prompt_seed
     from vlmdistill.pipelines.targets.loading import load
 
     target = load(conditions.model, **conditions.how)
     table = prompt_table.load(conditions.prompts_file, conditions.model, "all")
     chosen_keys = {choice.key for choice in chosen_prompts}
     prompt_of = {prompt.key: prompt for prompt in table if prompt.key in chosen_keys}
+    fresh = _FreshTarget(target, prompt_of, conditions)
+    measured = fresh.measure_alone(chosen_prompts)
     calls: Calls = {}
     for done, repeated in enumerate(drafters, 1):
         drafter = target.drafter(repeated.folder)
         tree = Tree.parse(repeated.tree)
-        calls[repeated.label] = ()
-        for choice in chosen_prompts:
-            generator = torch.Generator(target.device)
-            generator.manual_seed(prompt_seed(conditions.seed, choice.number))
-            cycles = speculate(
-                target,
-                drafter,
-                target.encode(prompt_of[choice.key].messages),
-                tree=tree,
-                max_new_tokens=conditions.max_new_tokens,
+        calls[repeated.label] = tuple(
+            replace(again, calls=fresh.calls(choice, drafter, tree))
+            for choice, again in zip(chosen_prompts, measured, strict=True)
+        )
+        report(done, len(drafters))
+    out.write_bytes(msgspec.json.encode(calls))
+
+
+@dataclass(frozen=True)
+class _FreshTarget:
+    """The target in a process that has seen no response, and the prompts to decode."""
+
+    target: "VisionLanguageTarget"
+    prompt_of: Mapping[str, Prompt]  # by key
+    conditions: Conditions
+
+    def measure_alone(self, chosen_prompts: Sequence[RepeatedPrompt]) -> list[Again]:
+        """Encode all prompts, and decode the first ones plainly; calls are not known yet."""
+        self._decoded_plainly(chosen_prompts[0], WARM_UP)
+        measured = []
+        for place, choice in enumerate(chosen_prompts):
+            _, encoding = self._encoded(choice)
+            again = Again(
+                key=choice.key,
+                calls=0,
+                temperature=choice.temperature,
+                encoding=encoding,
+            )
+            if place < PLAIN:
+                limit = self.conditions.max_new_tokens
+                decoded = self._decoded_plainly(choice, limit)
+                again = replace(
+                    again,
+                    plain_step=self._step(decoded),
+                    plain_response=content_hash(decoded.ids),
+                )
+            measured.append(again)
+        return measured
+
+    def calls(self, choice: RepeatedPrompt, drafter: Proposer, tree: Tree) -> int:
+        """The calls of a drafter for a prompt."""
+        encoded, _ = self._encoded(choice)
+        cycles = speculate(
+            self.target,
+            drafter,
+            encoded,
+            tree=tree,
+            max_new_tokens=self.conditions.max_new_tokens,
+            temperature=choice.temperature,
+            generator=self._generator(choice),
+        )
+        # The first cycle is the prefill's.
+        return len(list(cycles)) - 1
+
+    def _encoded(self, choice: RepeatedPrompt) -> tuple[Any, float]:
+        """A prompt, and the seconds of encoding it."""
+        messages = self.prompt_of[choice.key].messages
+        encoded, elapsed, cpu_seconds = clocked(
+            lambda: self.target.encode(messages), self.target.device
+        )
+        return encoded, cpu_seconds if self._on_cpu else elapsed
+
+    def _decoded_plainly(self, choice: RepeatedPrompt, limit: int) -> Timed:
+        encoded, _ = self._encoded(choice)
+        generator = self._generator(choice)
+
+        def decode() -> Iterator[Cycle]:
+            return plain(
+                self.target,
+                encoded,
+                max_new_tokens=limit,
                 temperature=choice.temperature,
                 generator=generator,
             )
-            # The first cycle is the prefill's.
-            count = len(list(cycles)) - 1
-            again = Again(key=choice.key, calls=count, temperature=choice.temperature)
-            calls[repeated.label] += (again,)
-            report(done, len(drafters))
-    out.write_bytes(msgspec.json.encode(calls))
+
+        return timed(decode, self.target.device)
+
+    def _step(self, decoded: Timed) -> float | None:
+        """The seconds of a step; None for a response of one token."""
+        calls = len(decoded.cycles) - 1
+        if not calls:
+            return None
+        cpu_share = decoded.cpu_seconds / decoded.seconds if self._on_cpu else 1.0
+        return cpu_share * decoded.decode_seconds / calls
+
+    def _generator(self, choice: RepeatedPrompt) -> torch.Generator:
+        """With the seed that the evaluation gave the prompt."""
+        generator = torch.Generator(self.target.device)
+        return generator.manual_seed(prompt_seed(self.conditions.seed, choice.number))
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.target.device.type == "cpu"

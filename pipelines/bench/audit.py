@@ -58,6 +58,12 @@ SLOW_STEP: Final = 1.1
 """Plain decoding's step over the target's own, in pairs: honest ones have 0.98 to 1.04."""
 SLOW: Final = 1.15  # plain decoding over `generate`, and over earlier evaluations
 SLOW_SHARED: Final = 1.5  # likewise, where other programs had a part of the CPU
+SLOW_BESIDE: Final = 1.3
+"""A plain step beside drafters over one in another process, in which none is loaded; over the
+share of the CPU that the evaluation had."""
+STEPS: Final = 32  # of plain decoding that must be compared, at least
+LONG_ENCODING: Final = 3.0  # likewise, of encoding,
+ENCODING: Final = 0.05  # besides these seconds of each prompt
 SLOW_READS: Final = 1.5
 """A step over that of an earlier evaluation, which was not measured beside it."""
 FAST_PACE: Final = 2.0
@@ -87,6 +93,7 @@ def failures(evaluation: Evaluation) -> list[str]:
         texts += _wrong_clocks(measurement, where)
         texts += _wrong_seeds(evaluation, measurement, where)
     texts += _wrong_calls(evaluation)
+    texts += _other_target(evaluation)
     return texts
 
 
@@ -298,16 +305,14 @@ def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
     A GPU may round otherwise in another process, and then samples other tokens: there, a sampled prompt
     counts only as one of many that all together need far more calls.
     """
-    decoded_at: dict[tuple[float, str], Decoding] = {}
-    for measurement in evaluation.temperatures:
-        for prompt in measurement.prompts:
-            decoded_at[measurement.temperature, prompt.key] = prompt.drafted
+    prompt_of = _prompt_of(evaluation)
     differing = []
     sampled_calls, sampled_calls_again = 0, 0
     for again in evaluation.again:
-        decoded = decoded_at.get((again.temperature, again.key))
-        if decoded is None:
+        prompt = prompt_of.get((again.temperature, again.key))
+        if prompt is None:
             continue
+        decoded = prompt.drafted
         if again.temperature and decoded.cpu_seconds is None:
             sampled_calls += decoded.calls
             sampled_calls_again += again.calls
@@ -322,6 +327,29 @@ def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
         yield (
             f"a process that has seen no response needs {sampled_calls_again} calls for sampled prompts that "
             f"took {sampled_calls}"
+        )
+
+
+def _other_target(evaluation: Evaluation) -> Iterator[str]:
+    """Plain decoding gives other tokens than in a process that has loaded no drafter yet.
+
+    A GPU may round otherwise in another process, and then samples other tokens, or decides a near-tie.
+    """
+    prompt_of = _prompt_of(evaluation)
+    differing = []
+    for again in evaluation.again:
+        prompt = prompt_of.get((again.temperature, again.key))
+        if prompt is None or not (again.plain_response and prompt.plain.response):
+            continue
+        is_exact = prompt.plain.cpu_seconds is not None
+        if not is_exact and (again.temperature or prompt.plain.check != "identical"):
+            continue
+        if again.plain_response != prompt.plain.response:
+            differing.append(again.key)
+    if differing:
+        yield (
+            "plain decoding gives other responses than in a process that has loaded no drafter: "
+            f"{_some(differing)}"
         )
 
 
@@ -376,6 +404,7 @@ def doubts_of_run(evaluation: Evaluation) -> list[str]:
 def slow_baseline(evaluation: Evaluation) -> list[str]:
     """Warnings of a baseline that is slower than it has to be: speedups over it say little."""
     warnings = [*_slow_steps(evaluation), *_slow_target(evaluation)]
+    warnings += _slow_beside_drafters(evaluation)
     for measurement in evaluation.temperatures:
         warnings += _slow_responses(measurement)
     return warnings
@@ -474,8 +503,56 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
         )
 
 
+def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
+    """Plain steps take longer than in a process that has loaded no drafter yet."""
+    prompt_of = _prompt_of(evaluation)
+    calls, step, step_alone = 0, 0.0, 0.0
+    for again in evaluation.again:
+        prompt = prompt_of.get((again.temperature, again.key))
+        if prompt is not None and prompt.plain.calls and again.plain_step:
+            calls += prompt.plain.calls
+            step += _decode_seconds(prompt.plain) / prompt.plain.calls
+            step_alone += again.plain_step
+    if calls < STEPS:
+        return
+    # Beside other programs caches are theirs, too, and CPU seconds differ by as much.
+    slow = SLOW_BESIDE / (_cpu_share(evaluation) or 1.0)
+    if step > slow * step_alone:
+        yield (
+            f"a step of plain decoding takes {step / step_alone:.2f} times as long as in a process that has "
+            "loaded no drafter"
+        )
+
+
+def _prompt_of(evaluation: Evaluation) -> dict[tuple[float, str], PromptResult]:
+    """The prompts by temperature and key."""
+    return {
+        (measurement.temperature, prompt.key): prompt
+        for measurement in evaluation.temperatures
+        for prompt in measurement.prompts
+    }
+
+
+def _long_encoding(evaluation: Evaluation) -> Iterator[str]:
+    """Encoding takes far longer than in a process that has loaded no drafter: responses may be prepared."""
+    prompt_of = _prompt_of(evaluation)
+    encoding, allowed = 0.0, 0.0
+    for again in evaluation.again:
+        prompt = prompt_of.get((again.temperature, again.key))
+        spent = prompt.turn.encoding if prompt is not None else None
+        if spent is not None and again.encoding is not None:
+            encoding += spent
+            allowed += LONG_ENCODING * again.encoding + ENCODING
+    if encoding > allowed:
+        yield (
+            f"encoding prompts takes {encoding:.1f} seconds, and far less in a process that has loaded no "
+            "drafter: as if responses were prepared outside of the clock"
+        )
+
+
 def _odd_times(evaluation: Evaluation) -> Iterator[str]:
     """Times that do not fit the machine's clock or speed, or the order of decoding."""
+    yield from _long_encoding(evaluation)
     for measurement in evaluation.temperatures:
         where = f" at temperature {measurement.temperature:g}"
         yield from _fast_pace(evaluation, measurement, where)
@@ -647,13 +724,18 @@ def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
 
 def _is_busy(evaluation: Evaluation) -> bool:
     """Whether other programs had a part of the CPU: caches are theirs then, too, and CPU seconds differ."""
+    return is_busy(_cpu_share(evaluation))
+
+
+def _cpu_share(evaluation: Evaluation) -> float | None:
+    """Of all decodings; None on a GPU."""
     sides = [
         side
         for measurement in evaluation.temperatures
         for prompt in measurement.prompts
         for side in (prompt.plain, prompt.drafted)
     ]
-    return is_busy(cpu_share_of(sides))
+    return cpu_share_of(sides)
 
 
 def against_stock(evaluation: Evaluation) -> float | None:

@@ -144,6 +144,7 @@ class Decoding(DecodingCounts):
     surprise_variance: Amount | None = None  # of that sum
     ranks: tuple[RankCount, ...] = ()  # above temperature 0
     seed: int | None = None  # of the sampling; None at temperature 0
+    response: str = ""  # a hash of its tokens; empty: not recorded
 
 
 def chain_counts(
@@ -214,6 +215,8 @@ class Turn:
     """Of each decoding, in the order of decoding, warm-ups included."""
     plain: Count  # the index of plain decoding in `seconds`
     drafted: Count  # the index of the drafter
+    encoding: Amount | None = None
+    """Seconds of encoding the prompt, on a CPU in CPU seconds. None: not measured."""
     other: Amount | None = None
     """Seconds of encoding, of the target's own steps and of checks, between `started`
     and `ended` as well. None: they are not in between."""
@@ -431,11 +434,18 @@ class Leak:
 
 @dataclass(frozen=True, kw_only=True)
 class Again:
-    """A prompt decoded in a process of its own."""
+    """A prompt decoded in a process of its own.
+
+    What it took there before any drafter was loaded is on a CPU in CPU seconds.
+    """
 
     key: str
     calls: Count
     temperature: Amount = 0.0
+    encoding: Amount | None = None  # seconds of encoding it; None: not measured
+    plain_step: Amount | None = None
+    """Seconds of a step of plain decoding; None: not decoded plainly, or one token."""
+    plain_response: str = ""  # a hash of its tokens; empty: not decoded plainly
 
 
 @dataclass(frozen=True, kw_only=True)

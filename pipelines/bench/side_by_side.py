@@ -34,6 +34,7 @@ from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.stores.schema import content_hash
 
 PLAIN, STOCK = "", "/generate"  # instead of a drafter's name
 CHUNK = 64  # tokens of a response in one forward pass, to measure its surprise
@@ -48,6 +49,7 @@ class _Turn:
 
     started: float
     ended: float = 0.0
+    encoding: float = 0.0  # as in the record
     other: float = 0.0  # seconds of all that decodes nothing
     seconds: list[float] = field(default_factory=list)  # of each decoding, in order
     place: dict[str, int] = field(default_factory=dict)  # by decoder, in `seconds`
@@ -66,6 +68,7 @@ class _Turn:
             seconds=tuple(self.seconds),
             plain=self.place[PLAIN],
             drafted=self.place[name],
+            encoding=self.encoding,
             other=self.other,
         )
 
@@ -97,9 +100,11 @@ class SideBySide:
         """
         kind = kind_of(prompt)
         turn = _Turn(started=time.time())
-        encoding_began = time.perf_counter()
-        encoded = self.target.encode(prompt.messages)
-        turn.other += time.perf_counter() - encoding_began
+        encoded, elapsed, cpu_seconds = clocked(
+            lambda: self.target.encode(prompt.messages), self.target.device
+        )
+        turn.other += elapsed
+        turn.encoding = cpu_seconds if self._on_cpu else elapsed
         room = self.target.info.max_position - encoded.length
         limit = max(1, min(self.max_new_tokens, room))
         rounds = 1 if kind in self._warm else 2
@@ -325,6 +330,7 @@ def _counted(decoded: Timed, finish: Finish, passes: int, *, on_cpu: bool) -> De
         cpu_seconds=decoded.cpu_seconds if on_cpu else None,
         finish=finish,
         passes=passes,
+        response=content_hash(decoded.ids),
     )
 
 

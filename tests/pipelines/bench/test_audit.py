@@ -222,6 +222,12 @@ def test_a_drafter_that_has_seen_the_response_is_exposed(
     monkeypatch.setattr(again, "PROMPTS", 2)
     found = run(*FEW, "--temperature", temperature)
     exposed(found, "a process that has seen no response needs other numbers of calls")
+    (at,) = found.record.temperatures
+    response_of = {one.key: one.plain.response for one in at.prompts}
+    for alone in found.record.again:  # what that process measured before
+        assert alone.encoding
+        assert alone.plain_step
+        assert alone.plain_response == response_of[alone.key]
 
 
 def test_nobody_knows_before_which_prompts_are_decoded_again(

@@ -657,6 +657,80 @@ def test_a_slow_path_in_the_target_is_in_doubt(slower: float) -> None:
     assert doubted(evaluation("wren", slow, earlier=before))
 
 
+def without_a_drafter(at: Measurement, share: float) -> tuple[Again, ...]:
+    """What two prompts take in a process that has loaded none: this share of what they took."""
+    return tuple(
+        Again(
+            key=one.key,
+            calls=one.drafted.calls,
+            encoding=0.01,
+            plain_step=share * one.plain.decode_seconds / one.plain.calls,
+        )
+        for one in at.prompts[:2]
+    )
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.15, 1.45, 2.1, 3.0])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_drafter_that_slows_the_target_is_in_doubt_at_once(
+    slower: float, busy: bool
+) -> None:
+    """No evaluation before it is needed; beside other programs steps vary by more."""
+    at = measured(noise=0.05)
+    share = 0.5 / slower if busy else 1 / slower
+    made = evaluation(
+        "wren",
+        beside_others(at) if busy else at,
+        again=without_a_drafter(at, share),
+    )
+    assert bool(audit.slow_baseline(made)) == (slower > (2.6 if busy else 1.3))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "doubts"), [(0.01, False), (0.06, False), (0.6, True)]
+)
+def test_responses_that_are_prepared_while_prompts_are_encoded_are_in_doubt(
+    seconds: float, doubts: bool
+) -> None:
+    """Encoding belongs to no decoder, so no clock of a decoding has its time."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        return replace(one, turn=replace(one.turn, encoding=seconds))
+
+    at = changed(measured(noise=0.05), planted)
+    assert doubted(evaluation("wren", at, again=without_a_drafter(at, 1.0))) == doubts
+
+
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_changes_the_target_is_a_failure(
+    temperature: float, device: str
+) -> None:
+    """Both sides decode with its weights, and are checked by them. A GPU may sample otherwise again."""
+
+    def decoded(response: str) -> Change:
+        def planted(one: PromptResult) -> PromptResult:
+            cpu_seconds = 1.0 if device == "CPU" else None
+            return replace(
+                one,
+                plain=replace(one.plain, response=response, cpu_seconds=cpu_seconds),
+            )
+
+        return planted
+
+    def failures(response: str) -> list[str]:
+        at = changed(measured(temperature), decoded(response))
+        calls = at.prompts[0].drafted.calls
+        alone = Again(
+            key="k0", calls=calls, temperature=temperature, plain_response="its own"
+        )
+        return audit.failures(evaluation("wren", at, again=(alone,)))
+
+    assert failures("its own") == []
+    is_exact = device == "CPU" or temperature == 0
+    assert bool(failures("another")) == is_exact
+
+
 def test_an_evaluation_beside_other_programs_is_no_baseline(
     workspace: Workspace, save: Save
 ) -> None:
