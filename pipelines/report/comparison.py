@@ -269,7 +269,6 @@ class Group:
         warnings += drifts(self.evaluations)
         if limits := self._limits_of_target:
             warnings.append(limits)
-        warnings += self._not_decoded_again
         runs = {evaluation.measured for evaluation in self.evaluations}
         if len(runs) > 1:
             warnings.append(
@@ -288,16 +287,6 @@ class Group:
             for prompt in measurement.prompts
         }
         return ignorance(first.target.name, sorted(datasets))
-
-    @property
-    def _not_decoded_again(self) -> list[str]:
-        """A warning, once, for each drafter that could not be decoded again."""
-        warnings = [
-            f"{evaluation.name} could not be decoded again: {evaluation.not_again}"
-            for evaluation in self.evaluations
-            if evaluation.not_again
-        ]
-        return list(dict.fromkeys(warnings))
 
     @property
     def verdict(self) -> Verdict:
@@ -404,11 +393,12 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
 
 
 def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Warnings of runs in which the speed of the machine changed; evaluations of a run share calibrations."""
+    """Warnings of what is wrong with whole evaluations, each once: those of a run share calibrations."""
     of_machines: list[str] = []
     of_runs: list[str] = []
     of_leaks: list[str] = []
     of_trainings: list[str] = []
+    not_again: list[str] = []
     for evaluation in evaluations:
         run, name = f"run of {evaluation.measured}", evaluation.name
         of_machines += [f"{run}: {text}" for text in drift(evaluation.calibrations)]
@@ -418,7 +408,10 @@ def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
             of_leaks.append(f"{name} has seen in training: {keys}")
         unknown = audit.unknown_training(evaluation)
         of_trainings += [f"{name}: {text}" for text in unknown]
-    warnings = [*of_machines, *of_runs, *of_leaks, *of_trainings]
+        if evaluation.not_again:
+            text = f"{name} could not be decoded again: {evaluation.not_again}"
+            not_again.append(text)
+    warnings = [*of_machines, *of_runs, *of_leaks, *of_trainings, *not_again]
     return list(dict.fromkeys(warnings))
 
 

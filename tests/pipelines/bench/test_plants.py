@@ -31,7 +31,7 @@ from vlmdistill.pipelines.bench.records import (
 )
 from vlmdistill.pipelines.bench.sampled import RANKS, prompt_seed, ranks, surprise
 from vlmdistill.pipelines.report.answer import answers
-from vlmdistill.pipelines.report.comparison import group, rank
+from vlmdistill.pipelines.report.comparison import drifts, group, rank
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.report.results import of_drafters
 from vlmdistill.pipelines.targets.software import Software
@@ -885,9 +885,11 @@ def test_evaluations_under_other_conditions_are_not_ranked_together(
 def test_a_drafter_that_cannot_be_decoded_again_is_said(
     workspace: Workspace, save: Save
 ) -> None:
+    """By `eval` as well as by the report."""
     save("wren", measured(), not_again="out of memory")
     (found,) = read(workspace).groups
-    assert any("out of memory" in text for text in found.warnings)
+    for warnings in (found.warnings, drifts(found.evaluations)):
+        assert [text for text in warnings if "out of memory" in text]
 
 
 # Samples of another distribution, from the sums that an evaluation records
