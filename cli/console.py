@@ -146,7 +146,8 @@ Recipe = Annotated[
     typer.Option(
         "--recipe",
         metavar="paper|fair|fair-paper|small|demo|demo-paper|FILE.toml",
-        help="Training settings, by name or in a file; default: demo for the demo targets, else paper.",
+        help="Training settings, by name or in a file; default: demo for the demo targets, else "
+        "paper, the settings of each method's own paper or code.",
     ),
 ]
 ValidationShare = Annotated[

@@ -39,14 +39,17 @@ def show(stages: "Sequence[StagePlan]", as_json: bool) -> None:
         console.echo(f"{stage.name}: {details}memory {shown(stage.memory)}")
 
 
-def table(stages: "Sequence[StagePlan]") -> None:
-    """Print stages, their sum, and what stands in their way."""
+def table(stages: "Sequence[StagePlan]", download_bytes: int = 0) -> None:
+    """Print a download, stages, their sum, and what stands in their way."""
     from vlmdistill.pipelines.planning.stages import total
 
     lines = [_row(stage) for stage in stages]
-    if len(stages) > 1:
+    if download_bytes:
+        cells = ["download", "", "weights", "", "not counted", "", "", ""]
+        lines.insert(0, [*cells, size(download_bytes)])
+    if len(lines) > 1:
         seconds = total(stage.seconds for stage in stages)
-        disk_bytes = total(stage.disk_bytes for stage in stages)
+        disk_bytes = total([download_bytes, *(stage.disk_bytes for stage in stages)])
         lines.append(
             ["in all", "", "", "", time(seconds), "", "", "", size(disk_bytes)]
         )

@@ -45,6 +45,7 @@ def list_names(
         lines = [(name, *astuple(entry)) for name, entry in entries.items()]
         console.rows(("name", *header), lines)
     if "drafters" in lists:
+        console.remark(_count())
         console.remark(
             f"bytes of a store in bfloat16, of a target of width {WIDTH} (7B); `vlmdistill target show` has "
             "those of each target"
@@ -55,6 +56,7 @@ def list_names(
 class DrafterEntry:
     """A drafter in the list."""
 
+    variant_of: str
     paper: str
     trained: str
     served_by: str
@@ -74,10 +76,12 @@ def _drafters() -> Mapping[str, DrafterEntry]:
     from vlmdistill.drafters import catalogue
 
     entries = {}
-    for name in catalogue.NAMES:
+    for name in sorted(catalogue.NAMES, key=_after_its_method):
         choice = catalogue.choice(name)
         of_text, of_visual = choice.states
+        base = catalogue.base(name)
         entries[name] = DrafterEntry(
+            variant_of="-" if base == name else base,
             paper=choice.paper,
             trained="yes" if catalogue.is_trained(name) else "no",
             served_by=choice.engine_names,
@@ -86,6 +90,25 @@ def _drafters() -> Mapping[str, DrafterEntry]:
             good_for=choice.good_for,
         )
     return entries
+
+
+def _after_its_method(name: str) -> tuple[str, bool, str]:
+    """To sort drafters: variants follow their method."""
+    from vlmdistill.drafters import catalogue
+
+    base = catalogue.base(name)
+    return base, name != base, name
+
+
+def _count() -> str:
+    """The number of methods that are trained, of others, and of variants."""
+    from vlmdistill.drafters import catalogue
+
+    untrained = len(catalogue.UNTRAINED)
+    return (
+        f"{len(catalogue.DRAFTERS) - untrained} methods to train, {untrained} without training, and "
+        f"{len(catalogue.VARIANTS)} variants: a method with other settings and a name of its own"
+    )
 
 
 def _targets() -> Mapping[str, Entry]:

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 DEFAULT_DRAFTERS = "wren,hivis,eagle3"
-DRAFTERS = ("method", "features alone", "tau in papers", "served by", "good for")
+DRAFTERS = ("method", "its features", "published tau", "served by", "good for")
 
 
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A name, a hub id or a checkpoint folder.")
-    ],
+    target: Annotated[
+        str | None, typer.Argument(help="Target model, in place of --model.")
+    ] = None,
+    model: console.Model = "demo",
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 10_000,
     gpus: Annotated[
         str, typer.Option(metavar="NxGPU", help="GPUs, such as H100 or 2xA100-40GB.")
@@ -56,8 +57,10 @@ def plan(
     listed = catalogue.listed(",".join(drafters or [DEFAULT_DRAFTERS]))
     names = listed or [*catalogue.NAMES]
     machine = Gpus.parse(gpus)
+    model = _only(target, model)
     workspace = console.workspace(model, runs)
     from vlmdistill.pipelines.planning import plan as planning
+    from vlmdistill.pipelines.train import default_recipe
 
     data = planning.ProjectData(
         prompts=prompts,
@@ -65,23 +68,30 @@ def plan(
         visual_tokens=visual_tokens,
         response_tokens=max_new_tokens,
     )
-    recipe = recipe or _recipe_of(model)
+    recipe = recipe or default_recipe(model)
     configs = _configs(names, recipe)
     planned = planning.plan(workspace, data, machine, names, configs)
     if as_json:
         console.result(planned.to_dict(), as_json)
         return
-    _show(planned)
+    _show(planned, recipe)
     console.echo("\ncommands:")
     for line in _commands(planned, workspace, recipe):
         console.echo(f"  {line}")
 
 
-def _recipe_of(model: str) -> str:
-    """The recipe to compare methods with on a target."""
-    from vlmdistill.pipelines.targets.embedded import EMBEDDED
+def _only(argument: str | None, model: str) -> str:
+    """The target, as an argument or of --model; BadParameter if these are two."""
+    from vlmdistill.pipelines.workspace.workspace import default_model
 
-    return "demo" if model in EMBEDDED else "fair"
+    if argument is None:
+        return model
+    if model not in (argument, default_model()):
+        raise typer.BadParameter(
+            f"the target is {argument} or {model}: give one of them",
+            param_hint="--model",
+        )
+    return argument
 
 
 def _configs(names: list[str], recipe: str) -> dict[str, "DrafterConfig"]:
@@ -96,14 +106,20 @@ def _configs(names: list[str], recipe: str) -> dict[str, "DrafterConfig"]:
     }
 
 
-def _show(planned: "ProjectPlan") -> None:
+def _show(planned: "ProjectPlan", recipe: str) -> None:
     """Print the project, its stages and its methods."""
-    console.result(_facts(planned), as_json=False)
+    console.result({**_facts(planned), "recipe": recipe}, as_json=False)
     console.echo("")
-    forecasts.table(planned.stages)
+    forecasts.table(planned.stages, planned.download_bytes)
     console.echo("")
     drafters = [_drafter(*drafter) for drafter in planned.drafters.items()]
     console.rows(DRAFTERS, drafters)
+    head = console.size(planned.target.head_bytes)
+    console.echo(
+        "features of several methods share states and are stored once, with the target's "
+        f"head and embeddings ({head})"
+    )
+    console.echo(_known_of_tau(planned))
     if not planned.fits:
         console.note(
             "warning: what does not fit needs more or larger GPUs, or ZeRO (`train --zero 2`)"
@@ -140,6 +156,23 @@ def _drafter(name: str, store_bytes: int) -> tuple[str, ...]:
     return (name, size, choice.tau, choice.engine_names, choice.good_for)
 
 
+def _known_of_tau(planned: "ProjectPlan") -> str:
+    """What is known of the tau of the methods before anything is measured."""
+    from vlmdistill.drafters import catalogue
+    from vlmdistill.pipelines.planning.assumptions import BREAK_EVEN
+
+    names = [name for name in planned.drafters if catalogue.choice(name).tau == "-"]
+    published = ""
+    if names:
+        listed = ", ".join(names)
+        published = f"none is published for {listed} on a 7B target with images; "
+    chain, tree = BREAK_EVEN
+    return (
+        f"tau, tokens a cycle: {published}a bonus is the target's own token of each cycle; on an H100 a 7B "
+        f"target breaks even at {chain:.1f} to {tree:.1f} with it (docs/measurements/gpu.md)"
+    )
+
+
 def _commands(planned: "ProjectPlan", workspace: "Workspace", recipe: str) -> list[str]:
     """The commands of the project, from prompts to a served drafter."""
     from vlmdistill.drafters import catalogue
@@ -165,8 +198,7 @@ def _commands(planned: "ProjectPlan", workspace: "Workspace", recipe: str) -> li
         lines.append(f"vlmdistill train {name} {chosen_recipe}{ranks} {model}")
     compared = " ".join(planned.drafters)
     lines.append(f"vlmdistill eval {compared} {model}")
-    served = [name for name in trained if catalogue.choice(name).engines]
-    if served:
-        first = served[0]
-        lines.append(f"vlmdistill export {first} --out served/{first} {model}")
+    for name in trained:
+        if catalogue.choice(name).engines:
+            lines.append(f"vlmdistill export {name} --out served/{name} {model}")
     return lines

@@ -94,17 +94,22 @@ class Choice:
     states: tuple[int, int] = (0, 0)
     """States of the target in a store for each text token, and for each visual token."""
     engines: tuple[str, ...] = ("vLLM",)
-    """Engines that load what `export` writes; vLLM with the plugin."""
+    """Engines that load what `export` writes."""
+    plugin: bool = True
+    """Whether vLLM loads it with the plugin alone."""
     tau: str = "-"
-    """At temperature 0, as papers print it on images or videos. They count differently:
-    docs/papers.md."""
+    """At temperature 0, as papers print it on images or videos, with what it counts
+    (docs/papers.md)."""
     reached: tuple[float, ...] = ()
     """Acceptance by drafted token on `demo-small` (docs/measurements/results.md)."""
 
     @property
     def engine_names(self) -> str:
-        """The engines in a word."""
-        return ", ".join(self.engines) or "-"
+        """The engines in words."""
+        engines = ", ".join(self.engines) or "-"
+        return (
+            engines.replace("vLLM", "vLLM with the plugin") if self.plugin else engines
+        )
 
 
 @cache
@@ -158,7 +163,9 @@ DEMO_PAPER = Recipe(
     "as demo, with each paper's own schedule of images and text", SMALL, SMALL_EPOCHS
 )
 RECIPES = {
-    "paper": Recipe("each paper's own settings"),
+    "paper": Recipe(
+        "each method's own settings: those of its paper or code; of wren, this project's"
+    ),
     "fair": FAIR,
     "fair-paper": FAIR_PAPER,
     "small": SMALL_TARGET,

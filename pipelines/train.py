@@ -32,6 +32,11 @@ from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.store import Store
 
 
+def default_recipe(model: str) -> str:
+    """The recipe of every method where none is given: `demo` for the embedded targets, else `paper`."""
+    return "demo" if model in EMBEDDED else "paper"
+
+
 def planned(
     workspace: Workspace,
     drafter: str,
@@ -43,10 +48,9 @@ def planned(
 ) -> Run:
     """A run on the workspace's store into the workspace; `dataclasses.replace` changes more of it.
 
-    The recipe is by default `demo` for the embedded targets, else `paper`. DataError as `recipes.resolve`.
+    DataError as `recipes.resolve`.
     """
-    if not recipe:
-        recipe = "demo" if workspace.model in EMBEDDED else "paper"
+    recipe = recipe or default_recipe(workspace.model)
     if name is None:
         name = drafter
     return Run(

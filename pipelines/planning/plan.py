@@ -87,13 +87,16 @@ class ProjectPlan:
                 "published_tau": choice.tau,
                 "served_by": choice.engines,
             }
+        facts = to_dict(self.stages)
+        if facts["disk_bytes"] is not None:
+            facts["disk_bytes"] += self.download_bytes
         return {
             "target": self.target.name,
             "parameters": self.target.parameters.all,
             "download_bytes": self.download_bytes,
             "data": vars(self.data),
             "gpus": f"{self.gpus.count}x{self.gpus.name}",
-            **to_dict(self.stages),
+            **facts,
             "drafters": drafters,
         }
 

@@ -192,7 +192,7 @@ WRONG = {
     "target show demmo": "there is no target 'demmo'",
     "status": "vlmdistill prompts demo",
     "status --model demmo": "there is no target 'demmo'",
-    "list recipes": "each paper's own settings",
+    "list recipes": "each method's own settings",
     "report": "no evaluations in",
     "report a b": "a does not exist",
     "prompts no.json": "no.json",

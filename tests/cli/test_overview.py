@@ -37,10 +37,12 @@ def test_list_names_what_commands_take(capsys: Output) -> None:
     assert {*lists["recipes"]} == {*catalogue.RECIPES}
     entries = [entry for names in lists.values() for entry in names.values()]
     assert all("" not in entry.values() for entry in entries)
+    assert lists["drafters"]["hass"]["variant_of"] == "eagle2"
     assert lists["drafters"]["hivis"] == {
+        "variant_of": "-",
         "paper": "HiViS 2025",
         "trained": "yes",
-        "served_by": "vLLM",
+        "served_by": "vLLM with the plugin",
         "bytes_a_text_token": 7168,
         "bytes_a_visual_token": 0,
         "good_for": catalogue.choice("hivis").good_for,

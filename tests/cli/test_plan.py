@@ -10,8 +10,11 @@ import torch
 import typer
 
 from vlmdistill.cli.main import app, main
+from vlmdistill.pipelines.planning.assumptions import BREAK_EVEN
+from vlmdistill.pipelines.train import default_recipe
 from vlmdistill.pipelines.workspace import rates
 
+MEASURED = Path(__file__).parents[2] / "docs/measurements/gpu.md"
 SEVEN = "qwen2.5-vl-7b"
 
 
@@ -143,9 +146,9 @@ def test_a_target_of_which_nothing_is_known_is_said_what_it_lacks_in_a_line(
 
 @pytest.mark.parametrize(
     ("model", "source", "recipe"),
-    [("demo-small", "demo", "demo"), ("smollm2", "FILE", "fair")],
+    [("demo-small", "demo", "demo"), ("smollm2", "FILE", "paper")],
 )
-def test_small_targets_are_planned_too(
+def test_a_plan_has_the_recipe_that_train_takes_by_default(
     model: str,
     source: str,
     recipe: str,
@@ -153,7 +156,31 @@ def test_small_targets_are_planned_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ("--gpus", "L4", "--for", "medusa", "--runs", str(tmp_path))
-    assert main(["plan", model, *options]) == 0
+    assert main(["plan", "--model", model, *options]) == 0
     output = capsys.readouterr().out
     assert f"vlmdistill prompts {source}" in output
     assert f"--recipe {recipe}" in output
+    assert default_recipe(model) == recipe
+
+
+def test_two_targets_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", SEVEN, "--model", "smollm2"]) == 2
+    assert f"{SEVEN} or smollm2" in capsys.readouterr().err
+
+
+def test_a_plan_says_what_is_known_of_tau_and_counts_the_download(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], planned: Any
+) -> None:
+    facts = planned("--for", "wren,hivis")
+    stages = facts["stages"].values()
+    disk_bytes = sum(stage["disk_bytes"] for stage in stages)
+    assert facts["disk_bytes"] == disk_bytes + facts["download_bytes"]
+    options = ("--for", "wren,hivis", "--runs", str(tmp_path))
+    assert main(["plan", SEVEN, *options]) == 0
+    output = capsys.readouterr().out
+    assert "none is published for wren on" in output
+    assert "5.07 without bonus" in output
+    assert "\ndownload" in output
+    (row,) = [line for line in MEASURED.read_text().split("\n") if "break even" in line]
+    chain, tree = BREAK_EVEN
+    assert f"{chain} / {tree}" in row
