@@ -1,4 +1,4 @@
-"""`vlmdistill explain`: why the tau of a drafter is low."""
+"""`vlmdistill explain`: whether a drafter is good, and what would make it better."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -9,7 +9,7 @@ import typer
 from vlmdistill.cli import console, hints
 
 if TYPE_CHECKING:
-    from vlmdistill.pipelines.planning.explain import Explanation
+    from vlmdistill.pipelines.planning.explain import Explanation, Reference
 
 
 def explain(
@@ -18,10 +18,11 @@ def explain(
     runs: console.Runs = None,
     as_json: console.Json = False,
 ) -> None:
-    """Say what stands out in a drafter's training and evaluation, and the command that helps.
+    """Say whether a drafter is good, what stands out, and the command that helps.
 
     Compares its acceptance by drafted token and kind of prompt, its samples, template and tree with what
-    methods reached on the target demo-small. Nothing is loaded or decoded.
+    methods reached on the target demo-small, and its speed with other drafters of the workspace. Nothing is
+    loaded or decoded.
     """
     from vlmdistill.pipelines.planning.explain import explain as explained
 
@@ -52,13 +53,27 @@ def _numbers(explanation: "Explanation") -> dict[str, str]:
     if kinds:
         texts = [f"{kind} {rate:.2f}" for kind, rate in kinds]
         numbers["first_token"] = ", ".join(texts)
-    agreement = _rates(explanation.held_out_agreement)
+    if explanation.reference is not None:
+        numbers["beside_demo-small"] = _verdict(explanation.reference)
+    # The hop n drafts the token n + 1: of the hops, those that were evaluated compare.
+    hops = len(explanation.acceptance) or None
+    agreement = _rates(explanation.held_out_agreement[:hops])
     if agreement:
         numbers["held_out_agreement"] = f"{agreement} by hop"
     numbers["trained_on"] = (
         f"{explanation.samples} samples, {explanation.passes:.1f} passes"
     )
     return numbers
+
+
+def _verdict(reference: "Reference") -> str:
+    """How good a drafter is beside its method on `demo-small`."""
+    method = reference.method or "the least method with a layer"
+    length = len(reference.acceptance)
+    return (
+        f"{reference.verdict}: {reference.own_tau:.2f} tokens a cycle by these acceptances; {method} reached "
+        f"{reference.tau:.2f} there ({_rates(reference.acceptance)}), by a chain of {length}"
+    )
 
 
 def _rates(rates: Iterable[float]) -> str:

@@ -1,16 +1,17 @@
-"""Why the tau of a drafter is low: what stands out in its training and its last evaluation.
+"""Whether a drafter is good, and what would make it better, by its training and its last evaluation.
 
 The checks are those of docs/methods.md, "When tau is low". Acceptance is compared with what the method
-reached on `demo-small`, and stands out if it misses `MISSES` times as often: there, the tau of a method's
-seeds differs by 5% at most.
+reached on `demo-small`, and stands out if it misses `MISSES` times as often.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import fsum
+from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
@@ -19,7 +20,7 @@ from vlmdistill.pipelines.bench.records import PromptResult
 from vlmdistill.pipelines.bench.statistics import FEWEST_OF_KIND, alpha
 from vlmdistill.pipelines.planning.status import doubt_of
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.results import DrafterResult
+from vlmdistill.pipelines.report.results import DrafterResult, conditions
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise
 from vlmdistill.pipelines.workspace.trained import Trained
@@ -32,6 +33,7 @@ MOST = 5  # symptoms
 LEAST_OF_A_LAYER = (0.83, 0.66, 0.70, 0.66)
 """The least that methods with a decoder layer reached; for methods that were not measured."""
 MISSES = 2.0
+SEEDS = 0.05  # by which the tau of a method differs over seeds there, at most
 PASSES = 5.0
 """Over the samples, of every method on `demo-small`: 600 steps of 2,048 tokens."""
 SHARE = 0.8  # of the samples of a store, as in `status`
@@ -51,6 +53,30 @@ class Symptom:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What a method reached on `demo-small`, and a drafter beside it."""
+
+    method: str  # empty: of the methods with a decoder layer, the least
+    acceptance: tuple[float, ...]  # by drafted token
+    tau: float  # of a chain with that acceptance
+    own_tau: float  # of as long a chain with the drafter's acceptance
+    verdict: Literal["better", "as good", "worse"]
+
+    @classmethod
+    def of(cls, method: str, acceptance: Sequence[float]) -> "Reference":
+        """Beside a drafter with some acceptance by drafted token, over the tokens that both have."""
+        measured = catalogue.choice(method).reached
+        reached = (measured or LEAST_OF_A_LAYER)[: len(acceptance)]
+        tau, own_tau = _tau(reached), _tau(acceptance[: len(reached)])
+        verdict: Literal["better", "as good", "worse"] = "as good"
+        if own_tau > (1 + SEEDS) * tau:
+            verdict = "better"
+        elif own_tau < (1 - SEEDS) * tau:
+            verdict = "worse"
+        return cls(method if measured else "", reached, tau, own_tau, verdict)
+
+
+@dataclass(frozen=True)
 class Explanation:
     """A drafter with its numbers, and what stands out."""
 
@@ -61,6 +87,7 @@ class Explanation:
     acceptance: tuple[float, ...]  # by drafted token, in that evaluation
     acceptance_by_kind: Mapping[str, float]  # of the first drafted token
     held_out_agreement: tuple[float, ...]  # by hop, of the saved weights
+    reference: Reference | None  # None: acceptance at temperature 0 is not known
     samples: int
     passes: float
     symptoms: tuple[Symptom, ...]  # at most `MOST`
@@ -72,9 +99,10 @@ def explain(workspace: Workspace, name: str) -> Explanation:
     TrainingError if it is not trained, DataError if that cannot be its name.
     """
     trained = Trained.open(workspace, name)
-    latest = selection.last_of_each(workspace.reports).get(name, [])
+    last = selection.last_of_each(workspace.reports)
+    latest = last.get(name, [])
     coldest = min(latest, key=lambda result: result.temperature, default=None)
-    evidence = _Evidence(workspace, trained, Description.of(trained), coldest)
+    evidence = _Evidence(workspace, trained, Description.of(trained), coldest, last)
     figures = coldest.figures if coldest else None
     is_doubted = coldest is not None and bool(doubt_of(coldest))
     return Explanation(
@@ -85,6 +113,7 @@ def explain(workspace: Workspace, name: str) -> Explanation:
         acceptance=figures.alpha if figures else (),
         acceptance_by_kind=evidence.first_by_kind,
         held_out_agreement=evidence.held_out,
+        reference=evidence.reference,
         samples=evidence.described.training.samples,
         passes=evidence.passes,
         symptoms=tuple(evidence.symptoms())[:MOST],
@@ -99,6 +128,7 @@ class _Evidence:
     trained: Trained
     described: Description
     result: DrafterResult | None  # of the last evaluation
+    last: Mapping[str, Sequence[DrafterResult]]  # of all drafters, the same
 
     def symptoms(self) -> Iterator[Symptom]:
         """What stands out, the gravest first."""
@@ -112,6 +142,8 @@ class _Evidence:
         checks = (
             self._broken,
             self._prompts_differ,
+            self._doubts,
+            self._faster,
             self._first_token,
             self._kinds,
             self._later_tokens,
@@ -147,6 +179,15 @@ class _Evidence:
             if measured.step == saved_step:
                 return measured.held_out_agreement
         return ()
+
+    @property
+    def reference(self) -> Reference | None:
+        """Its method's acceptance on `demo-small`, which is that of temperature 0."""
+        is_sampled = self.result is not None and self.result.temperature > 0
+        is_trained = catalogue.is_trained(self.trained.method)
+        if is_sampled or not is_trained or not self.acceptance:
+            return None
+        return Reference.of(self.trained.method, self.acceptance)
 
     @property
     def reached(self) -> tuple[float, ...]:
@@ -233,6 +274,44 @@ class _Evidence:
         if other:
             text = f"it was trained on another store ({other})"
             yield Symptom(text, self._train("--force"))
+
+    def _doubts(self) -> Iterator[Symptom]:
+        """A warning of the evaluation that the numbers are from."""
+        if self.result is None or self.result.figures.missed:
+            return
+        warnings = [doubt_of(self.result), *self.result.figures.warnings]
+        for warning in [*filter(None, warnings)][:1]:
+            yield Symptom(
+                f"its evaluation warns: {warning}", f"vlmdistill eval {self.name}"
+            )
+
+    def _faster(self) -> Iterator[Symptom]:
+        """The fastest drafter under the same conditions, if it is significantly faster."""
+        if self.result is None:
+            return
+        own, settings = self.result, conditions(self.result.evaluation)
+        every_result = [result for results in self.last.values() for result in results]
+        alike = [
+            result
+            for result in every_result
+            if result.temperature == own.temperature
+            and conditions(result.evaluation) == settings
+        ]
+        # It loads torch.
+        from vlmdistill.pipelines.report.comparison import ranked, rate_of
+
+        (ranking,) = ranked(alike)
+        is_ranked = any(result.drafter == self.name for result in ranking.ranked)
+        names = [result.drafter for result in ranking.leaders]
+        if not is_ranked or ranking.disturbed or self.name in names:
+            return
+        best = ranking.leaders[0]
+        factor = rate_of(best, ranking.speed) / rate_of(own, ranking.speed)
+        text = (
+            f"{best.drafter} is better under the same conditions: tau {best.figures.tau:.2f}, "
+            f"{factor:.2f} times as fast"
+        )
+        yield Symptom(text, f"vlmdistill report {best.drafter} {self.name}")
 
     def _first_token(self) -> Iterator[Symptom]:
         """A first token that is often missed, on all kinds of prompts."""
@@ -392,7 +471,7 @@ class _Chain:
         verify_seconds = max(0.0, budget.verify / calls - budget.plain_step)
         return cls(
             length=length,
-            reach=tuple(accumulate(rates, lambda chance, rate: chance * rate)),
+            reach=tuple(accumulate(rates, mul)),
             cycle_seconds=seconds / calls,
             token_seconds=(budget.draft / calls + verify_seconds) / length,
         )
@@ -419,6 +498,11 @@ class _Chain:
             reach.append(last)
         further = length - self.length
         return (1 + sum(reach)) / (self.cycle_seconds + further * self.token_seconds)
+
+
+def _tau(acceptance: Sequence[float]) -> float:
+    """Tokens a cycle of a chain, the target's own token included."""
+    return 1 + fsum(accumulate(acceptance, mul))
 
 
 def _is_low(rate: float, reached: float) -> bool:

@@ -54,13 +54,18 @@ def response(prompt: PromptResult, kind: PromptKind, rates: Rates) -> PromptResu
     drafted = dataclasses.replace(
         prompt.drafted,
         calls=CYCLES,
+        passes=CYCLES,
         tokens=sum(reached) + 1,
         accepted=sum(reached[1:]),
         chain_tried=tuple(reached[:-1]),
         chain_accepted=tuple(reached[1:]),
     )
+    tokens = drafted.tokens
+    plain = dataclasses.replace(
+        prompt.plain, tokens=tokens, calls=tokens - 1, passes=tokens - 1
+    )
     return dataclasses.replace(
-        prompt, key=f"{kind} {prompt.key}", kind=kind, drafted=drafted
+        prompt, key=f"{kind} {prompt.key}", kind=kind, drafted=drafted, plain=plain
     )
 
 
@@ -72,9 +77,12 @@ def evaluate(
     for kind, of_kind in rates.items():
         measured = made_up.measured(count=PROMPTS)
         prompts += [response(prompt, kind, of_kind) for prompt in measured.prompts]
-    measurement = Measurement(temperature=0.0, prompts=tuple(prompts))
+    measurement = made_up.in_sequence(
+        Measurement(temperature=0.0, prompts=tuple(prompts))
+    )
     length = max(map(len, rates.values()))
     fields = {"drafter": "eagle2", "tree": f"chain-{length}", **changes}
+    fields["max_new_tokens"] = 2 * CYCLES * (1 + length)
     evaluation = made_up.evaluation(name, measurement, **fields)
     records.write(evaluation, records.new_file(ROOT / "reports", name))
 
@@ -125,6 +133,43 @@ def test_of_a_good_drafter_nothing_stands_out(capsys: Output) -> None:
     shown = capsys.readouterr().out
     assert "nothing stands out" in shown
     assert "0.90 0.83 0.72 0.73 by drafted token" in shown
+
+
+@pytest.mark.parametrize(
+    ("rate", "verdict"), [(0.95, "better"), (0.83, "as good"), (0.6, "worse")]
+)
+def test_a_drafter_is_judged_by_what_its_method_reached(
+    rate: float, verdict: str, capsys: Output
+) -> None:
+    train()
+    evaluate({"text": (rate,) * 4})
+    assert main(["explain", "mine", "--model", "other"]) == 0
+    (line,) = [
+        line for line in capsys.readouterr().out.split("\n") if "beside demo" in line
+    ]
+    assert f"  {verdict}: " in line
+    assert "eagle2 reached 3.58 there (0.90 0.83 0.72 0.73)" in line
+
+
+def test_a_faster_drafter_of_the_workspace_is_named(capsys: Output) -> None:
+    for name, speedup in (("mine", 1.5), ("rival", 2.0)):
+        train(name)
+        measured = made_up.measured(speedup=speedup, count=8)
+        evaluation = made_up.evaluation(name, measured, drafter="eagle2")
+        records.write(evaluation, records.new_file(ROOT / "reports", name))
+    named = [line for line in symptoms(capsys) if "rival is better" in line]
+    assert len(named) == 1
+    assert "1.33 times as fast" in named[0]
+    assert not any("is better" in line for line in symptoms(capsys, "rival"))
+
+
+def test_a_warning_of_the_evaluation_is_told(capsys: Output) -> None:
+    train()
+    lossy = made_up.measured(count=8, own=["different"] * 8)
+    evaluation = made_up.evaluation("mine", lossy, drafter="eagle2")
+    records.write(evaluation, records.new_file(ROOT / "reports", "mine"))
+    warning = "its evaluation warns: it is not lossless"
+    assert any(warning in line for line in symptoms(capsys))
 
 
 def test_an_untrained_drafter_is_to_be_trained(capsys: Output) -> None:
