@@ -64,7 +64,10 @@ def _facts(status: "WorkspaceStatus") -> dict[str, Any]:
 
 def _row(drafter: "DrafterStatus") -> list[Any]:
     measured = drafter.measured[:16].replace("T", " ") or "never"
-    trained = [drafter.name, drafter.method, drafter.steps, drafter.samples]
+    samples = str(drafter.samples)
+    if drafter.validate:
+        samples += f", {drafter.validate} validate"
+    trained = [drafter.name, drafter.method, drafter.steps, samples]
     rates = [_rate(drafter.tau), _rate(drafter.speedup)]
     return [*trained, measured, *rates, "; ".join(drafter.remarks)]
 

@@ -149,7 +149,7 @@ def train(
         workspace, drafter, recipe, settings or (), name=name, seed=seed
     )
     if show_config:
-        _show_config(drafter, plan, as_json)
+        _show_config(drafter, plan, recipe or pipeline.default_recipe(model), as_json)
         return
     if checkpoints:
         folder = f"{workspace.root.name}/{plan.out.name}"
@@ -218,7 +218,7 @@ def _check_budget(
         )
 
 
-def _show_config(drafter: str, plan: "Run", as_json: bool) -> None:
+def _show_config(drafter: str, plan: "Run", recipe: str, as_json: bool) -> None:
     """Print all settings of a run: as JSON, or as a recipe file."""
     from vlmdistill.drafters.core.settings import to_dict
     from vlmdistill.drafters.training import recipes
@@ -226,6 +226,9 @@ def _show_config(drafter: str, plan: "Run", as_json: bool) -> None:
     if as_json:
         console.result(to_dict(plan.config), as_json)
     else:
+        console.echo(
+            f'# {drafter} by the recipe {recipe} and --set; "default" is the method\'s own value.'
+        )
         typer.echo(recipes.as_file(drafter, plan.config), nl=False)
 
 
@@ -247,6 +250,7 @@ def _facts(folder: Path, as_json: bool) -> dict[str, Any]:
     agreement = measured.get("held_out_agreement", [])
     shares = " ".join(f"{share:.3f}" for share in agreement)
     facts["samples"] = training["samples"]
+    facts["validate"] = training.get("validate", 0)
     facts["validation_agreement"] = (
         agreement if as_json else shares or "no samples validate"
     )

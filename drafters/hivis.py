@@ -36,8 +36,8 @@ class HiViS(EagleDrafter):
         """Section 3.2, and the reading of eq. 3."""
 
         threshold: Count = 3
-        """Guesses with a sequential embedding of their own; later ones share the last. 0: none
-        has any."""
+        """Learned embeddings that tell the drafter how many tokens it has guessed since the last
+        committed one; further guesses use the last of them. 0: none."""
         last_visual: bool = False
         """Pair the first token after an image with the image's last state, not with that of the
         text before it: one more state for each image."""

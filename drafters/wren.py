@@ -53,12 +53,13 @@ class Wren(EagleDrafter):
         """The ingredients."""
 
         depths: bool = True
-        """Three depths of the target join the entries of committed tokens."""
+        """The drafter also reads the target's states of a low, a middle and a high layer at each
+        committed token; off: the last state alone."""
         normed: bool = True
         """Norm the embedding and the state of an entry."""
         threshold: Count = 3
-        """Guesses with a sequential embedding of their own; later ones share the last. 0: none
-        has any."""
+        """Learned embeddings that tell the drafter how many tokens it has guessed since the last
+        committed one; further guesses use the last of them. 0: none."""
         cell: Count = 0
         """Width, in hidden sizes, of a cell that makes all guesses but the first; 0: the layer
         makes all."""

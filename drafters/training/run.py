@@ -139,6 +139,12 @@ class RunData:
         """All samples that any stage trains on."""
         return sorted({*chain.from_iterable(stage.trained for stage in self.samples)})
 
+    @property
+    def validating(self) -> int:
+        """The number of samples that validate, of all stages together."""
+        held_out = chain.from_iterable(stage.held_out for stage in self.samples)
+        return len({*held_out})
+
 
 def _check_held_out(run: Run, samples: Sequence[DataSplit]) -> None:
     """TrainingError if the run is to validate and has no samples for that."""

@@ -520,6 +520,7 @@ class _Trainer:
             "steps": position.total,
             "saved_step": saved_step,
             "samples": len(data.keys),
+            "validate": data.validating,
             "view": self.run.view,
             "seed": self.run.seed,
             "stages": stages,

@@ -40,7 +40,8 @@ class DrafterStatus:
     method: str
     state: DrafterState
     steps: int  # that its weights have seen
-    samples: int  # that it was trained on, without held-out ones
+    samples: int  # that it was trained on
+    validate: int  # samples of its training that validate; 0 also if they are not known
     measured: str  # the time of its last evaluation, empty if never
     tau: float | None  # at its lowest temperature, in the latest evaluation
     speedup: float | None  # None also if it is in doubt
@@ -204,6 +205,7 @@ def _drafter(
         state=state,
         steps=steps,
         samples=training.get("samples", 0),
+        validate=training.get("validate", 0),
         measured=shown.get("measured", ""),
         tau=shown.get("tau"),
         speedup=shown.get("speedup"),

@@ -58,7 +58,9 @@ def test_the_printed_settings_are_a_recipe(capsys: Output) -> None:
         main(["train", "wren", "--show-config", "--set", "steps=7", "--recipe", "fair"])
         == 0
     )
-    Path("mine.toml").write_text(capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert "recipe fair" in shown.splitlines()[0]
+    Path("mine.toml").write_text(shown)
     assert resolve("wren", "mine.toml") == resolve("wren", "fair", ["steps=7"])
     for recipe in ((), ("--recipe", "")):  # an empty variable of a script
         command = ("train", "wren", "--show-config", *recipe)
@@ -147,6 +149,7 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
         "steps": 600,
         "saved_step": 500,
         "samples": 30,
+        "validate": 4,
         "view": None,
     }
     synthetic.save("eagle3", folder, **training)
@@ -192,7 +195,9 @@ def test_status_has_each_drafter_with_what_it_was_measured_at(capsys: Output) ->
     )  # what is shown is the last one
     synthetic.save("eagle3", folder, **training | {"signature": "other"})
     assert main(["status"]) == 0
-    assert "measured before it was trained again" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "measured before it was trained again" in shown
+    assert "30, 4 validate" in shown
 
 
 def test_a_new_split_leaves_prompts_with_responses_where_they_are(
