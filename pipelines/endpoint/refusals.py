@@ -95,10 +95,12 @@ class _Mistake:
 def refusal(error: Mapping[str, Any]) -> ApiError:
     """The first error of a validation as the client sees it."""
     mistake = _Mistake.of(error)
-    if mistake.kind == "json_invalid" or not mistake.param:
-        return ApiError(
-            400, "the body is not a JSON object of Content-Type application/json"
-        )
+    if mistake.kind == "json_invalid":
+        reason = mistake.context.get("error", mistake.message)
+        text = f"the body is not JSON: {reason} at character {mistake.param}"
+        return ApiError(400, text)
+    if not mistake.param:
+        return ApiError(400, _other_body(mistake))
     return _reporter(mistake.kind)(mistake)
 
 
@@ -111,6 +113,19 @@ def _reporter(kind: str) -> Callable[[_Mistake], ApiError]:
     if kind in LENGTHS:
         return _other_length
     return REPORTERS.get(kind, _invalid)
+
+
+def _other_body(mistake: _Mistake) -> str:
+    """What is wrong with a body that is no JSON object."""
+    if isinstance(mistake.value, bytes):  # FastAPI has not parsed it
+        return (
+            "the header 'Content-Type: application/json' is missing or another: send it, with curl "
+            "-H 'Content-Type: application/json'"
+        )
+    if mistake.kind == "missing":
+        return "the body is empty: send a JSON object"
+    sent = SENT.get(type(mistake.value), "another type")
+    return f"the body is {sent}, not a JSON object"
 
 
 def _unsupported(mistake: _Mistake) -> ApiError:

@@ -589,6 +589,22 @@ def test_a_body_that_is_no_request_is_refused(server: Served, body: bytes) -> No
 
 
 @pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        (b"{}", "application/x-www-form-urlencoded", "-H 'Content-Type: application"),
+        (b"{", "application/json", "the body is not JSON: Expecting"),
+        (b"[]", "application/json", "the body is an array, not a JSON object"),
+        (b"", "application/json", "the body is empty"),
+    ],
+)
+def test_the_error_says_whether_the_body_or_its_header_is_wrong(
+    server: Served, body: bytes, kind: str, words: str
+) -> None:
+    _, given = server.request("POST", "/v1/chat/completions", body, Content_Type=kind)
+    assert words in json.loads(given)["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("given", "code"),
     [
         ({"temperature": "hot"}, "invalid_type"),
