@@ -8,6 +8,7 @@ from typing import Any
 
 from vlmdistill.pipelines.data.prompts.folders import (
     UnreadFileError,
+    media_rows,
     unreadable,
     walk,
 )
@@ -28,6 +29,7 @@ DESCRIPTIONS = (
     "state.json",
 )
 DEFAULT_SPLIT = "train"
+MEDIA_BUILDERS = ("imagefolder", "videofolder")  # of `datasets`
 
 ReadFile = Callable[[Path], Iterator[Row]]
 """Reads the rows of one file."""
@@ -108,6 +110,11 @@ class _Folder:
         self.files_read.update(Path(file).resolve() for file in files)
         if _is_saved(self.path):
             yield from _saved_rows(self.path, self.split)
+        elif not files and not self.split and _builder(self.path) in MEDIA_BUILDERS:
+            # Names such as evaluation-1.png look like a split to `datasets`.
+            for row in media_rows(self.path):
+                if row.problem is None:
+                    yield row
         else:
             yield from _loaded_rows(str(self.path), "", self.split)
 
@@ -161,6 +168,13 @@ def _is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote a folder."""
     names = ("state.json", "dataset_dict.json")
     return any((folder / name).is_file() for name in names)
+
+
+def _builder(folder: Path) -> str:
+    """What `datasets` reads a folder with."""
+    import datasets
+
+    return str(datasets.load_dataset_builder(str(folder)).name)
 
 
 def _loaded_rows(name: str, subset: str, split: str) -> Iterator[Row]:
@@ -259,7 +273,7 @@ def _own_files(folder: Path, split: str) -> list[Path]:
     import datasets
 
     builder = datasets.load_dataset_builder(str(folder))
-    if builder.name in ("imagefolder", "videofolder"):
+    if builder.name in MEDIA_BUILDERS:
         return _files_beside_media(folder, split)
     if builder.name not in ("json", "csv") or not _is_plain(builder.config):
         return []

@@ -290,6 +290,18 @@ def test_a_folder_of_images_and_videos_needs_only_a_question(
     assert {prompt.dataset for prompt in read(out)} == {"photos"}
 
 
+def test_photos_that_are_called_like_a_split_are_photos(out: Path, media: Path) -> None:
+    photos = out.parents[1] / "photos"
+    photos.mkdir()
+    shutil.copy(media / "1.jpg", photos / "other.jpg")
+    for name, content in (("evaluation-1.png", RED), ("evaluation-2.png", BLUE)):
+        (photos / name).write_bytes(content)
+    with pytest.raises(DataError, match="images without a question need one: --ask"):
+        import_prompts([str(photos)], out)
+    summary = import_prompts([str(photos)], out, choices=Choices(ask="What is this?"))
+    assert summary.added == 3
+
+
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tar.xz"])
 def test_samples_of_a_tar_archive_are_rows(
     tmp_path: Path, out: Path, media: Path, name: str
