@@ -87,7 +87,6 @@ def serve(
     Requests are decoded one at a time. Ctrl-C and SIGTERM let running responses end for 10 seconds. A newer
     version of --drafter takes over between two requests; all responses remain the target's.
     """
-    import socket
     from contextlib import nullcontext
 
     from vlmdistill.drafters.checkpoints.description import describe
@@ -118,22 +117,21 @@ def serve(
         used = compared[0]
     for name in compared or ([used] if used else []):
         describe(workspace.trained(name))  # before torch
-    from vlmdistill.pipelines.endpoint.app import build_app
-    from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
-    from vlmdistill.pipelines.endpoint.switch import Switch
-    from vlmdistill.pipelines.request_log import Recorder
+    with _listening(host, port) as listener:
+        console.remark(f"loading {model} ...")
+        from vlmdistill.pipelines.endpoint.app import build_app
+        from vlmdistill.pipelines.endpoint.served_decoder import open_decoder
+        from vlmdistill.pipelines.endpoint.switch import Switch
+        from vlmdistill.pipelines.request_log import Recorder
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listener:
-        with console.waiting(f"loading {model}"):
-            decoder = open_decoder(
-                workspace,
-                used,
-                compared=compared[1:],
-                tree=tree,
-                max_new_tokens=max_new_tokens,
-                how=console.loading(attention, target_dtype, compiled=compiled),
-            )
+        decoder = open_decoder(
+            workspace,
+            used,
+            compared=compared[1:],
+            tree=tree,
+            max_new_tokens=max_new_tokens,
+            how=console.loading(attention, target_dtype, compiled=compiled),
+        )
         address = f"[{host}]" if ":" in host else host
         hosts = ["*"] if key else [*LOCAL_NAMES, address]
         switch = Switch(decoder, workspace if followed else None, drafter or "")
@@ -151,6 +149,24 @@ def serve(
             )
             message = f"serving {decoder.model} with {drafting} at http://{address}"
             _serve_until_stopped(app, listener, message)
+
+
+def _listening(host: str, port: int) -> "socket":
+    """A socket that listens; DataError if that is not possible."""
+    import errno
+    import socket
+
+    from vlmdistill.stores.errors import DataError
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            text = f"port {port} is in use: give another --port (0: any)"
+        else:
+            text = f"--host {host} --port {port}: {error.strerror}"
+        raise DataError(text) from None
 
 
 def _check_compared(

@@ -38,13 +38,21 @@ def _no_key(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_one_line(
     arguments: list[str], words: str, failing: Callable[..., str]
 ) -> None:
-    assert words in failing("serve", "--port", "0", *arguments)
+    assert words in failing("serve", "--quiet", "--port", "0", *arguments)
 
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        assert main(["serve", "--port", str(other.getsockname()[1])]) == 1
-    assert "Address already in use" in capsys.readouterr().err
+        port = other.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 1
+    message = f"error: port {port} is in use: give another --port (0: any)\n"
+    assert capsys.readouterr().err == message
+
+
+def test_an_address_of_another_machine_is_one_line(failing: Callable[..., str]) -> None:
+    line = failing("serve", "--host", "192.0.2.1", "--key", "k", "--port", "0")
+    assert "--host 192.0.2.1 --port 0: " in line
+    assert "traceback" not in line
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(
@@ -54,7 +62,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     monkeypatch.delitem(sys.modules, "vlmdistill.pipelines.endpoint.app", raising=False)
     monkeypatch.delattr("vlmdistill.pipelines.endpoint.app", raising=False)
     assert main(["serve"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert "fastapi" in line
     assert "pip install 'vlmdistill[serve]'" in line
 
@@ -85,7 +93,8 @@ def test_a_signal_ends_the_server(number: signal.Signals, status: int) -> None:
         finally:
             run.kill()
     assert (run.returncode, out) == (status, "")
-    assert err == ("stopped\n" if number == signal.SIGINT else "")
+    stopped = "stopped\n" if number == signal.SIGINT else ""
+    assert err == f"loading demo-small ...\n{stopped}"
 
 
 LATE = """
