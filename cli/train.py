@@ -185,10 +185,16 @@ def train(
             f"warning: {store} holds features of {target}, not of {model}: the drafter is for "
             f"{target}, and --model names another workspace"
         )
+    was_trained = plan.out.exists() and not force
     with console.progress(f"training {plan.out.name}", "steps") as report:
         out = pipeline.launch(plan, ranks, force, report)
     if os.environ.get("RANK", "0") == "0":
-        console.result(_facts(out, as_json), as_json)
+        facts = _facts(out, as_json)
+        console.result(facts, as_json)
+        if was_trained:
+            console.note(
+                f"{out.name} is already trained ({facts['steps']} steps): --force trains it again"
+            )
 
 
 def _check_budget(

@@ -115,7 +115,11 @@ def test_a_store_behind_a_url(
         "--store",
     ]
     assert main([*words, url]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["steps"] == 2
+    assert "already trained" not in shown.err
+    assert main([*words, url]) == 0
+    assert "sparrow is already trained (2 steps): --force" in capsys.readouterr().err
     assert main([*words, f"{url}s", "--name", "other"]) == 1
     assert f"{url}s" in capsys.readouterr().err
 
