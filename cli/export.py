@@ -80,8 +80,7 @@ def _facts(written: "Exported") -> dict[str, Any]:
     facts = asdict(written)
     facts["layers"] = written.layers or "the last one alone"
     facts["visual_tokens"] = "dropped" if facts.pop("drops_visual") else "all"
-    facts["images"] = "whole" if facts.pop("whole_images") else "in parts"
-    facts["vllm_method"] = facts.pop("method")
+    del facts["whole_images"], facts["method"]  # for programs
     return facts
 
 
@@ -138,7 +137,12 @@ def commands(model: str, written: "Exported") -> list[str]:
         whole_images=written.whole_images,
     )
     variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-    lines = [f"vLLM:   {' '.join([*variables, shlex.join(serve)])}"]
+    lines = []
+    if program == "vllm":
+        lines.append(
+            "in the environment of `make engine`, or any with vLLM and this package:"
+        )
+    lines.append(f"vLLM:   {' '.join([*variables, shlex.join(serve)])}")
     if "sglang" in written.engines:
         lines.append(f"SGLang: {_sglang_command(target, written)}")
     return lines
