@@ -77,6 +77,15 @@ class OwnFiles:
         root = self.workspace.root.resolve()
         return not is_url(file) and Path(file).resolve().is_relative_to(root)
 
+    def copied(self, file: str) -> str:
+        """The same file in a copied workspace: records hold the path on the machine that measured."""
+        parts = Path(file).parts
+        for start in range(1, len(parts)):
+            inside = self.workspace.root.joinpath(*parts[start:])
+            if inside.is_file() and self._is_below(str(inside)):
+                return str(inside)
+        return file
+
     @cached_property
     def _media(self) -> set[str]:
         """The files of the held-out prompts."""
@@ -133,6 +142,8 @@ def _embedded(file: str, own: OwnFiles) -> dict[str, str]:
     if kind_of(name) == "video":
         return {"name": name, "kind": "video"}
     try:
+        if file not in own:
+            file = own.copied(file)
         local = at_hand(file) if file in own else None
         if local is not None and local.is_dir():  # the frames of a video
             return {"name": name, "kind": "video"}

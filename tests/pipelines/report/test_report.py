@@ -466,6 +466,17 @@ def test_a_record_shows_the_images_that_the_held_out_prompts_name(
     assert len(Page(make(workspace).page).attributes("src", "img")) == 1
 
 
+def test_a_copied_workspace_shows_its_own_images(
+    workspace: Workspace, save: Save
+) -> None:
+    images = workspace.root / "data/images"
+    images.mkdir(parents=True)
+    Image.new("RGB", (84, 84), "navy").save(images / "photo.png")
+    file = "/another/machine/runs/demo/data/images/photo.png"
+    save("sparrow", measured(shown=(shown(files=(file,)),)))
+    assert len(Page(make(workspace).page).attributes("src", "img")) == 1
+
+
 def test_pipes_among_records_and_files_end_no_report(
     workspace: Workspace, save: Save
 ) -> None:
