@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.bench.settings import Settings
     from vlmdistill.pipelines.bench.statistics import Figures
     from vlmdistill.pipelines.planning.stages import StagePlan
-    from vlmdistill.pipelines.report.comparison import Ranking
     from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
     from vlmdistill.pipelines.workspace.trained import Trained
     from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -527,15 +526,17 @@ def without_nulls(facts: Any) -> Any:
 
 def show(evaluations: "list[Evaluation]") -> None:
     """Print one line per drafter and temperature; warnings on stderr."""
-    from vlmdistill.pipelines.report.comparison import drifts, rank
+    from vlmdistill.pipelines.report.answer import answers
+    from vlmdistill.pipelines.report.comparison import group
+    from vlmdistill.pipelines.report.results import of_drafters
 
-    rankings = rank(evaluations)
-    results = [result for ranking in rankings for result in ranking.results]
-    _show_tables(results)
-    _show_rankings(rankings)
-    warnings = [warning for result in results for warning in result.warnings]
-    for warning in [*warnings, *drifts(evaluations)]:
-        console.note(f"warning: {warning}")
+    groups = group(of_drafters(evaluations))
+    _show_tables([result for alike in groups for result in alike.results])
+    for alike in groups:
+        for answer in answers(alike):
+            console.echo(answer.text)
+        for warning in alike.warnings:
+            console.note(f"warning: {warning}")
 
 
 def _show_tables(results: "Sequence[DrafterResult]") -> None:
@@ -566,11 +567,6 @@ def _show_tables(results: "Sequence[DrafterResult]") -> None:
     if calibration_table := calibrations(results):
         console.rows(calibration_table[0], calibration_table[1:])
         console.echo("")
-
-
-def _show_rankings(rankings: "Sequence[Ranking]") -> None:
-    for ranking in rankings:
-        console.echo(ranking.text)
 
 
 def check_lossless(evaluations: "Sequence[Evaluation]") -> None:

@@ -170,6 +170,7 @@ def _joined(conditions: Mapping[str, str]) -> str:
 
 def _show_group(group: "Group") -> None:
     """Print the tables of a group, its conclusions, and its warnings on stderr."""
+    from vlmdistill.pipelines.report.answer import answers
     from vlmdistill.pipelines.report.seeds import HEADER, NOTE, over_seeds, seed_rows
     from vlmdistill.pipelines.report.tables import COLUMNS, PARTS, divided, result_rows
 
@@ -180,8 +181,8 @@ def _show_group(group: "Group") -> None:
     part_rows = divided(group.results)
     if part_rows:
         console.rows(PARTS, part_rows)
-    for ranking in group.rankings:
-        console.echo(ranking.text)
+    for answer in answers(group):
+        console.echo(answer.text)
     console.echo(group.verdict.text)
     for warning in group.warnings:
         console.note(f"warning: {warning}")

@@ -64,6 +64,11 @@ class Recommendation:
         return f"{verb} {self._used}{exception}"
 
     @property
+    def text(self) -> str:
+        """The answer and the ranking in sentences, for pages without the table of `columns`."""
+        return f"{self.headline}. {self.ranking.text}"
+
+    @property
     def columns(self) -> dict[str, dict[str, DrafterResult]]:
         """The results to show, by the prompts they are on and by drafter; none without a verdict."""
         if self._unusable:

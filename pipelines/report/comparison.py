@@ -154,7 +154,7 @@ class Ranking:
         speed, second_speed = rate_of(first, self.speed), rate_of(second, self.speed)
         lead = speed / max(second_speed, 1e-9)
         return (
-            f"{first.name} is the fastest drafter: speedup {self._speedup(first)}, "
+            f"{first.name} was the fastest drafter: speedup {self._speedup(first)}, "
             f"{lead:.2f} times{_within(ratio)} as fast as {second.name}, the second."
         )
 

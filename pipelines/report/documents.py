@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from vlmdistill.pipelines.bench.records import LABELS
 from vlmdistill.pipelines.bench.statistics import Rate
+from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.comparison import Group
 from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
 from vlmdistill.pipelines.report.seeds import HEADER, NOTE, over_seeds, seed_rows
@@ -53,7 +54,7 @@ def group_section(group: Group, count: int) -> Section:
     title = f"group {group.number} of {count}" if count > 1 else ""
     measured = sorted({evaluation.measured for evaluation in group.evaluations})
     facts = {**group.conditions, "measured": ", ".join(measured), **group.facts}
-    sentences = [ranking.text for ranking in group.rankings]
+    sentences = [answer.text for answer in answers(group)]
     sentences.append(group.verdict.text)
     sentences += [f"Warning: {warning}." for warning in group.warnings]
     sentences.append("In parentheses: 95% intervals over prompts.")

@@ -98,7 +98,7 @@ def test_no_drafter_is_the_fastest_where_others_had_the_cpu(
     )
     found = ranking(sparrow=fast, eagle2=slow)
     assert (found.winner is not None) == wins
-    assert ("is the fastest drafter" in found.text) == wins
+    assert ("was the fastest drafter" in found.text) == wins
     figures_of = found.results[0].figures
     assert figures_of.cpu_speedup == pytest.approx(figures_of.speedup)
 
@@ -136,7 +136,7 @@ def test_none_is_called_the_fastest_below_plain_decoding() -> None:
         eagle2=measured(speedup=0.6, noise=0.01),
     )
     assert found.winner is None
-    assert "is the fastest drafter" not in found.text
+    assert "was the fastest drafter" not in found.text
     assert "No drafter is faster than plain decoding." in found.text
 
 

@@ -50,6 +50,7 @@ from vlmdistill.pipelines.bench.served_records import (
 from vlmdistill.pipelines.bench.statistics import FEWEST
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.documents import csv, markdown
 from vlmdistill.pipelines.report.latex import latex
 from vlmdistill.pipelines.report.page import read
@@ -154,7 +155,13 @@ def test_evaluations_of_separate_runs_are_a_warning(
     made = make(workspace)
     (group,) = made.groups
     (warning,) = group.warnings
-    assert warning in Page(made.page).text
+    page = Page(made.page).text
+    assert warning in page
+    printed = run("--runs", str(workspace.root.parent))
+    for answer in answers(group):
+        assert answer.headline.startswith("Perhaps ")
+        assert answer.headline.lower() in page.lower()
+        assert answer.text in printed
 
 
 def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.report import charts
+from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.targets.software import Software
@@ -80,7 +81,7 @@ def sentences(workspace: Workspace) -> list[str]:
     return [
         text
         for one in groups
-        for text in (*(rank.text for rank in one.rankings), one.verdict.text)
+        for text in (*(answer.text for answer in answers(one)), one.verdict.text)
     ]
 
 
