@@ -82,7 +82,8 @@ def prompts(
     eval_share: Annotated[
         float,
         typer.Option(
-            metavar="SHARE", help="Share of the prompts to hold out for evaluation."
+            metavar="SHARE",
+            help="Hold out about this share of the prompts for evaluation, by a hash of each.",
         ),
     ] = 0.05,
     split: Annotated[
@@ -208,8 +209,10 @@ def _warn_of_few(held_out: int, total: int) -> None:
     shares = (share for share in (0.2, 0.3, 0.5) if share * total >= FEW)
     share = next(shares, None)
     advice = f"`vlmdistill prompts --resplit {share}`, or " if share else ""
+    count = f"only {held_out}" if held_out else "none"
+    verb = "are" if held_out > 1 else "is"
     console.note(
-        f"warning: only {held_out} of {total} prompts are held out for `eval`, too few to "
+        f"warning: {count} of the {total} prompts {verb} held out for `eval`, too few to "
         f"measure drafters: {advice}import more with --split eval"
     )
 

@@ -126,6 +126,9 @@ def test_a_small_eval_split_is_warned_about_at_import(
     assert not warned("--eval-share", "0.9")
     assert not warned("--eval-share", "0")  # as it was asked for
     assert not warned("--split", "train")
+    shutil.rmtree("runs")
+    assert main(["prompts", dialogues(3), "--eval-share", "1e-9"]) == 0
+    assert "none of the 3 prompts is held out" in capsys.readouterr().err
 
 
 def test_eval_and_run_refuse_an_empty_split_before_anything_loads(
