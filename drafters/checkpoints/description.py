@@ -51,7 +51,8 @@ def describe(folder: Path) -> dict[str, Any]:
         _check_format(file, content)
         return msgspec.structs.asdict(msgspec.convert(content, _DrafterFile))
     except FileNotFoundError:
-        raise TrainingError(f"no drafter in {folder}{_instead(folder)}") from None
+        absolute = folder.absolute()
+        raise TrainingError(f"no drafter in {absolute}{_instead(folder)}") from None
     except OSError as error:
         raise TrainingError(f"{file} cannot be read: {error.strerror}") from None
     except msgspec.ValidationError as error:

@@ -177,9 +177,15 @@ class Workspace:
         return self.root / (name or part)
 
     def beside(self) -> str:
-        """The workspaces beside this one, in a line, if it is empty and local; else an empty text."""
-        if self.parts or _holds_work(self.root) or not self.root.parent.is_dir():
+        """The workspaces beside this one, in a line, if it is empty and local; else an empty text.
+
+        Or that their folder does not exist.
+        """
+        if self.parts or _holds_work(self.root):
             return ""
+        runs = self.root.parent
+        if not runs.is_dir():
+            return f"there is no folder {runs.absolute()}: give --runs, or change to its folder"
         folders = sorted(
             folder for folder in self.root.parent.iterdir() if _holds_work(folder)
         )

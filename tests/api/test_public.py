@@ -337,9 +337,7 @@ def refused(demo_folder: Path) -> dict[str, Callable[[], object]]:
             demo_folder, target, ["hidden.text"]
         ),
         "demi": lambda: vlmdistill.load_target("demi"),
-        "no drafter in runs/x/sparow": lambda: vlmdistill.load_drafter(
-            "runs/x/sparow", target
-        ),
+        "runs/x/sparow": lambda: vlmdistill.load_drafter("runs/x/sparow", target),
         "did you mean 'sparrow'": lambda: vlmdistill.load_drafter("sparow", target),
         "the prompt is empty": lambda: generate(" "),
         "belong in its messages": lambda: generate(turn, images=["a.png"]),

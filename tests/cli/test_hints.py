@@ -356,6 +356,15 @@ def test_an_empty_workspace_names_the_one_beside_it(
     assert "not empty" not in "\n".join(capsys.readouterr())
 
 
+def test_a_missing_folder_of_workspaces_is_named(failing: Callable[..., str]) -> None:
+    here = Path.cwd()
+    line = failing("export", "wren", "--out", "out")
+    assert f"no drafter in {here}/runs/demo-small/drafters/wren" in line
+    assert f"there is no folder {here}/runs: give --runs" in line
+    Path("runs").mkdir()
+    assert "no folder" not in failing("export", "wren", "--out", "out")
+
+
 def test_a_workspace_in_place_of_its_store_names_the_store(
     tmp_path: Path, failing: Callable[..., str]
 ) -> None:
