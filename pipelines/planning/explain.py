@@ -311,7 +311,7 @@ class _Evidence:
             f"{best.drafter} is better under the same conditions: tau {best.figures.tau:.2f}, "
             f"{factor:.2f} times as fast"
         )
-        yield Symptom(text, f"vlmdistill report {best.drafter} {self.name}")
+        yield Symptom(text, f"vlmdistill serve --drafter {best.drafter}")
 
     def _first_token(self) -> Iterator[Symptom]:
         """A first token that is often missed, on all kinds of prompts."""

@@ -250,8 +250,16 @@ class _Project:
         return replace(memory, free=[free_bytes] * self.gpus.count, device="GPU")
 
     def _trained_tokens(self, config: DrafterConfig) -> int:
-        """Tokens of all optimizer steps: by steps, or by epochs of all samples."""
+        """Tokens of all optimizer steps: by steps, or by epochs of all samples.
+
+        Visual tokens count if the drafter reads their states.
+        """
         if config.training.steps:
             return config.training.steps * config.training.batch_tokens
+        data = self.data
+        tokens = data.text_tokens + data.response_tokens
+        needs = config.model.needs(self.target.target)
+        if any(feature.where == "visual" for feature in needs):
+            tokens += data.visual_tokens
         epochs = sum(stage.epochs for stage in config.schedule)
-        return round(epochs * self.data.tokens)
+        return round(epochs * data.prompts * tokens)

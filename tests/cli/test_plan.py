@@ -43,6 +43,20 @@ def test_rates_are_those_that_an_h100_reached(planned: Any) -> None:
     assert training["rate"] == "assumed"
 
 
+@pytest.mark.parametrize(("drafter", "reads_visual"), [("wren", 0), ("sparrow", 1)])
+def test_a_drafter_trains_on_the_visual_tokens_that_it_reads(
+    drafter: str, reads_visual: int, planned: Any
+) -> None:
+    """Without steps in the recipe, as in `paper`."""
+    options = ("--for", drafter, "--recipe", "paper", "--visual-tokens")
+    without, with_visual = (
+        planned(*options, count)["stages"][f"train {drafter}"]["tokens"]
+        for count in ("0", "612")
+    )
+    # A prompt has 100 text tokens, and its response 512.
+    assert with_visual == pytest.approx((1 + reads_visual) * without)
+
+
 def test_two_gpus_take_half_of_the_time_and_the_same_disk_for_features(
     planned: Any,
 ) -> None:
