@@ -52,7 +52,8 @@ demo-pretrained: setup  ## the flow on a pretrained language model: one drafter,
 	test -e $(RUNS)/smollm2/prompts.parquet || $(VLM) prompts self --model smollm2 --limit 200 --eval-share 0.1
 	$(VLM) run --model smollm2 --drafters wren --recipe small --set steps=100 --set tree=chain-3 --max-new-tokens 128 --batch-size 32 --workers 1 --limit 6 --temperature 0
 
-test: lint types pytest  ## lint, types, import contract and tests: what CI runs
+test: lint  ## lint, types, import contract and tests: what CI runs
+	$(MAKE) --jobs 2 types pytest TESTS="$(TESTS)"
 
 test-nightly: export VLMDISTILL_THOROUGH = 1
 test-nightly: TESTS = tests research
