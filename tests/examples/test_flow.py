@@ -136,7 +136,6 @@ def test_an_untrained_drafter_is_lossless_and_takes_more_calls(runs: Path) -> No
         (["train", "sparrow", "--recipe", "quick"], "'quick'"),
         (["train", "sparrow", "--view", "long", "--name", "other"], "long"),
         (["eval", "sparrow", "--tree", "wide"], "wide"),
-        (["eval", "sparrow", "--temperature", "-1"], "--temperature -1"),
         (["generate", "What?", "--image", "nowhere.png"], "nowhere.png"),
         (["run", "--drafters", "sparrow,hawk"], "'hawk'"),
     ],
@@ -156,7 +155,13 @@ def test_a_mistake_is_one_line_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "words", [["eval", "sparrow", "--limit", "-1"], ["run", "--limit", "0"], ["fly"]]
+    "words",
+    [
+        ["eval", "sparrow", "--limit", "-1"],
+        ["eval", "sparrow", "--temperature", "-1"],
+        ["run", "--limit", "0"],
+        ["fly"],
+    ],
 )
 def test_wrong_usage_is_status_two(words: list[str], runs: Path) -> None:
     assert main(words) == 2
