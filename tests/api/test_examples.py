@@ -72,6 +72,21 @@ def test_the_server_of_the_page_runs_as_written_after_make_demo(
     assert line.startswith("serving demo with sparrow at http://127.0.0.1:")
 
 
+@pytest.fixture(scope="module")
+def after(demo_folder: Path) -> dict[str, Any]:
+    """The variables that the examples leave."""
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        as_a_user(patch, demo_folder)
+        for page in (README, PAGE):
+            for block in re.finditer(
+                r"```python\n(.*?)```", page.read_text(), re.DOTALL
+            ):
+                line = page.read_text()[: block.start()].count("\n") + 1
+                exec(compile("\n" * line + block[1], page, "exec"), names)
+    return names
+
+
 def test_the_page_uses_every_public_function(after: dict[str, Any]) -> None:
     functions = [
         name for name in vlmdistill.__all__ if name.islower() or name == "StoreDataset"
