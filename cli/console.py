@@ -7,12 +7,18 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from contextvars import ContextVar
 from dataclasses import replace
-from math import inf, nan
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -242,20 +248,25 @@ def separated(texts: Sequence[str] | None) -> list[str]:
     return [*dict.fromkeys(filter(None, items))]
 
 
-def numbers(option: str, texts: Sequence[str] | None, least: float) -> list[float]:
-    """The numbers of a list; BadParameter names the option of one that is none, or below `least`."""
-    values = []
+Number = TypeVar("Number", int, float)
+
+
+def numbers(option: str, texts: Sequence[str] | None, least: Number) -> list[Number]:
+    """The numbers of a list, whole ones if `least` is; BadParameter names the option of any other text."""
+    number = type(least)
+    word = "whole number" if number is int else "number"
+    values: list[Number] = []
     for text in separated(texts):
-        try:
-            value = float(text)
-        except ValueError:
-            value = nan
-        if not least <= value < inf:
+        value: Number | None = None
+        with suppress(ValueError):
+            value = number(text)
+        if value is None or not least <= value < inf:
             raise typer.BadParameter(
-                f"'{text}' is no number from {least:g} on: {LIST}", param_hint=option
+                f"'{text}' is no {word} from {least:g} on: {LIST}", param_hint=option
             )
-        values.append(value)
-    return [*dict.fromkeys(values)]
+        if value not in values:
+            values.append(value)
+    return values
 
 
 def _known_trackers(texts: Sequence[str]) -> list[str]:

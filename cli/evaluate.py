@@ -174,7 +174,7 @@ def evaluate(
     names = _names(drafters)
     kind = _engine(context, engine, names)
     workspace = console.workspace(model, runs)
-    temperatures = console.numbers("--temperature", temperature, 0)
+    temperatures = console.numbers("--temperature", temperature, 0.0)
     concurrencies = console.numbers("--concurrency", concurrency, 1)
     if bench:
         if prompts is not None:
@@ -196,7 +196,7 @@ def evaluate(
         seed=seed,
         threads=threads,
         how={**loading, "thinking": thinking} if thinking else loading,
-        concurrencies=tuple(map(int, concurrencies or (1,))),
+        concurrencies=tuple(concurrencies or (1,)),
     )
     task = _Task(workspace, trained, settings, prompts, as_json)
     if kind == TRANSFORMERS:

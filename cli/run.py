@@ -65,7 +65,7 @@ def run(
     # Mistakes are found before torch is loaded.
     listed = catalogue.listed(",".join(drafters or ["all"]))
     names = listed or [*catalogue.NAMES]
-    temperatures = console.numbers("--temperature", temperature, 0)
+    temperatures = console.numbers("--temperature", temperature, 0.0)
     if recipe and not recipe.endswith(".toml"):
         catalogue.check_recipe(recipe)
     workspace = console.workspace(model, runs)

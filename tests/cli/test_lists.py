@@ -51,6 +51,18 @@ def test_drafters_of_an_evaluation_are_separated_by_spaces_or_commas(
     assert {row["drafter"] for row in rows} == {"a", "b"}
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--concurrency", "1.5"), ("--concurrency", "0"), ("--temperature", "nan")],
+)
+def test_a_number_of_a_list_that_does_not_fit_is_refused_as_it_is_written(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ["--engine", "openai:http://127.0.0.1:9/v1"]
+    assert main(["eval", *server, option, f"2,{value}"]) == 2
+    assert f"'{value}'" in capsys.readouterr().err
+
+
 def test_help_names_every_value_in_one_style(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
