@@ -22,11 +22,11 @@ from vlmdistill.pipelines.planning.status import doubt_of
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.results import DrafterResult, conditions
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
-from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise
+from vlmdistill.pipelines.targets.checkpoints.template import template_of
 from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import TargetError
-from vlmdistill.stores.schema import Provenance
+from vlmdistill.stores.schema import Provenance, content_hash
 from vlmdistill.stores.store import Store
 
 MOST = 5  # symptoms
@@ -223,13 +223,17 @@ class _Evidence:
         return first
 
     @cached_property
+    def store(self) -> Store | None:
+        """The feature store of the workspace; None if there is none."""
+        return Store.find(self.workspace.features)
+
+    @cached_property
     def samples_by_kind(self) -> Mapping[str, int]:
         """Those that it was trained on; empty if they are not known."""
-        store = Store.find(self.workspace.features)
         keys = self.trained.samples
-        if store is None or not keys:
+        if self.store is None or not keys:
             return {}
-        rows = store.view(None).select("key", "visual_tokens")
+        rows = self.store.view(None).select("key", "visual_tokens")
         counts = {"text": 0, "images": 0}
         for key, visual_tokens in rows.iter_rows():
             if key in keys:
@@ -259,18 +263,18 @@ class _Evidence:
                 text = f"trained with thinking {trained_mode}, evaluated with {mode}"
                 yield Symptom(text, f"vlmdistill eval {self.name}")
         folder = _folder_of(self.workspace.model)
-        template = served_otherwise(provenance, folder) if folder else ""
-        if "template" in template.partition(":")[0]:
+        template = template_of(folder) if folder else None
+        if template is not None and content_hash(template) != provenance.template_hash:
             text = (
                 "its training had another chat template than the target has now: begin a "
                 "new workspace"
             )
             yield Symptom(text, "vlmdistill prompts FILE --runs NEW")
             return
-        store = Store.find(self.workspace.features)
-        if store is None:
+        if self.store is None:
             return
-        other = provenance.mismatch(_with_features_of(store.provenance, provenance))
+        stored = _with_features_of(self.store.provenance, provenance)
+        other = provenance.mismatch(stored)
         if other:
             text = f"it was trained on another store ({other})"
             yield Symptom(text, self._train("--force"))
@@ -398,8 +402,7 @@ class _Evidence:
 
     def _coverage(self) -> Iterator[Symptom]:
         """Samples of the store that it has not seen."""
-        store = Store.find(self.workspace.features)
-        training = self.described.training
+        store, training = self.store, self.described.training
         if store is None or training.view or training.samples >= SHARE * len(store):
             return
         text = f"trained on {training.samples} of the {len(store)} samples of the store"
