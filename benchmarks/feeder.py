@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from tests.vllm_media import Image, Place
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
 from vlmdistill.pipelines.vllm.plugin.feeder import Feeder, Reading
@@ -25,21 +25,6 @@ ROWS = 5  # a token and four drafted ones
 PROMPT, WIDTH = 600, 64
 IMAGES = ((20, 256), (300, 256))
 """First token and length of each."""
-
-
-class Place(NamedTuple):
-    """Where the tokens of an image are, as vLLM says it."""
-
-    offset: int
-    length: int
-    is_embed: None = None
-
-
-class Image(NamedTuple):
-    """An image of a request, as vLLM describes it."""
-
-    identifier: str
-    mm_position: Place
 
 
 class Expanded(TextStates):

@@ -1,6 +1,6 @@
 """What feeds vLLM on the pretend GPU; `test_pretend.py` runs it in a process of its own."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,23 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO
 from tests.pretend.device import GPU, waits
+from tests.vllm_media import Image, Place
 from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
 from vlmdistill.pipelines.vllm.plugin.layer_input import LayerInput
 
 PROMPT, ROWS = 10, 5
 SERVED = ("sparrow", "hivis", "vispec", "wren")
-
-
-class Place(NamedTuple):
-    offset: int
-    length: int
-    is_embed: None = None
-
-
-class Image(NamedTuple):
-    identifier: str
-    mm_position: Place
 
 
 class Serving:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO, LAYOUTS
+from tests.vllm_media import Image, Place
 from vlmdistill.drafters.checkpoints.export import export
 from vlmdistill.drafters.core.batch import Batch, Head
 from vlmdistill.drafters.core.drafter import Drafter
@@ -54,21 +55,6 @@ SERVED = [
 ]
 
 NORM = {"layer.input_layernorm": "block.layer.input_norm"}
-
-
-class Place(NamedTuple):
-    """Where the tokens of an image are, as vLLM says it."""
-
-    offset: int
-    length: int
-    is_embed: None = None
-
-
-class Image(NamedTuple):
-    """An image of a request, as vLLM describes it."""
-
-    identifier: str
-    mm_position: Place
 
 
 class Served:
