@@ -53,7 +53,7 @@ from vlmdistill.pipelines.targets.checkpoints.folder import (
 )
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import TargetError, size
-from vlmdistill.stores.loader.epoch import Epoch, select
+from vlmdistill.stores.loader.epoch import Epoch, cost, select
 from vlmdistill.stores.schema import Feature, TargetInfo
 from vlmdistill.stores.store import Store
 
@@ -523,22 +523,15 @@ def _work_of(run: Run, data: RunData, world: int) -> _TrainingWork:
         done = steps
     to_do = max(0, steps - done)
     # A step ends with the epoch, however many tokens it might have.
-    step_tokens = min(run.config.training.batch_tokens, _epoch_tokens(data))
+    samples_read = select(data.store, None, data.keys)
+    epoch_tokens = int(cost(samples_read, data.needs).sum())
+    step_tokens = min(run.config.training.batch_tokens, epoch_tokens)
     samples = data.samples[-1]  # of the last stage
     details = (
         f"{len(samples.visual)} samples with images or videos, {len(samples.text)} of text "
         f"alone, {len(samples.held_out)} held out"
     )
     return _TrainingWork(to_do, to_do * step_tokens, done, details)
-
-
-def _epoch_tokens(data: RunData) -> int:
-    """The tokens of all samples that a run reads."""
-    samples = select(data.store, None, data.keys)
-    tokens = _sum(samples, "text_tokens")
-    if any(feature.where == "visual" for feature in data.needs):
-        tokens += _sum(samples, "visual_tokens")
-    return tokens
 
 
 def evaluation(

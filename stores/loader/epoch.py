@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from vlmdistill.stores.errors import StoreError
 from vlmdistill.stores.schema import Array, Feature, PackedSamples, content_hash
@@ -27,10 +28,22 @@ REMOTE_DEPTH = 8
 EpochPlan = list[Array]  # positions of samples, one array per batch
 
 
+def cost(samples: pl.DataFrame, features: Collection[Feature]) -> Array:
+    """Tokens of each sample that its batch is charged for, [n]: the rows of these features that are read."""
+    where = {feature.where for feature in features}
+    tokens = samples["text_tokens"].to_numpy().astype(np.int64)
+    if "visual" in where:
+        tokens = tokens + samples["visual_tokens"].to_numpy()
+    if "span" in where:
+        tokens = tokens + samples["spans"].list.len().to_numpy()
+    charged: Array = np.maximum(tokens, 1)
+    return charged
+
+
 def plan(tokens: Array, budget: int, seed: int, epoch: int) -> EpochPlan:
     """Cut all samples into batches of at most `budget` tokens; a longer sample is a batch alone.
 
-    `tokens` [n]: the cost of each sample.
+    `tokens` [n]: the cost of each sample, see `cost`.
     """
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(tokens))
@@ -126,7 +139,7 @@ class Epoch(Iterator[PackedSamples]):
         for source, lines in store.lines(self._rows, self._features):
             for _ in source.backend.map(source.commit, lines["shard"].unique()):
                 pass
-        tokens = self._cost()
+        tokens = cost(self._rows, self._features)
         keys_in_order = self._rows["key"].to_list()
         self._identity = content_hash([keys_in_order, tokens.tolist(), seed, epoch])
         self._history: list[tuple[int, int, int]] = []  # budget, ranks and steps
@@ -167,17 +180,6 @@ class Epoch(Iterator[PackedSamples]):
         if share:
             whole = len(self._batches) / share
         return int(whole) if whole.denominator == 1 else float(whole)
-
-    def _cost(self) -> Array:
-        """Tokens of each sample that its batch is charged for: the rows that will be read."""
-        where = {feature.where for feature in self._features}
-        tokens = self._rows["text_tokens"].to_numpy().astype(np.int64)
-        if "visual" in where:
-            tokens = tokens + self._rows["visual_tokens"].to_numpy()
-        if "span" in where:
-            tokens = tokens + self._rows["spans"].list.len().to_numpy()
-        cost: Array = np.maximum(tokens, 1)
-        return cost
 
     def __len__(self) -> int:
         """Batches still to come: the same on every rank."""
