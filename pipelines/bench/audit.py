@@ -30,6 +30,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import (
     LABELS,
+    Again,
     Baseline,
     Decoding,
     Evaluation,
@@ -305,13 +306,9 @@ def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
     A GPU may round otherwise in another process, and then samples other tokens: there, a sampled prompt
     counts only as one of many that all together need far more calls.
     """
-    prompt_of = _prompt_of(evaluation)
     differing = []
     sampled_calls, sampled_calls_again = 0, 0
-    for again in evaluation.again:
-        prompt = prompt_of.get((again.temperature, again.key))
-        if prompt is None:
-            continue
+    for again, prompt in _decoded_twice(evaluation):
         decoded = prompt.drafted
         if again.temperature and decoded.cpu_seconds is None:
             sampled_calls += decoded.calls
@@ -335,11 +332,9 @@ def _other_target(evaluation: Evaluation) -> Iterator[str]:
 
     A GPU may round otherwise in another process, and then samples other tokens, or decides a near-tie.
     """
-    prompt_of = _prompt_of(evaluation)
     differing = []
-    for again in evaluation.again:
-        prompt = prompt_of.get((again.temperature, again.key))
-        if prompt is None or not (again.plain_response and prompt.plain.response):
+    for again, prompt in _decoded_twice(evaluation):
+        if not (again.plain_response and prompt.plain.response):
             continue
         is_exact = prompt.plain.cpu_seconds is not None
         if not is_exact and (again.temperature or prompt.plain.check != "identical"):
@@ -505,11 +500,9 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
 
 def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
     """Plain steps take longer than in a process that has loaded no drafter yet."""
-    prompt_of = _prompt_of(evaluation)
     calls, step, step_alone = 0, 0.0, 0.0
-    for again in evaluation.again:
-        prompt = prompt_of.get((again.temperature, again.key))
-        if prompt is not None and prompt.plain.calls and again.plain_step:
+    for again, prompt in _decoded_twice(evaluation):
+        if prompt.plain.calls and again.plain_step:
             calls += prompt.plain.calls
             step += _decode_seconds(prompt.plain) / prompt.plain.calls
             step_alone += again.plain_step
@@ -524,22 +517,24 @@ def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
         )
 
 
-def _prompt_of(evaluation: Evaluation) -> dict[tuple[float, str], PromptResult]:
-    """The prompts by temperature and key."""
-    return {
+def _decoded_twice(evaluation: Evaluation) -> Iterator[tuple[Again, PromptResult]]:
+    """The prompts that another process has decoded again, with what the evaluation has of them."""
+    prompt_of = {
         (measurement.temperature, prompt.key): prompt
         for measurement in evaluation.temperatures
         for prompt in measurement.prompts
     }
+    for again in evaluation.again:
+        prompt = prompt_of.get((again.temperature, again.key))
+        if prompt is not None:
+            yield again, prompt
 
 
 def _long_encoding(evaluation: Evaluation) -> Iterator[str]:
     """Encoding takes far longer than in a process that has loaded no drafter: responses may be prepared."""
-    prompt_of = _prompt_of(evaluation)
     encoding, allowed = 0.0, 0.0
-    for again in evaluation.again:
-        prompt = prompt_of.get((again.temperature, again.key))
-        spent = prompt.turn.encoding if prompt is not None else None
+    for again, prompt in _decoded_twice(evaluation):
+        spent = prompt.turn.encoding
         if spent is not None and again.encoding is not None:
             encoding += spent
             allowed += LONG_ENCODING * again.encoding + ENCODING
@@ -617,7 +612,7 @@ def _repeated_turns(measurement: Measurement, where: str) -> Iterator[str]:
         return
     # The median passes over an evaluation that was interrupted.
     pause = median(after.started - before.ended for before, after in pairwise(turns))
-    passed = median(turn.ended - turn.started for turn in turns)
+    passed = median(map(_passed, turns))
     if pause > PAUSE + OF_PROMPT * passed:
         yield (
             f"{pause:.2f} seconds passed between two prompts{where}, each of which took {passed:.2f}: "
