@@ -385,7 +385,7 @@ def test_a_workspace_in_place_of_its_store_names_the_store(
         (["eval", "wren", "--temperature", "0,hot"], "'hot' is no number from 0 on"),
         (
             ["eval", "--engine", "openai:http://h", "--concurrency", "0"],
-            "'0' is no number from 1 on",
+            "'0' is no whole number from 1 on",
         ),
         (["train", "wren", "--minutes", "0"], "--minutes: give a time above 0"),
         (["train", "wren", "--cpu-seconds", "9", "--minutes", "1"], "give one of"),
