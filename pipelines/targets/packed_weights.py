@@ -21,8 +21,11 @@ FEWEST = {torch.float32: 3, torch.bfloat16: 1}
 """Rows from which blocks are faster."""
 ROWS = 4
 """The number of rows that the layout is chosen for; others can be multiplied as well."""
-LARGE = 1 << 16
-"""Numbers of a matrix from which blocks pay: smaller ones are in the cache."""
+LARGE = {torch.float32: 1 << 19, torch.bfloat16: 1 << 16}
+"""Numbers of a matrix, in the mean over a layer's, from which blocks pay.
+
+A call of oneDNN's product costs some 10 us more: `python -m benchmarks.rows --width 256`.
+"""
 SHARE = 0.25
 """Of the machine's memory that the blocks may take: they are a second copy of the weights."""
 
@@ -30,13 +33,14 @@ SHARE = 0.25
 def fewest_rows(weights: Sequence[Tensor]) -> float:
     """The rows from which blocks of these weights are faster; infinite where they do not help or fit."""
     first = weights[0]
-    numbers = [weight.numel() for weight in weights]
-    small = min(numbers) < LARGE
-    if first.device.type != "cpu" or small or not _multiplies(first.dtype):
+    numbers = sum(weight.numel() for weight in weights)
+    if first.device.type != "cpu" or not _multiplies(first.dtype):
+        return math.inf
+    if numbers < LARGE[first.dtype] * len(weights):
         return math.inf
     machine = hardware.of(first.device)
     memory = min(machine.memory or 0, machine.limits.memory or hardware.UNLIMITED)
-    if first.itemsize * sum(numbers) > SHARE * memory:
+    if first.itemsize * numbers > SHARE * memory:
         return math.inf
     return FEWEST[first.dtype]
 

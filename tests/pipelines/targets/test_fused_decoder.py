@@ -137,7 +137,7 @@ def test_packed_weights_decode_as_plain_ones(
 ) -> None:
     """Tree and greedy responses, where a weight is large enough for them."""
     plain = load(str(checkpoint(family)))
-    monkeypatch.setattr(packed_weights, "LARGE", 1)
+    monkeypatch.setattr(packed_weights, "LARGE", {torch.float32: 1})
     packed = load(str(checkpoint(family)))
     times, rows = PackedWeight.times, list[int]()
 
@@ -167,17 +167,18 @@ def test_packed_weights_decode_as_plain_ones(
 def test_weights_are_packed_on_a_cpu_if_they_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    large_OI = torch.empty(256, 256)
+    large_OI = torch.empty(1024, 1024)
+    small_OI = torch.empty(256, 256)
     fewest_rows = packed_weights.fewest_rows
-    assert fewest_rows([large_OI, large_OI]) == 3
-    assert fewest_rows([large_OI, torch.empty(8, 8)]) == inf
+    assert fewest_rows([large_OI, small_OI]) == 3  # the mean counts
+    assert fewest_rows([large_OI, small_OI, small_OI]) == inf
     assert fewest_rows([large_OI.half()]) == inf
     assert fewest_rows([large_OI.to("meta")]) == inf
     for supported, fewest in ((True, 1), (False, inf)):
         bfloat16 = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: supported)  # noqa: B023
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops, "mkldnn", bfloat16)
-            assert fewest_rows([large_OI.bfloat16()]) == fewest
+            assert fewest_rows([small_OI.bfloat16()]) == fewest
     monkeypatch.setattr(packed_weights, "SHARE", 0.0)
     assert fewest_rows([large_OI]) == inf
 
