@@ -367,11 +367,7 @@ class DFlash(FrequentTokens, Drafter):
 
     def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
         """The target's LM head, and what the Markov head adds after a token (DSpark)."""
-        columns_K = self.vocabulary_K
-        head_KD = self.lm_head_VD
-        if columns_K is not None:
-            head_KD = head_KD[columns_K]
-        logits_NK = F.linear(estimate_ND, head_KD).float()
+        logits_NK = F.linear(estimate_ND, self.head_KD).float()
         if not self.config.markov:
             return logits_NK
         added_NK: Tensor = self.markov_out(self.markov_in(last_N))

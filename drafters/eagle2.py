@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from vlmdistill.drafters.core import EagleDrafter, Visual
 from vlmdistill.drafters.core.config import (
-    ModelConfig,
+    EagleConfig,
     Stage,
     TrainConfig,
     features,
@@ -32,7 +32,7 @@ class Eagle2(EagleDrafter):
     """One decoder layer over [embedding ; state] of every position, visual ones included."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """EAGLE's layer has no switches."""
 
         def needs(

@@ -32,7 +32,7 @@ from vlmdistill.drafters.core.compressors import (
     QueryCompressor,
 )
 from vlmdistill.drafters.core.config import (
-    ModelConfig,
+    EagleConfig,
     Number,
     Stage,
     TrainConfig,
@@ -53,7 +53,7 @@ class EagleVLM(EagleDrafter):
     """One decoder layer over text and images compressed by what the question needs."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """Sections 3.3 and 3.4, tables 3 and 4."""
 
         compressor: Choice = "select"

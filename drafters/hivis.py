@@ -19,7 +19,7 @@ from vlmdistill.drafters.core import EagleDrafter, GuessTable, Head, Tree
 from vlmdistill.drafters.core.config import (
     EAGLE_AND_TOP_K,
     Count,
-    ModelConfig,
+    EagleConfig,
     Positions,
     Stage,
     TrainConfig,
@@ -32,7 +32,7 @@ class HiViS(EagleDrafter):
     """One decoder layer over text entries alone, with an embedding of the hop."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """Section 3.2, and the reading of eq. 3."""
 
         threshold: Count = 3

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vlmdistill.drafters.core import EagleDrafter, Head, RMSNorm, Tree, Visual
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
+from vlmdistill.drafters.core.config import EagleConfig, Stage, TrainConfig, features
 from vlmdistill.drafters.core.layers import EAGLE_NAMES
 from vlmdistill.stores.schema import Feature, TargetInfo
 
@@ -22,7 +22,7 @@ class MSD(EagleDrafter):
     """One decoder layer over text entries [embedding ; state] and raw visual embeddings."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """What the papers and the official code vary."""
 
         vata: bool = False

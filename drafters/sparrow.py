@@ -16,7 +16,7 @@ from torch import nn
 
 from vlmdistill.drafters.core import Batch, EagleDrafter, Head, KVCache, RMSNorm, Tree
 from vlmdistill.drafters.core.config import (
-    ModelConfig,
+    EagleConfig,
     Stage,
     TwoPasses,
     features,
@@ -30,7 +30,7 @@ class Sparrow(EagleDrafter):
     """One decoder layer over text entries; middle-layer visual states in training alone."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """The paper's ablations."""
 
         vata: bool = True

@@ -21,7 +21,7 @@ from vlmdistill.drafters.core import EagleDrafter, Entries, Head, KVCache, Tree,
 from vlmdistill.drafters.core.compressors import attend_spans, spread
 from vlmdistill.drafters.core.config import (
     Count,
-    ModelConfig,
+    EagleConfig,
     Number,
     Stage,
     TrainConfig,
@@ -36,7 +36,7 @@ class SpecFlash(EagleDrafter):
     """One decoder layer over text and compressed visual states; several tokens per pass."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """Sections 3 and 4, appendices C and E."""
 
         compress: bool = True

@@ -12,7 +12,7 @@ Shapes: N entries, R rows, D hidden.
 from dataclasses import dataclass
 
 from vlmdistill.drafters.core import EagleDrafter
-from vlmdistill.drafters.core.config import ModelConfig, Stage, TrainConfig, features
+from vlmdistill.drafters.core.config import EagleConfig, Stage, TrainConfig, features
 from vlmdistill.stores.schema import Feature, TargetInfo
 
 
@@ -20,7 +20,7 @@ class TextOnly(EagleDrafter):
     """One decoder layer over [embedding ; state] of text tokens."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """EAGLE's layer has no switches."""
 
         def needs(

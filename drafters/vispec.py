@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlmdistill.drafters.core import EagleDrafter, Head, Tree
 from vlmdistill.drafters.core.compressors import QueryCompressor
 from vlmdistill.drafters.core.config import (
-    ModelConfig,
+    EagleConfig,
     Number,
     Stage,
     TwoPasses,
@@ -38,7 +38,7 @@ class ViSpec(EagleDrafter):
     """One decoder layer over text entries and compressed images; g joins every hidden state."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """The paper's ablations; queries of the official code."""
 
         num_q: Number = 2

@@ -35,7 +35,7 @@ from vlmdistill.drafters.core import (
 from vlmdistill.drafters.core.config import (
     EAGLE_AND_TOP_K,
     Count,
-    ModelConfig,
+    EagleConfig,
     Positions,
     Stage,
     TrainConfig,
@@ -49,7 +49,7 @@ class Wren(EagleDrafter):
     """One decoder layer over text entries, with three depths of the target in committed ones."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ModelConfig):
+    class Config(EagleConfig):
         """The ingredients."""
 
         depths: bool = True

@@ -129,6 +129,16 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EagleConfig(ModelConfig):
+    """The settings that all drafters have which score with the target's LM head."""
+
+    draft_vocab: Count = 0
+    """Tokens that the drafter scores: the most frequent ones of the training responses; 0: all.
+    It makes drafting cheaper where the LM head is a large part of the target (FR-Spec, arXiv
+    2502.14856, section 3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """One stage of training: what data, how long, how many self-feedback hops, which losses."""
 

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlmdistill.drafters.core.batch import Batch, Entries, Head, TokenIndex
-from vlmdistill.drafters.core.config import ModelConfig, features
+from vlmdistill.drafters.core.config import EagleConfig, features
 from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import KVCache
 from vlmdistill.drafters.core.layers import EagleBlock
 from vlmdistill.drafters.core.serving import (
+    DRAFT_HEAD,
+    DRAFT_IDS,
     Built,
     Feeding,
     ServedDrafter,
@@ -28,6 +30,7 @@ from vlmdistill.drafters.core.serving import (
     unserved,
 )
 from vlmdistill.drafters.core.transfer import place
+from vlmdistill.drafters.core.vocabulary import FrequentTokens
 from vlmdistill.stores.schema import TargetInfo
 
 
@@ -46,11 +49,14 @@ class GuessTable(nn.Embedding):
         return super().forward(guess_1.clamp(max=self.num_embeddings - 1))
 
 
-class EagleDrafter(Drafter, ABC):
+class EagleDrafter(FrequentTokens, Drafter, ABC):
     """One decoder layer over entries [embedding ; state]; a method overrides what differs."""
 
-    def __init__(self, config: ModelConfig, info: TargetInfo, head: Head) -> None:
+    def __init__(self, config: EagleConfig, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
+        size = min(config.draft_vocab, info.vocab_size)
+        offset_K = torch.zeros(size, dtype=torch.long)
+        self.register_buffer("d2t", offset_K if size else None)
         self.block = EagleBlock(info, kv_heads=config.kv_heads)
 
     @property
@@ -165,6 +171,10 @@ class EagleDrafter(Drafter, ABC):
         )
         return state_RD
 
+    def lm_logits(self, estimate_ND: Tensor, last_N: Tensor) -> Tensor:
+        """The target's LM head, of the draft vocabulary."""
+        return F.linear(estimate_ND, self.head_KD).float()
+
     @property
     def after_image(self) -> Literal["visual", "text"]:
         """The state with which the first token after an image is paired.
@@ -193,8 +203,12 @@ class EagleDrafter(Drafter, ABC):
             settings["eagle_aux_hidden_state_layer_ids"] = [*self.taps]
         weights = {}
         for name, value in self.state_dict().items():
-            if not name.startswith("block.layer."):
+            if name != "d2t" and not name.startswith("block.layer."):
                 weights[f"drafter.{name}"] = value
+        vocabulary_K = self.vocabulary_K
+        if vocabulary_K is not None:
+            weights[DRAFT_IDS] = vocabulary_K
+            weights[f"{DRAFT_HEAD}.weight"] = self.head_KD
         if layer.input_norm is not None:
             weights["layer.input_layernorm.weight"] = layer.input_norm.weight
         _, _, name = type(self).__module__.rpartition(".")
@@ -211,7 +225,9 @@ class EagleDrafter(Drafter, ABC):
             weights=weights,
             feeding=feeding,
             method="eagle3" if self.taps else "eagle",
-            draft_vocabulary=info.vocab_size,
+            draft_vocabulary=info.vocab_size
+            if vocabulary_K is None
+            else len(vocabulary_K),
             layers=self.taps,
         )
 

@@ -4,7 +4,7 @@ Shapes: K tokens of the draft vocabulary, V vocabulary of the target.
 """
 
 from bisect import bisect_left
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,8 +37,11 @@ class FrequentTokens:
     """A draft vocabulary of the most frequent tokens of the training responses."""
 
     info: TargetInfo
+    lm_head_VD: Tensor
     d2t: Tensor | None
     """Draft id k is target id k + d2t[k], as published: a buffer. None: all tokens."""
+    _head_KD: Tensor | None = None
+    """The rows of `lm_head_VD` for the draft vocabulary; None: not copied yet."""
 
     @property
     def vocabulary_K(self) -> Tensor | None:
@@ -48,15 +51,41 @@ class FrequentTokens:
         draft_K = torch.arange(len(self.d2t), device=self.d2t.device)
         return self.d2t + draft_K
 
+    @property
+    def head_KD(self) -> Tensor:
+        """The target's LM head for the draft vocabulary."""
+        head_VD = self.lm_head_VD
+        if self.d2t is None:
+            return head_VD
+        copied_KD = self._head_KD
+        if copied_KD is None or not _alike(copied_KD, head_VD):
+            vocabulary_K = self.d2t + torch.arange(len(self.d2t), device=head_VD.device)
+            # A training step cannot use what was copied in inference mode.
+            with torch.inference_mode(False):
+                copied_KD = head_VD[vocabulary_K]
+            self._head_KD = copied_KD
+        return copied_KD
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Load weights, and with them another draft vocabulary."""
+        self._head_KD = None
+        return super().load_state_dict(*arguments, **options)  # type: ignore[misc]
+
     def choose_vocabulary(self, count_V: Tensor) -> None:
         """The most frequent tokens; those that never occur by id."""
         if self.d2t is None:
             return
+        self._head_KD = None
         frequent_V = torch.sort(count_V, descending=True, stable=True).indices
         most_frequent_K = frequent_V[: len(self.d2t)]
         chosen_K = most_frequent_K.sort().values
         draft_K = torch.arange(len(chosen_K), device=chosen_K.device)
         self.d2t.copy_(chosen_K - draft_K)
+
+
+def _alike(some: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same device and dtype."""
+    return some.device == other.device and some.dtype == other.dtype
 
 
 def coverage(count_V: Tensor, size: int) -> str:

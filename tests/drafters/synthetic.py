@@ -99,7 +99,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("specflash", {"group": 1, "kv_heads": "target"}),
     ("vispec", {"num_q": 4, "injection": False}),
     ("wren", {"depths": False, "normed": False, "threshold": 0}),
-    ("wren", {"cell": 2}),
+    ("wren", {"cell": 2, "draft_vocab": 9}),
 ]
 """Every trained drafter as its paper has it, and the switches that change what it computes."""
 

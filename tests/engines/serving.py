@@ -51,6 +51,7 @@ SWAPPED = ("eagle3", "msd_vata", "hivis", "vispec", "specflash", "medusa", "wren
 MORE = {
     "eagle3": ["--set", "draft_vocab=300"],  # of 768 tokens
     "eaglevlm": ["--set", "compressor=concat", "--set", "ratio=9", "--set", "kernel=5"],
+    "hivis": ["--set", "draft_vocab=300"],
     "wren:cell": ["--set", "cell=2", "--set", "stages.*.hops=4"],
 }
 SAMPLES, PROMPTS = 120, 20

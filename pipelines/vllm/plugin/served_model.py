@@ -4,7 +4,7 @@
 without their scale.
 
 Shapes: N rows of a step, U visual tokens among them, D hidden, S the last state and the depths side by
-side, V vocabulary.
+side, V vocabulary, K draft vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from vllm.model_executor.models.utils import (
     maybe_prefix,
 )
 
-from vlmdistill.drafters.core.serving import KEY
+from vlmdistill.drafters.core.serving import DRAFT_HEAD, DRAFT_IDS, KEY
 from vlmdistill.pipelines.vllm.plugin.layer_input import LayerInput
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of, feeding_of
 
@@ -66,6 +66,15 @@ class ServedEagleBlock(LayerInput):
             config=config,
         )
         del self.drafter.block.layer
+        vocabulary_K = self.drafter.vocabulary_K
+        if vocabulary_K is not None:
+            # Copied, since vLLM may have packed the target's head or split it over ranks.
+            size = len(vocabulary_K)
+            head = nn.Linear(config.hidden_size, size, bias=False)
+            self.register_module(DRAFT_HEAD, head)
+            self.register_parameter(
+                DRAFT_IDS, nn.Parameter(vocabulary_K, requires_grad=False)
+            )
 
     def forward(
         self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor
@@ -127,8 +136,18 @@ class EagleVlmdistill(ImageEmbeddings, nn.Module):
         return state_ND, state_ND
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Scores of the next token by the target's LM head, which the proposer sets, [N, V]."""
-        logits_NV: Tensor = self.logits_processor(self.lm_head, hidden_states)
+        """Scores of the next token by the target's LM head, which the proposer sets, [N, V].
+
+        Tokens outside of a draft vocabulary score -inf.
+        """
+        draft_ids_K = getattr(self.model, DRAFT_IDS, None)
+        if draft_ids_K is None:
+            logits_NV: Tensor = self.logits_processor(self.lm_head, hidden_states)
+            return logits_NV
+        logits_NK = getattr(self.model, DRAFT_HEAD)(hidden_states)
+        shape = (len(hidden_states), self.config.vocab_size)
+        logits_NV = logits_NK.new_full(shape, -torch.inf)
+        logits_NV[:, draft_ids_K] = logits_NK
         return logits_NV
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -20,7 +20,7 @@ from vlmdistill.drafters.training.recipes import as_file, resolve
 from vlmdistill.stores.errors import TrainingError
 
 WRITTEN = """{
-  "kv_heads": "target", "positions": "compact", "attention_window": 0,
+  "kv_heads": "target", "positions": "compact", "attention_window": 0, "draft_vocab": 0,
   "tree": "chain-4", "batch_tokens": 2048, "max_length": 4096,
   "steps": 240, "warmup": 0.05, "noise": 0.2, "clip": 1.0, "detach": false,
   "validate_every": 0, "patience": 0,
