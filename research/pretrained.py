@@ -6,19 +6,26 @@ The target writes its own questions; every sixth shows a picture of the embedded
 no information to it. All drafters share responses, recipe (`small`, with the data's own share of images) and
 prompts. Finished work is not repeated. `--dtype` is that of the target and of training; each drafter is
 decoded with the target in each of `--decoded`.
+
+`--growth` trains its drafter again on fewer samples, in as many steps: how `tau` grows with data. `--whole`
+trains its drafters again without a draft vocabulary.
 """
 
 import argparse
 import json
+import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import polars as pl
 
 from research import say
 from research.methods import cpu_seconds, train_missing
 from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.training.run import Run
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement
@@ -33,13 +40,25 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
+from vlmdistill.stores.errors import StoreError
+from vlmdistill.stores.store import Store
+from vlmdistill.stores.views.expressions import Filter
+from vlmdistill.stores.views.filters import filter_store
 
+WHOLE = "whole"
+"""In the names of drafters without a draft vocabulary."""
+POINTS = 3
+"""The amounts of data that a line needs."""
+HELD_OUT = 0.1
+"""The share of the samples that validates."""
 EVERY = 6
 """One question of so many shows a picture."""
 SETTINGS = {
-    "eagle3": ("draft_vocab=8192",),
+    "dflash": ("layers=2", "stages.*.anchors=32"),
     "dspark": ("layers=2", "stages.*.anchors=32"),
 }
+WITHOUT_VOCABULARY = ("medusa",)
+"""Drafters whose heads score all tokens."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,7 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--questions", type=int, default=640)
-    parser.add_argument("--drafters", default="wren,eagle2,eagle3,sparrow,hivis,dspark")
+    parser.add_argument(
+        "--drafters",
+        default="wren,eagle2,hass,eagle3,hivis,sparrow,vispec,medusa,dflash,dspark",
+    )
+    parser.add_argument("--draft-vocab", type=int, default=8192)
+    parser.add_argument("--whole", default="wren")
+    parser.add_argument("--growth", default="wren")
+    parser.add_argument("--shares", default="0.1,0.3", help="of the samples")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=160, help="of a response")
     parser.add_argument("--eval-tokens", type=int, default=160, help="of a decoded one")
     parser.add_argument("--steps", type=int, default=2000)
@@ -65,8 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     workspace = Workspace.of(packaged.NAME, options.runs)
     names = options.drafters.split(",")
-    if not workspace.prompts.exists():
-        import_questions(workspace, options.questions, options.dtype)
     plan = flow.Plan(
         drafters=names,
         max_new_tokens=options.tokens,
@@ -74,35 +99,76 @@ def main(arguments: Sequence[str] | None = None) -> None:
         workers=WorkerOptions(workers=1, load=Options(dtype=options.dtype)),
     )
     flow.prepare(workspace, plan, say)
-    runs = [
-        replace(
-            train.planned(
-                workspace,
-                name,
-                "small",
-                (
-                    f"steps={options.steps}",
-                    f"tree={options.tree}",
-                    f"stages.*.visual=[{1 / EVERY:.2f},{1 / EVERY:.2f}]",
-                    *SETTINGS.get(name, ()),
-                ),
-                name=name,
-            ),
-            held_out=0.1,
-            dtype=options.dtype,
-        )
-        for name in names
-    ]
+    runs = [*_runs(workspace, names, options)]
     train_missing(workspace, options.jobs, runs)
+    names = [run.out.name for run in runs]
     evaluations = [
         evaluation
         for dtype in options.decoded.split(",")
         for evaluation in _evaluations(workspace, names, dtype, options)
     ]
     facts = _facts(workspace, evaluations)
-    options.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    raw = json.dumps(asdict(facts), indent=1)
+    options.out.with_suffix(".json").write_text(f"{raw}\n")
     options.out.write_text(page(facts))
     say(f"wrote {options.out}")
+
+
+def _runs(
+    workspace: Workspace, names: Sequence[str], options: argparse.Namespace
+) -> Iterator[Run]:
+    """The trainings: each drafter with each seed, then what differs from that."""
+    for seed in range(options.seeds):
+        for name in names:
+            yield _run(workspace, name, f"{name}.s{seed}", options, seed=seed)
+    for name in filter(None, options.whole.split(",")):
+        yield _run(workspace, name, f"{name}-{WHOLE}", options, whole=True)
+    for share in filter(None, options.shares.split(",")):
+        view = _view(workspace, float(share))
+        for name in filter(None, options.growth.split(",")):
+            yield _run(workspace, name, f"{name}-{view}", options, view=view)
+
+
+def _run(
+    workspace: Workspace,
+    drafter: str,
+    name: str,
+    options: argparse.Namespace,
+    *,
+    seed: int = 0,
+    whole: bool = False,
+    view: str | None = None,
+) -> Run:
+    """One training by the recipe `small`."""
+    visual = f"{1 / EVERY:.2f}"
+    settings = [
+        f"steps={options.steps}",
+        f"tree={options.tree}",
+        f"stages.*.visual=[{visual},{visual}]",
+        *SETTINGS.get(drafter, ()),
+    ]
+    if drafter not in WITHOUT_VOCABULARY and not whole:
+        settings.append(f"draft_vocab={options.draft_vocab}")
+    planned = train.planned(workspace, drafter, "small", settings, name=name, seed=seed)
+    return replace(planned, held_out=HELD_OUT, dtype=options.dtype, view=view)
+
+
+def _view(workspace: Workspace, share: float) -> str:
+    """The name of a view of a share of the samples, which is made if it is not there."""
+    store = Store.open(workspace.features)
+    samples = round(share * len(store.index))
+    name = f"{samples}samples"
+
+    def keep(rows: pl.DataFrame) -> pl.Series:
+        return (
+            rows["key"].rank("ordinal") <= samples
+        )  # keys are hashes: a random choice
+
+    try:
+        store.view(name)
+    except StoreError:
+        filter_store(store, name, filters=[Filter(f"over {samples} samples", keep)])
+    return name
 
 
 def import_questions(workspace: Workspace, count: int, dtype: str) -> None:
@@ -145,116 +211,205 @@ def _evaluations(
     return kept or evaluate.evaluate(workspace, drafters, settings, title=dtype)
 
 
-def _facts(workspace: Workspace, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One drafter at one temperature, with the target in one dtype; times in milliseconds."""
+
+    drafter: str
+    dtype: str
+    temperature: float
+    steps: int
+    samples: int
+    """Responses that it was trained on."""
+    parameters: int
+    cpu_seconds: float | None
+    """Of the training."""
+    tau: float
+    tau_by_kind: Mapping[str, float]
+    intervals: Mapping[str, Mapping[str, float]]
+    alpha: Sequence[float]
+    cycle: float
+    """In plain steps."""
+    draft: float
+    verify: float
+    plain: float
+    speedup: float
+    cpu_speedup: float | None
+    cpu_share: float | None
+    identical: int
+    near_tie: int
+    compared: int
+    warnings: Sequence[str]
+
+
+def _row(workspace: Workspace, evaluation: Evaluation, measurement: Measurement) -> Row:
+    result = figures(measurement)
+    name = evaluation.name.partition("@")[0]
+    by_kind = measurement.by(lambda prompt: prompt.kind)
+    training = evaluation.training
+    cycles = max(1, result.calls)
+    lossless = asdict(result.lossless)
+    return Row(
+        drafter=name,
+        dtype=evaluation.dtype,
+        temperature=measurement.temperature,
+        steps=training.steps,
+        samples=training.samples,
+        parameters=evaluation.parameters,
+        cpu_seconds=next(iter(cpu_seconds(workspace, [name])), None),
+        tau=result.tau,
+        tau_by_kind={kind: figures(part).tau for kind, part in by_kind.items()},
+        intervals={key: asdict(value) for key, value in result.intervals.items()},
+        alpha=result.alpha,
+        cycle=result.cycle_cost,
+        draft=1e3 * result.budget.draft / cycles,
+        verify=1e3 * result.budget.verify / cycles,
+        plain=1e3 / result.plain_tokens_per_second,
+        speedup=result.speedup,
+        cpu_speedup=result.cpu_speedup,
+        cpu_share=result.cpu_share,
+        identical=lossless["identical"],
+        near_tie=lossless["near_tie"],
+        compared=sum(lossless.values()),
+        warnings=result.warnings,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
     """The raw numbers of the page."""
+
+    hardware: str
+    threads: int
+    tree: str
+    prompts: int
+    responses: int
+    response_tokens: int
+    rows: Sequence[Row]
+
+
+def _facts(workspace: Workspace, evaluations: Sequence[Evaluation]) -> Facts:
     first = evaluations[0]
-    responses = list(dataset.read(workspace.responses))
-    return {
-        "hardware": first.hardware,
-        "threads": first.threads,
-        "tree": str(first.tree),
-        "prompts": len(first.keys),
-        "responses": len(responses),
-        "response_tokens": sum(len(row.ids) for row in responses),
-        "rows": [
+    lengths = [len(response.ids) for response in dataset.read(workspace.responses)]
+    return Facts(
+        hardware=first.hardware,
+        threads=first.threads,
+        tree=str(first.tree),
+        prompts=len(first.keys),
+        responses=len(lengths),
+        response_tokens=sum(lengths),
+        rows=[
             _row(workspace, evaluation, measurement)
             for evaluation in evaluations
             for measurement in evaluation.temperatures
         ],
-    }
+    )
 
 
-def _row(
-    workspace: Workspace, evaluation: Evaluation, measurement: Measurement
-) -> dict[str, Any]:
-    """One drafter at one temperature, with the target in one dtype."""
-    found = figures(measurement)
-    cycles = max(1, found.calls)
-    phases = ("draft", "verify", "accept", "other")
-    by_kind = measurement.by(lambda row: row.kind)
-    return {
-        "drafter": evaluation.name.partition("@")[0],
-        "dtype": evaluation.dtype,
-        "temperature": measurement.temperature,
-        "steps": evaluation.training.steps if evaluation.training else 0,
-        "parameters": evaluation.parameters,
-        "cpu_seconds": cpu_seconds(workspace, [evaluation.name.partition("@")[0]]),
-        "tau": {kind: figures(one).tau for kind, one in by_kind.items()},
-        "all": found.tau,
-        "intervals": {name: asdict(one) for name, one in found.intervals.items()},
-        "alpha": found.alpha,
-        "cycle": found.cycle_cost,
-        "ms": {
-            phase: 1e3 * max(0.0, getattr(found.budget, phase)) / cycles
-            for phase in phases
-        },
-        "plain_ms": 1e3 / found.plain_tokens_per_second,
-        "speedup": found.speedup,
-        "cpu_speedup": found.cpu_speedup,
-        "cpu_share": found.cpu_share,
-        "lossless": asdict(found.lossless),
-        "warnings": found.warnings,
-    }
-
-
-def page(facts: dict[str, Any]) -> str:
+def page(facts: Facts) -> str:
     """The results as Markdown."""
-    rows = facts["rows"]
-    titles = (
-        "drafter, target in, T, tau on text, on images, acceptance by position, "
-        "cycle (plain steps), draft + verify (ms), plain step (ms), speedup, CPU speedup"
-    )
-    columns = titles.split(", ")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in sorted(
-        rows, key=lambda row: (row["temperature"], row["dtype"], -row["all"])
-    ):
-        taus = [
-            f"{row['tau'][kind]:.2f}" if kind in row["tau"] else "-"
-            for kind in ("text", "image")
-        ]
-        alpha = " ".join(f"{share:.2f}"[1:] for share in row["alpha"][:3])
-        ms = row["ms"]
-        cells = [
-            f"`{row['drafter']}`",
-            row["dtype"],
-            f"{row['temperature']:g}",
-            *taus,
-            alpha,
-            f"{row['cycle']:.2f}",
-            f"{ms['draft']:.0f} + {ms['verify']:.0f}",
-            f"{row['plain_ms']:.0f}",
-            f"{row['speedup']:.2f}",
-            f"{row['cpu_speedup']:.2f}" if row["cpu_speedup"] else "-",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    table = "\n".join(lines)
-    costs = {row["drafter"]: (row["steps"], row["cpu_seconds"]) for row in rows}
-    trained = "; ".join(
-        f"`{name}` {steps} steps, {seconds[0]:.0f} CPU-s"
-        for name, (steps, seconds) in costs.items()
-        if seconds
-    )
-    greedy = [row["lossless"] for row in rows if row["temperature"] == 0]
-    same = sum(one["identical"] for one in greedy)
-    ties = sum(one["near_tie"] for one in greedy)
-    total = sum(sum(one.values()) for one in greedy)
-    share = statistics.mean(row["cpu_share"] for row in rows if row["cpu_share"])
+    greedy = [row for row in facts.rows if row.temperature == 0]
+    same = sum(row.identical for row in greedy)
+    ties = sum(row.near_tie for row in greedy)
+    total = sum(row.compared for row in greedy)
+    shares = [row.cpu_share for row in facts.rows if row.cpu_share]
     return f"""# A pretrained language model
 
 `python -m research.pretrained` makes the data, trains, measures and writes this page; the raw numbers are in
 [pretrained.json](pretrained.json). The target is `smollm2` (SmolLM2-135M-Instruct, four bits, dequantised).
 Its visual tokens carry no information: *on images* is about context that is of no use.
 
-{facts["responses"]} responses with {facts["response_tokens"]:,} tokens to questions that the target wrote;
-one seed; {facts["prompts"]} held-out prompts, tree `{facts["tree"]}`, {facts["threads"]} thread(s),
-{facts["hardware"]}. Trained: {trained}.
+{facts.responses} responses with {facts.response_tokens:,} tokens to questions that the target wrote;
+{facts.prompts} held-out prompts, tree `{facts.tree}`, {facts.threads} thread(s), {facts.hardware}.
 
-{table}
+{_table(facts.rows)}
 
 Greedy responses identical to those of `model.generate`: {same} of {total} ({ties} of the others differ only
-from a near-tie on). The process had {share:.0%} of a CPU: other programs ran beside it.
+from a near-tie on). The process had {statistics.mean(shares):.0%} of a CPU: other programs ran beside it.
+
+## How tau grows with data
+
+{_growth(greedy, facts.response_tokens / facts.responses)}
 """
+
+
+TITLES = (
+    "drafter",
+    "target in",
+    "T",
+    "steps",
+    "training, CPU-s",
+    "tau",
+    "on text",
+    "on images",
+    "acceptance by position",
+    "cycle (plain steps)",
+    "draft + verify (ms)",
+    "plain step (ms)",
+    "speedup",
+    "CPU speedup",
+)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """All rows, the best drafter of each temperature and dtype first."""
+    lines = [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
+    for row in sorted(rows, key=lambda row: (row.temperature, row.dtype, -row.tau)):
+        taus = [
+            f"{row.tau_by_kind[kind]:.2f}" if kind in row.tau_by_kind else "-"
+            for kind in ("text", "image")
+        ]
+        alpha = " ".join(f"{share:.2f}"[1:] for share in row.alpha[:3])
+        cells = [
+            f"`{row.drafter}`",
+            row.dtype,
+            f"{row.temperature:g}",
+            f"{row.steps}",
+            f"{row.cpu_seconds:.0f}" if row.cpu_seconds else "-",
+            f"{row.tau:.2f}",
+            *taus,
+            alpha,
+            f"{row.cycle:.2f}",
+            f"{row.draft:.0f} + {row.verify:.0f}",
+            f"{row.plain:.0f}",
+            f"{row.speedup:.2f}",
+            f"{row.cpu_speedup:.2f}" if row.cpu_speedup else "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _growth(greedy: Sequence[Row], tokens_each: float) -> str:
+    """Tau by the tokens that a drafter was trained on, in the first dtype, with a line through the points."""
+    points = dict[str, list[Row]]()
+    for row in sorted(greedy, key=lambda row: row.samples):
+        drafter, _, variant = row.drafter.partition("-")
+        if row.dtype == greedy[0].dtype and variant != WHOLE:
+            points.setdefault(drafter.partition(".")[0], []).append(row)
+    lines = [
+        "| drafter | responses | their tokens | steps | tau |",
+        "|---|---|---|---|---|",
+    ]
+    fits = list[str]()
+    for drafter, rows in points.items():
+        if len({row.samples for row in rows}) < POINTS:
+            continue
+        tokens = [row.samples * tokens_each for row in rows]
+        for row, count in zip(rows, tokens, strict=True):
+            name = f"`{row.drafter}`"
+            lines.append(
+                f"| {name} | {row.samples} | {count:,.0f} | {row.steps} | {row.tau:.2f} |"
+            )
+        fit = statistics.linear_regression(
+            [math.log10(count) for count in tokens], [row.tau for row in rows]
+        )
+        million, ten = (fit.intercept + fit.slope * power for power in (6, 7))
+        fits.append(
+            f"`{drafter}`: a line through these points adds {fit.slope:.2f} for ten times the tokens. "
+            f"Extended, it gives {million:.2f} at a million tokens and {ten:.2f} at ten million, in as "
+            "many steps."
+        )
+    return "\n\n".join(["\n".join(lines), *fits])
 
 
 if __name__ == "__main__":

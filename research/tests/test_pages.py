@@ -157,40 +157,75 @@ def test_results_have_images_and_text_apart() -> None:
     assert "1.02" in text
 
 
+def pretrained_row(drafter: str, **values: Any) -> pretrained.Row:
+    """A row of the page of the pretrained target, with some values."""
+    row: dict[str, Any] = {
+        "dtype": "float32",
+        "temperature": 0.0,
+        "steps": 150,
+        "samples": 190,
+        "parameters": 1000,
+        "cpu_seconds": 320.0,
+        "tau": 1.75,
+        "tau_by_kind": {"text": 1.75},
+        "intervals": {},
+        "alpha": [0.5, 0.25, 0.125],
+        "cycle": 1.25,
+        "draft": 20.0,
+        "verify": 60.0,
+        "plain": 64.0,
+        "speedup": 1.5,
+        "cpu_speedup": None,
+        "cpu_share": 0.5,
+        "identical": 8,
+        "near_tie": 1,
+        "compared": 9,
+        "warnings": (),
+        **values,
+    }
+    return pretrained.Row(drafter=drafter, **row)
+
+
+def pretrained_page(*rows: pretrained.Row) -> list[str]:
+    """The lines of a page."""
+    facts = pretrained.Facts(
+        hardware="CPU",
+        threads=1,
+        tree="chain-3",
+        prompts=9,
+        responses=190,
+        response_tokens=19_000,
+        rows=rows,
+    )
+    return pretrained.page(facts).splitlines()
+
+
 def test_the_page_of_the_pretrained_target_shows_both_dtypes_and_names_the_load() -> (
     None
 ):
-    def row(dtype: str, tau: float) -> dict[str, Any]:
-        return {
-            "drafter": "wren",
-            "dtype": dtype,
-            "temperature": 0.0,
-            "steps": 150,
-            "cpu_seconds": [320.0],
-            "tau": {"text": tau},
-            "all": tau,
-            "alpha": [0.5, 0.25, 0.125],
-            "cycle": 1.25,
-            "ms": {"draft": 20.0, "verify": 60.0, "accept": 1.0, "other": 0.0},
-            "plain_ms": 64.0,
-            "speedup": 1.5,
-            "cpu_speedup": None,
-            "cpu_share": 0.5,
-            "lossless": {"identical": 8, "near_tie": 1, "differs": 0},
-        }
-
-    facts = {
-        "hardware": "CPU",
-        "threads": 1,
-        "tree": "chain-3",
-        "prompts": 9,
-        "responses": 190,
-        "response_tokens": 20_000,
-        "rows": [row("float32", 1.75), row("bfloat16", 1.5)],
-    }
-    page = pretrained.page(facts)
-    line = "| `wren` | float32 | 0 | 1.75 | - | .50 .25 .12 | 1.25 | 20 + 60 | 64 | 1.50 | - |"
-    assert line in page.splitlines()
-    assert "`wren` 150 steps, 320 CPU-s" in page
+    lines = pretrained_page(
+        pretrained_row("wren.s0"), pretrained_row("wren.s0", dtype="bfloat16", tau=1.5)
+    )
+    row = (
+        "| `wren.s0` | float32 | 0 | 150 | 320 | 1.75 | 1.75 | - | .50 .25 .12 | 1.25 | 20 + 60 | 64 "
+        "| 1.50 | - |"
+    )
+    assert row in lines
+    page = " ".join(lines)
     assert "16 of 18 (2 of the others" in page
     assert "had 50% of a CPU" in page
+
+
+def test_growth_with_data_is_a_line_over_the_logarithm_of_the_tokens() -> None:
+    amounts = {"wren-2samples": 2, "wren-20samples": 20, "wren.s0": 200}
+    rows = [
+        pretrained_row(name, samples=samples, tau=1 + number / 4)
+        for number, (name, samples) in enumerate(amounts.items())
+    ]
+    other = pretrained_row("eagle2.s0", samples=200)
+    whole = pretrained_row("wren-whole", samples=200, tau=9.0)
+    lines = pretrained_page(*rows, other, whole)
+    assert "| `wren-20samples` | 20 | 2,000 | 150 | 1.25 |" in lines
+    page = " ".join(lines)
+    assert "adds 0.25 for ten times the tokens" in page
+    assert "1.92 at a million tokens and 2.17 at ten million" in page
