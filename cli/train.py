@@ -176,7 +176,8 @@ def train(
     if dry_run:
         speeds = Speeds.of(workspace.root, rate or ())
         own_model = "" if store else model
-        forecasts.show([forecast.training(plan, speeds, ranks, own_model)], as_json)
+        planned = forecast.training(plan, speeds, ranks, own_model, force=force)
+        forecasts.show([planned], as_json)
         return
     if not anyway:
         forecast.check_training(plan, ranks)

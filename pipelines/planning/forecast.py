@@ -426,27 +426,39 @@ def check_training(run: Run, world: int = 1) -> None:
 
 
 def training(
-    run: Run, speeds: Speeds | None = None, world: int = 1, model: str = ""
+    run: Run,
+    speeds: Speeds | None = None,
+    world: int = 1,
+    model: str = "",
+    *,
+    force: bool = False,
 ) -> StagePlan:
-    """Plan a training.
+    """Plan a training; with `force` it starts over, whatever its folders hold.
 
     Without a store, its settings and the configuration of the target `model` say what they can. It raises
     what the training itself would raise when its store and settings are checked.
     """
     speeds = speeds or Speeds()
     if model and Store.find(run.store) is None:
-        return training_to_come(run, _described(model, ["wren"]).target, speeds, world)
+        info = _described(model, ["wren"]).target
+        return training_to_come(run, info, speeds, world, force=force)
     data = RunData.of(run)
-    work = _work_of(run, data, world)
+    work = _work_of(run, data, world, force=force)
     return _stage_of_training(run, data.store.info, speeds, world, work)
 
 
 def training_to_come(
-    run: Run, info: TargetInfo, speeds: Speeds, world: int = 1
+    run: Run,
+    info: TargetInfo,
+    speeds: Speeds,
+    world: int = 1,
+    *,
+    force: bool = False,
 ) -> StagePlan:
     """Plan a training whose samples do not exist yet."""
     steps = run.config.training.steps or None
-    to_do = 0 if (run.out / "config.json").exists() else steps
+    is_trained = (run.out / "config.json").exists()
+    to_do = 0 if is_trained and not force else steps
     tokens = None
     if to_do is not None:
         tokens = to_do * run.config.training.batch_tokens
@@ -500,8 +512,8 @@ def _stage_of_training(
     )
 
 
-def _work_of(run: Run, data: RunData, world: int) -> _TrainingWork:
-    """The steps of a run on its samples."""
+def _work_of(run: Run, data: RunData, world: int, *, force: bool) -> _TrainingWork:
+    """The steps of a run on its samples; with `force` none of them is done."""
     micro, budget = run.packing(world)
     schedule = Schedule(run.config.training, run.config.schedule, micro)
 
@@ -515,12 +527,7 @@ def _work_of(run: Run, data: RunData, world: int) -> _TrainingWork:
         return data.samples[stage].draw(schedule.stages[stage], ramp, 0)
 
     steps = schedule.planned(Position(), drawn, batches)
-    checkpoint = saved.read(run.state)
-    done = 0
-    if checkpoint and checkpoint.signature == data.signature:
-        done = checkpoint.position.total
-    if finished(run, data):
-        done = steps
+    done = 0 if force else _steps_done(run, data, steps)
     to_do = max(0, steps - done)
     # A step ends with the epoch, however many tokens it might have.
     samples_read = select(data.store, None, data.keys)
@@ -532,6 +539,14 @@ def _work_of(run: Run, data: RunData, world: int) -> _TrainingWork:
         f"alone, {len(samples.held_out)} held out"
     )
     return _TrainingWork(to_do, to_do * step_tokens, done, details)
+
+
+def _steps_done(run: Run, data: RunData, planned_steps: int) -> int:
+    """The steps that a run has done; TrainingError if its folders hold another run."""
+    if finished(run, data):
+        return planned_steps
+    checkpoint = saved.read(run.state)
+    return checkpoint.position.total if checkpoint else 0
 
 
 def evaluation(

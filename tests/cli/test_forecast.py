@@ -317,3 +317,19 @@ def test_a_training_leaves_its_rate(
     planned = printed(capsys, *command, "--dry-run", "--name", "again")
     seconds = planned["stages"]["train again"]["seconds"]
     assert seconds == pytest.approx(2 * 64 / rate.tokens_per_second)
+    for options, to_do in ((), 0), (("--force",), 2):
+        dry = printed(capsys, *command, "--dry-run", *options)
+        assert dry["stages"]["train wren"]["to_do"] == to_do
+
+
+def test_a_dry_run_of_a_training_that_starts_over_takes_other_settings(
+    capsys: Output,
+) -> None:
+    synthetic.store(Path("store"), 9)
+    drafter = synthetic.save("medusa", Path("runs/demo-small/drafters/medusa"))
+    command = ("train", "medusa", "--store", "store", "--set", "steps=2", "--dry-run")
+    assert main([*command]) == 1
+    assert "--force to replace it" in capsys.readouterr().err
+    planned = printed(capsys, *command, "--force")["stages"]["train medusa"]
+    assert (planned["to_do"], planned["done"]) == (2, 0)
+    assert (drafter / "model.safetensors").exists()
