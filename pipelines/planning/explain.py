@@ -16,7 +16,7 @@ from typing import Any, Literal
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench.plan import Description
-from vlmdistill.pipelines.bench.records import PromptResult
+from vlmdistill.pipelines.bench.records import PromptResult, TrainedStage
 from vlmdistill.pipelines.bench.statistics import FEWEST_OF_KIND, alpha
 from vlmdistill.pipelines.planning.status import doubt_of
 from vlmdistill.pipelines.report import selection
@@ -223,6 +223,25 @@ class _Evidence:
         return first
 
     @cached_property
+    def weak_tokens(self) -> Literal["", "first", "later"]:
+        """The drafted tokens that make it worse than its method: the first, or those after it.
+
+        Of the kinds of prompts, the best counts: `_kinds` compares them.
+        """
+        reference = self.reference
+        if reference is None or reference.verdict != "worse":
+            return ""
+        reached_first, *reached_later = reference.acceptance
+        first, *later = self.acceptance[: len(reference.acceptance)]
+        best_first = max(self.first_by_kind.values(), default=first)
+        tau_by_first = _tau([best_first, *reached_later])
+        tau_by_later = _tau([reached_first, *later])
+        # At least half of the loss is of the weaker ones.
+        if min(tau_by_first, tau_by_later) > (1 - SEEDS / 2) * reference.tau:
+            return ""
+        return "first" if tau_by_first < tau_by_later else "later"
+
+    @cached_property
     def store(self) -> Store | None:
         """The feature store of the workspace; None if there is none."""
         return Store.find(self.workspace.features)
@@ -244,6 +263,12 @@ class _Evidence:
         """The command that trains it again."""
         named = f" --name {self.name}" if self.name != self.trained.method else ""
         return f"vlmdistill train {self.trained.method}{named} {options}".strip()
+
+    @property
+    def _tune(self) -> str:
+        """The command that goes on from its weights, under another name."""
+        tuned = f"--name {self.name}-tuned --init {self.name}"
+        return f"vlmdistill train {self.trained.method} {tuned}"
 
     def _broken(self) -> Iterator[Symptom]:
         """Drafted tokens that are right and were not accepted."""
@@ -320,7 +345,9 @@ class _Evidence:
     def _first_token(self) -> Iterator[Symptom]:
         """A first token that is often missed, on all kinds of prompts."""
         rates = [*self.first_by_kind.values()] or [*self.acceptance[:1]]
-        if not rates or not _is_low(max(rates), self.reached[0]):
+        if not rates:
+            return
+        if not _is_low(max(rates), self.reached[0]) and self.weak_tokens != "first":
             return
         training = self.described.training
         text = (
@@ -329,8 +356,7 @@ class _Evidence:
         )
         if not training.steps:
             text += "as imported: it was not trained on responses of this target"
-            tuned = f"--name {self.name}-tuned --init {self.name}"
-            yield Symptom(text, f"vlmdistill train {self.trained.method} {tuned}")
+            yield Symptom(text, self._tune)
         elif self.passes < PASSES:
             steps = max(
                 training.steps + 1, round(training.steps * PASSES / (self.passes or 1))
@@ -384,21 +410,44 @@ class _Evidence:
         return Symptom(text, command)
 
     def _later_tokens(self) -> Iterator[Symptom]:
-        """Later tokens that are missed although the first is right."""
-        config = catalogue.config(self.trained.method)
+        """Later tokens that are missed although the first is right: more hops, or a longer last stage."""
         stages = self.described.config.stages
-        if config.model.max_hops is not None or not stages:
+        if not stages or not self._misses_later():
             return
+        last = stages[-1]
+        limit = catalogue.config(self.trained.method).model.max_hops
+        hops = limit or last.hops
+        drafted = len(self.acceptance)
+        rates = " ".join(f"{rate:.0%}" for rate in self.acceptance)
+        text = f"acceptance is low after the first drafted token ({rates})"
+        if not self.described.training.steps:
+            text += ", as imported: it was not trained on responses of this target"
+            yield Symptom(text, self._tune)
+            return
+        text += f"; its last stage, {last.name}, trains {hops} in a row"
+        if limit is None and hops < drafted:
+            settings = f"--set stages.{last.name}.hops={max(4, hops + 2)}"
+        else:
+            text += ", no fewer than are drafted: it was too short"
+            settings = self._twice_as_long(last)
+        yield Symptom(text, self._train(f"{settings} --force"))
+
+    def _misses_later(self) -> bool:
+        """Whether tokens after the first are missed too often, and the first is not."""
+        if not self.acceptance or _is_low(self.acceptance[0], self.reached[0]):
+            return False
         pairs = zip(self.acceptance[1:], self.reached[1:], strict=False)
         is_low = any(_is_low(rate, reached) for rate, reached in pairs)
-        if not is_low or _is_low(self.acceptance[0], self.reached[0]):
-            return
-        rates = " ".join(f"{rate:.0%}" for rate in self.acceptance)
-        hops = stages[-1].hops
-        text = f"acceptance falls by drafted token ({rates}); its last stage trains {hops} of its own"
-        last = stages[-1].name
-        command = self._train(f"--set stages.{last}.hops={max(4, hops + 2)} --force")
-        yield Symptom(text, command)
+        return is_low or self.weak_tokens == "later"
+
+    def _twice_as_long(self, last: TrainedStage) -> str:
+        """Settings by which the last stage takes twice its steps or epochs, and the others theirs."""
+        settings = f"--set stages.{last.name}.epochs={2 * last.epochs:g}"
+        if not self.trained.description["config"].get("steps"):
+            return settings
+        training = self.described.training
+        of_last = sum(run.steps for run in training.stages if run.name == last.name)
+        return f"--set steps={training.steps + of_last} {settings}"
 
     def _coverage(self) -> Iterator[Symptom]:
         """Samples of the store that it has not seen."""

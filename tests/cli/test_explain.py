@@ -1,6 +1,7 @@
 """`explain`: a drafter with a planted weakness is told that weakness, and the command that helps."""
 
 import dataclasses
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -220,15 +221,61 @@ def test_a_last_stage_of_images_alone_is_named_where_text_is_worse(
     assert "visual=[0.5,0.5]" in line
 
 
-def test_later_tokens_that_fall_ask_for_hops(capsys: Output) -> None:
-    agreement = (0.94, 0.55, 0.43, 0.4)
-    train(
-        method="wren",
-        history=[{"stage": "stage2", "step": 600, "held_out_agreement": agreement}],
-    )
+@pytest.mark.parametrize(
+    ("method", "agreement", "remedy"),
+    [
+        ("wren", (0.94, 0.55, 0.43, 0.4, 0.4, 0.4), "stages.stage2.hops=6"),
+        ("eagle2", (0.90, 0.83, 0.4), "stages.multimodal.hops=4"),
+        # It trains as many as it drafts.
+        ("wren", (0.94, 0.55, 0.43, 0.4), "stages.stage2.epochs=40"),
+        ("medusa", (0.65, 0.1), "stages.multimodal.epochs=40"),
+        # None misses twice as often: together they cost the verdict.
+        ("wren", (0.91, 0.87, 0.86, 0.86), "stages.stage2.epochs=40"),
+    ],
+)
+def test_later_tokens_that_are_missed_ask_for_hops_or_a_longer_last_stage(
+    method: str, agreement: Rates, remedy: str, capsys: Output
+) -> None:
+    measured = {"stage": "last", "step": 600, "held_out_agreement": agreement}
+    train(method=method, history=[measured])
     lines = symptoms(capsys)
-    assert any("stages.stage2.hops=" in line for line in lines)
+    assert any("after the first drafted token" in line for line in lines)
+    assert any(remedy in line for line in lines)
     assert any("vlmdistill eval mine" in line for line in lines)  # it has no evaluation
+
+
+def test_a_drafter_that_is_worse_by_its_first_token_alone_is_told_that(
+    capsys: Output,
+) -> None:
+    measured = {
+        "stage": "stage2",
+        "step": 600,
+        "held_out_agreement": (0.83, 0.93, 0.92, 0.92),
+    }
+    train(method="wren", history=[measured])
+    lines = symptoms(capsys)
+    assert any("first drafted token is accepted in 83%" in line for line in lines)
+    assert not any("after the first" in line for line in lines)
+
+
+def test_a_last_stage_of_a_number_of_steps_gets_as_many_more(capsys: Output) -> None:
+    stages = [{"name": "stage2", "steps": 200, "passes": 5.0}]
+    measured = {"stage": "stage2", "step": 600, "held_out_agreement": (0.94, 0.5)}
+    train(method="wren", stages=stages, history=[measured])
+    file = ROOT / "drafters/mine/config.json"
+    described = json.loads(file.read_text())
+    described["config"]["steps"] = 600
+    file.write_text(json.dumps(described))
+    (line,) = [line for line in symptoms(capsys) if "last stage" in line]
+    assert "--set steps=800 --set stages.stage2.epochs=40" in line
+
+
+def test_an_imported_drafter_is_not_trained_over(capsys: Output) -> None:
+    train(steps=0, samples=0, imported={"from": "published"}, stages=[], history=[])
+    evaluate({"text": (0.9, 0.5, 0.5, 0.5)})
+    (line,) = [line for line in symptoms(capsys) if "after the first" in line]
+    assert "--init mine" in line
+    assert "--force" not in line
 
 
 @pytest.mark.parametrize(
