@@ -150,7 +150,8 @@ class Stage:
     visual: tuple[float, float] = (0.0, 1.0)
     """The share of samples with images or videos when the stage begins, and when it ends; in
     between it moves evenly. [0, 0]: text alone; [1, 1]: images alone; [0.5, 0.5]: half of
-    each, which keeps acceptance on both."""
+    each, which keeps acceptance on both. An epoch of both is as long as the rarer kind; where
+    the store has one kind only, it takes that."""
     hops: Number = 1
     """Tokens that are drafted in a row from each position, each on the drafter's own state of
     the one before, as in decoding. 1: each on the target's states alone (teacher forcing).

@@ -145,6 +145,13 @@ class DataSplit:
         """The keys of all samples to train on."""
         return [*self.visual, *self.text]
 
+    def lacks(self, stage: Stage) -> str:
+        """The kind that a stage mixes with another and that is not there; empty if both are or neither is."""
+        is_mixed = any(0 < share < 1 for share in stage.visual)
+        if not is_mixed or bool(self.visual) == bool(self.text):
+            return ""
+        return "of text alone" if self.visual else "with images or videos"
+
     def draw(self, stage: Stage, progress: float, seed: int) -> list[str]:
         """The samples of one epoch: the share with images moves with `progress` (0 to 1) of the stage.
 

@@ -77,6 +77,7 @@ def train(
     with Signals() as signals, ranks.guarded(), cpu.tuned():
         data = _open_data(run, force)
         if force or not ranks.first(lambda: finished(run, data)):
+            _warn_of_missing_kinds(run, data)
             trainer = _begin(run, data, signals, on_step, force)
             try:
                 trainer.fit()
@@ -107,6 +108,25 @@ def _open_data(run: Run, force: bool) -> RunData:
     provenance = content_hash(data.store.provenance.to_dict())
     ranks.same(data.settings | {"provenance": provenance}, "train the same")
     return data
+
+
+def _warn_of_missing_kinds(run: Run, data: RunData) -> None:
+    """Warn of samples that stages mix with others and that are not there; on rank 0."""
+    stages_by_kind: dict[str, list[str]] = {}
+    for stage, samples in zip(run.config.schedule, data.samples, strict=True):
+        if kind := samples.lacks(stage):
+            stages_by_kind.setdefault(kind, []).append(stage.name)
+    if not ranks.is_first():
+        return
+    for kind, names in stages_by_kind.items():
+        log.warning(
+            "%s: images and text are to be mixed, and %s has no samples %s: it trains on the others "
+            "alone, and fewer drafted tokens will be accepted for prompts %s",
+            ", ".join(names),
+            run.store,
+            kind,
+            kind,
+        )
 
 
 def _begin(

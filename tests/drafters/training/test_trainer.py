@@ -248,6 +248,29 @@ def test_a_stage_without_samples_is_named_with_its_steps(
     assert re.search(r"stage text .* \d of 10 steps", line)
 
 
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("visual_tokens > 0", "of text alone"),
+        ("visual_tokens = 0", "with images or videos"),
+        ("visual_tokens >= 0", ""),
+    ],
+)
+def test_a_kind_that_stages_mix_and_the_store_lacks_is_named_once(
+    where: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = synthetic.store(tmp_path / "store", 20)
+    filter_store(whole, "part", expressions=[where])
+    settings = ("steps=2", "stages.*.visual=[0.5,0.5]")
+    train(plan(tmp_path / "store", tmp_path / "out", settings=settings, view="part"))
+    messages = [record.getMessage() for record in caplog.records]
+    warned = [message for message in messages if "to be mixed" in message]
+    assert len(warned) == bool(kind)
+    for message in warned:
+        assert message.startswith("text, multimodal: ")
+        assert f"has no samples {kind}: " in message
+
+
 @pytest.mark.parametrize("steps", range(1, 10))
 def test_the_last_epoch_is_known_where_steps_do_not_divide_it(steps: int) -> None:
     config = override(catalogue.config("sparrow"), [f"steps={steps}"]).training
