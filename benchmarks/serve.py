@@ -166,6 +166,7 @@ def random_head(trained: Path, out: Path, tokens: int) -> Exported:
         target_vocabulary=info.vocab_size,
         layers=served.layers,
         engines=("vllm",),
+        plugin=False,
         method=served.method,
         drops_visual=False,
         whole_images=False,

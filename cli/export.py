@@ -80,7 +80,8 @@ def _facts(written: "Exported") -> dict[str, Any]:
     facts = asdict(written)
     facts["layers"] = written.layers or "the last one alone"
     facts["visual_tokens"] = "dropped" if facts.pop("drops_visual") else "all"
-    del facts["whole_images"], facts["method"]  # for programs
+    for name in ("whole_images", "method", "plugin"):  # for programs
+        del facts[name]
     return facts
 
 
@@ -139,9 +140,8 @@ def commands(model: str, written: "Exported") -> list[str]:
     variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     lines = []
     if program == "vllm":
-        lines.append(
-            "in the environment of `make engine`, or any with vLLM and this package:"
-        )
+        beside = " and this package" if written.plugin else ""
+        lines.append(f"in the environment of `make engine`, or any with vLLM{beside}:")
     lines.append(f"vLLM:   {' '.join([*variables, shlex.join(serve)])}")
     if "sglang" in written.engines:
         lines.append(f"SGLang: {_sglang_command(target, written)}")

@@ -44,6 +44,8 @@ class Exported:
     layers: tuple[int, ...]
     """The layers of the target whose inputs it reads; none: the last state alone."""
     engines: tuple[str, ...]
+    plugin: bool
+    """Whether vLLM needs the plugin of this package for it, else the format is that of speculators."""
     method: str
     """What vLLM calls it in `--speculative-config`."""
     drops_visual: bool
@@ -116,6 +118,7 @@ def export(
         target_vocabulary=info.vocab_size,
         layers=served.layers,
         engines=served.engines,
+        plugin=layout == "engine",
         method=served.method,
         drops_visual=feeding.visual == "dropped",
         whole_images=feeding.whole_images,

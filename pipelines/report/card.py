@@ -65,7 +65,7 @@ def card(workspace: Workspace, folder: Path, exported: Exported) -> str:
         "",
         "## Serve it with vLLM",
         "",
-        "With the plugin of vlmdistill installed beside vLLM; FOLDER is this folder.",
+        *_requirements(exported),
         "",
         f"    {_command(exported, target)}",
         "",
@@ -80,17 +80,39 @@ def card(workspace: Workspace, folder: Path, exported: Exported) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _requirements(exported: Exported) -> Iterator[str]:
+    """What must be installed, and what vLLM loses without the plugin (docs/vllm.md)."""
+    if exported.plugin:
+        yield "Install vlmdistill beside vLLM: it is a plugin of vLLM. FOLDER is this folder."
+        return
+    yield (
+        "Nothing has to be installed beside vLLM: FOLDER, this folder, is in the format of the library "
+        "speculators, which loads it as well."
+    )
+    if exported.method == "eagle3":
+        yield (
+            "vLLM's own EAGLE-3 reads no image embeddings: after an image it accepts fewer tokens than "
+            "were measured below."
+        )
+    else:
+        yield (
+            "It needs vLLM's V2 model runner, the default on a GPU (`VLLM_USE_V2_MODEL_RUNNER=1` elsewhere): "
+            "V1 misplaces tokens after an image."
+        )
+
+
 def _front_matter(exported: Exported, target: str) -> Iterator[str]:
     """What hubs read, in YAML, of which JSON strings are a part.
 
     The licence is the publisher's choice, which the target's may limit.
     """
+    library = "vlmdistill" if exported.plugin else "speculators"
     tags = ["speculative-decoding", "draft-model", "vllm", exported.drafter]
     yield "---"
     yield "# license: (yours to choose; that of the base model may limit it)"
     if "/" in target and not Path(target).is_absolute():
         yield f"base_model: {json.dumps(target)}"
-    yield "library_name: vlmdistill"
+    yield f"library_name: {library}"
     yield "pipeline_tag: image-text-to-text"
     yield f"tags: {json.dumps(tags)}"
     yield "---"

@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.drafters import synthetic
+from tests.drafters.checkpoints.test_export_blocks import WHOLE
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import in_turn, measured
 from vlmdistill.cli.main import main
@@ -26,9 +27,12 @@ def weights(workspace: Workspace) -> str | None:
     return weights_hash(folder)
 
 
-def exported(workspace: Workspace, out: Path) -> str:
+def exported(
+    workspace: Workspace, out: Path, *options: str, drafter: str = "sparrow"
+) -> str:
     runs = str(workspace.root.parent)
-    assert main(["export", "sparrow", "--out", str(out), "--runs", runs]) == 0
+    command = ["export", drafter, "--out", str(out), "--runs", runs]
+    assert main([*command, *options]) == 0
     return (out / CARD).read_text()
 
 
@@ -40,6 +44,39 @@ def test_the_front_matter_is_what_a_hub_reads(
     assert facts["library_name"] == "vlmdistill"
     assert facts["tags"] == ["speculative-decoding", "draft-model", "vllm", "sparrow"]
     assert "base_model" not in facts  # the target is in no hub
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "words"),
+    [
+        ("eagle3", {}, "reads no image embeddings"),
+        ("dflash", {**WHOLE, "mask": 5}, "V2 model runner"),
+    ],
+)
+def test_a_card_says_what_its_reader_has_to_install(
+    method: str,
+    settings: dict[str, Any],
+    words: str,
+    workspace: Workspace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drafter = synthetic.build(method, **settings)
+    synthetic.save(method, workspace.drafter(method), drafter)
+    with_plugin = exported(workspace, tmp_path / "own", drafter=method)
+    assert "Install vlmdistill" in with_plugin
+    assert "this package" in capsys.readouterr().err
+    options = ("--format", "speculators")
+    without = exported(workspace, tmp_path / "other", *options, drafter=method)
+    _, _, shown = without.partition("## Serve it with vLLM")
+    serving, _, _ = shown.partition("## Measured")
+    assert "library speculators" in serving
+    assert words in serving
+    assert "vlmdistill" not in serving
+    assert f'"method": "{method}"' in serving
+    assert "this package" not in capsys.readouterr().err
+    facts: Any = ModelCard(without).data.to_dict()  # type: ignore[no-untyped-call]
+    assert facts["library_name"] == "speculators"
 
 
 def test_a_card_has_the_command_the_data_and_no_path_of_this_machine(
