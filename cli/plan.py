@@ -1,6 +1,7 @@
 """`vlmdistill plan`: what a project takes, before anything is downloaded."""
 
 import shlex
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -111,6 +112,8 @@ def _show(planned: "ProjectPlan", recipe: str) -> None:
     console.result({**_facts(planned), "recipe": recipe}, as_json=False)
     console.echo("")
     forecasts.table(planned.stages, planned.download_bytes)
+    for line in _sources_of_rates(planned):
+        console.echo(line)
     console.echo("")
     drafters = [_drafter(*drafter) for drafter in planned.drafters.items()]
     console.rows(DRAFTERS, drafters)
@@ -119,7 +122,8 @@ def _show(planned: "ProjectPlan", recipe: str) -> None:
         "features of several methods share states and are stored once, with the target's "
         f"head and embeddings ({head})"
     )
-    console.echo(_known_of_tau(planned))
+    for line in _known_of_tau(planned):
+        console.echo(line)
     if not planned.fits:
         console.note(
             "warning: what does not fit needs more or larger GPUs, or ZeRO (`train --zero 2`)"
@@ -156,20 +160,39 @@ def _drafter(name: str, store_bytes: int) -> tuple[str, ...]:
     return (name, size, choice.tau, choice.engine_names, choice.good_for)
 
 
-def _known_of_tau(planned: "ProjectPlan") -> str:
+def _sources_of_rates(planned: "ProjectPlan") -> Iterator[str]:
+    """What the rates of the stages are, and how they differ from those on the page of measurements."""
+    from vlmdistill.pipelines.planning.assumptions import PROMPT
+
+    sources = {stage.speed.source for stage in planned.stages if stage.speed}
+    if "assumed" in sources:
+        yield (
+            "assumed rates: of one H100 with 8.3B random weights (docs/measurements/gpu.md), scaled to these "
+            "GPUs and this target"
+        )
+        yield (
+            "- responses: the reading of their prompts included, which have "
+            f"{planned.data.prompt_tokens} tokens (there about {PROMPT})"
+        )
+        yield "- train: the rate of eagle2 over the mean number of hops and the drafter's weights"
+        yield "- eval: one response at a time, as fast as without a drafter"
+    if "measured" in sources:
+        yield "measured rates: of the latest run of the stage in this workspace"
+
+
+def _known_of_tau(planned: "ProjectPlan") -> Iterator[str]:
     """What is known of the tau of the methods before anything is measured."""
     from vlmdistill.drafters import catalogue
     from vlmdistill.pipelines.planning.assumptions import BREAK_EVEN
 
-    names = [name for name in planned.drafters if catalogue.choice(name).tau == "-"]
-    published = ""
-    if names:
-        listed = ", ".join(names)
-        published = f"none is published for {listed} on a 7B target with images; "
+    if any(catalogue.choice(name).tau == "-" for name in planned.drafters):
+        yield (
+            "published tau, -: no paper prints one for a 7B target with images; why: docs/methods.md"
+        )
     chain, tree = BREAK_EVEN
-    return (
-        f"tau, tokens a cycle: {published}a bonus is the target's own token of each cycle; on an H100 a 7B "
-        f"target breaks even at {chain:.1f} to {tree:.1f} with it (docs/measurements/gpu.md)"
+    yield (
+        "tau: tokens a cycle; a bonus is the target's own token of each cycle; on an H100 a 7B target "
+        f"breaks even at {chain:.1f} to {tree:.1f} with it (docs/measurements/gpu.md)"
     )
 
 

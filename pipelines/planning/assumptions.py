@@ -20,6 +20,8 @@ PEAK = {"features": 0.285, "steps": 0.37, "train": 0.27}
 READ = 0.69
 """Share of a GPU's bandwidth at which all weights are read."""
 MOST_RESPONSES = 512  # at a time
+PROMPT = 100
+"""Tokens of a prompt, about, whose responses were measured."""
 BREAK_EVEN = (1.64, 1.98)
 """Tokens of a cycle that pay for it, with `chain-5` and `30-3-8`, on an H100 with a 7B target."""
 PASSES = 3  # of a weight for each trained token: forward, and twice backward

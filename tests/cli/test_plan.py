@@ -1,6 +1,7 @@
 """`vlmdistill plan`: what a project takes, from the configuration alone."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import typer
 
 from vlmdistill.cli.main import app, main
-from vlmdistill.pipelines.planning.assumptions import BREAK_EVEN
+from vlmdistill.pipelines.planning.assumptions import BREAK_EVEN, PROMPT
 from vlmdistill.pipelines.train import default_recipe
 from vlmdistill.pipelines.workspace import rates
 
@@ -41,6 +42,13 @@ def test_rates_are_those_that_an_h100_reached(planned: Any) -> None:
     speed = training["tokens_per_second"]
     assert speed == pytest.approx(4_000 / 0.025, rel=0.05)
     assert training["rate"] == "assumed"
+    lengths = ("--text-tokens", "20", "--visual-tokens", "80", "--max-new-tokens")
+    (row,) = [
+        line for line in MEASURED.read_text().split("\n") if "responses, 512" in line
+    ]
+    low, high = re.findall(r"\*\*([\d,]+) to ([\d,]+)\*\*", row)[0]
+    speed = planned(*lengths, "128")["stages"]["responses"]["tokens_per_second"]
+    assert int(low.replace(",", "")) <= speed <= int(high.replace(",", ""))
 
 
 @pytest.mark.parametrize(("drafter", "reads_visual"), [("wren", 0), ("sparrow", 1)])
@@ -192,7 +200,11 @@ def test_a_plan_says_what_is_known_of_tau_and_counts_the_download(
     options = ("--for", "wren,hivis", "--runs", str(tmp_path))
     assert main(["plan", SEVEN, *options]) == 0
     output = capsys.readouterr().out
-    assert "none is published for wren on" in output
+    (row,) = [line for line in output.split("\n") if line.startswith("wren  ")]
+    assert re.search(r"^wren +\S+ \S+ +-  ", row)
+    assert "no paper prints one" in output
+    assert f"there about {PROMPT}" in output
+    assert "measured rates" not in output  # nothing has run in this workspace
     assert "5.07 without bonus" in output
     assert "\ndownload" in output
     (row,) = [line for line in MEASURED.read_text().split("\n") if "break even" in line]
