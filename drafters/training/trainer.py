@@ -120,8 +120,8 @@ def _warn_of_missing_kinds(run: Run, data: RunData) -> None:
         return
     for kind, names in stages_by_kind.items():
         log.warning(
-            "%s: images and text are to be mixed, and %s has no samples %s: it trains on the others "
-            "alone, and fewer drafted tokens will be accepted for prompts %s",
+            "%s: a mix of images and text is set, but %s has no samples %s: it trains on the others "
+            "alone, so fewer drafted tokens will be accepted for prompts %s",
             ", ".join(names),
             run.store,
             kind,

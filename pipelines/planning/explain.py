@@ -260,9 +260,13 @@ class _Evidence:
         return counts
 
     def _train(self, options: str) -> str:
-        """The command that trains it again."""
-        named = f" --name {self.name}" if self.name != self.trained.method else ""
-        return f"vlmdistill train {self.trained.method}{named} {options}".strip()
+        """The command that trains it again, on the same view of the store."""
+        command = f"vlmdistill train {self.trained.method}"
+        if self.name != self.trained.method:
+            command += f" --name {self.name}"
+        if view := self.described.training.view:
+            command += f" --view {view}"
+        return f"{command} {options}"
 
     @property
     def _tune(self) -> str:

@@ -270,6 +270,13 @@ def test_a_last_stage_of_a_number_of_steps_gets_as_many_more(capsys: Output) -> 
     assert "--set steps=800 --set stages.stage2.epochs=40" in line
 
 
+def test_a_drafter_of_a_view_is_trained_again_on_that_view(capsys: Output) -> None:
+    train(view="long", steps=60, stages=[{"name": "text", "steps": 60, "passes": 0.5}])
+    evaluate({"text": (0.5, 0.5, 0.5, 0.5)})
+    first, *_ = symptoms(capsys)
+    assert "train eagle2 --name mine --view long --set steps=" in first
+
+
 def test_an_imported_drafter_is_not_trained_over(capsys: Output) -> None:
     train(steps=0, samples=0, imported={"from": "published"}, stages=[], history=[])
     evaluate({"text": (0.9, 0.5, 0.5, 0.5)})

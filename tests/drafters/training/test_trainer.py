@@ -264,7 +264,7 @@ def test_a_kind_that_stages_mix_and_the_store_lacks_is_named_once(
     settings = ("steps=2", "stages.*.visual=[0.5,0.5]")
     train(plan(tmp_path / "store", tmp_path / "out", settings=settings, view="part"))
     messages = [record.getMessage() for record in caplog.records]
-    warned = [message for message in messages if "to be mixed" in message]
+    warned = [message for message in messages if "a mix of" in message]
     assert len(warned) == bool(kind)
     for message in warned:
         assert message.startswith("text, multimodal: ")
