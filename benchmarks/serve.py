@@ -145,7 +145,7 @@ def _ms(seconds: Quartiles | None) -> float:
     return 1000 * seconds.median
 
 
-def random_head(trained: Path, out: Path, tokens: int) -> Exported:
+def random_head(trained: Path, out: Path, tokens: int, dtype: str) -> Exported:
     """vLLM's EAGLE-3 for the target of a trained drafter, with random weights and nothing of ours."""
     info = TargetInfo.from_dict(describe(trained)["target"])
     kind = catalogue.trained("eagle3")
@@ -153,14 +153,17 @@ def random_head(trained: Path, out: Path, tokens: int) -> Exported:
     drafter = kind(kind.Config(), info, Head(tables_VD, tables_VD))
     assert isinstance(drafter, Exportable)
     served = drafter.published()
-    weights = {name: weight.detach().clone() for name, weight in served.weights.items()}
+    weights = {}
+    for name, weight in served.weights.items():
+        like = getattr(torch, dtype) if weight.is_floating_point() else weight.dtype
+        weights[name] = weight.detach().to(like, copy=True)
     shutil.rmtree(out, ignore_errors=True)
-    checkpoint.put(out, {**served.settings, "torch_dtype": "float32"}, weights)
+    checkpoint.put(out, {**served.settings, "torch_dtype": dtype}, weights)
     return Exported(
         drafter=HEAD,
         target="",
         out=str(out),
-        dtype="float32",
+        dtype=dtype,
         parameters=sum(weight.numel() for weight in weights.values()),
         draft_vocabulary=info.vocab_size,
         target_vocabulary=info.vocab_size,
@@ -179,11 +182,12 @@ def measure_head(
 ) -> ServedEvaluation:
     """A server whose drafts are of no use, for the time that they take."""
     folder = workspace.root / "served"
-    exported = random_head(trained, folder / "head", tokens)
+    dtype = str(settings.how["dtype"])
+    exported = random_head(trained, folder / "head", tokens, dtype)
     with vllm_server(
         resolve(workspace.model),
         workspace.model,
-        "float32",
+        dtype,
         folder / "head.log",
         exported,
         whole_images=False,
@@ -209,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=80)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--without-head", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("build/bench-serve.json"))
     given = parser.parse_args(arguments)
@@ -219,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limit=given.limit,
         max_new_tokens=given.max_new_tokens,
         concurrencies=tuple(sorted(at_most)),
-        how={"dtype": "float32"},
+        how={"dtype": given.dtype},
     )
     drafters = [Trained.open(workspace, name) for name in given.drafters]
     outcome = evaluate_drafters(workspace, drafters, settings)
