@@ -19,7 +19,6 @@ from vlmdistill.drafters.core.drafter import Drafter
 from vlmdistill.drafters.core.kv_cache import KVCache
 from vlmdistill.drafters.core.layers import EagleBlock
 from vlmdistill.drafters.core.serving import (
-    DRAFT_HEAD,
     DRAFT_IDS,
     Built,
     Feeding,
@@ -208,7 +207,6 @@ class EagleDrafter(FrequentTokens, Drafter, ABC):
         vocabulary_K = self.vocabulary_K
         if vocabulary_K is not None:
             weights[DRAFT_IDS] = vocabulary_K
-            weights[f"{DRAFT_HEAD}.weight"] = self.head_KD
         if layer.input_norm is not None:
             weights["layer.input_layernorm.weight"] = layer.input_norm.weight
         _, _, name = type(self).__module__.rpartition(".")

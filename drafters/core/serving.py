@@ -19,10 +19,8 @@ from vlmdistill.stores.schema import Provenance, TargetInfo
 KEY = "vlmdistill"
 """The key of `config.json` that holds a `Feeding`, in every exported folder."""
 
-DRAFT_HEAD = "draft_head"
-"""The rows of the target's LM head for a draft vocabulary, in the weights of an exported folder."""
 DRAFT_IDS = "draft_ids_K"
-"""The target's ids of these rows, ascending."""
+"""The target's ids of a draft vocabulary, ascending, in the weights of an exported folder."""
 
 Visual = Literal["fused", "raw", "states", "dropped", "unread"]
 """How visual tokens enter: [visual embedding ; state before it], the bare embedding, states

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -26,7 +27,7 @@ from vllm.model_executor.models.utils import (
     maybe_prefix,
 )
 
-from vlmdistill.drafters.core.serving import DRAFT_HEAD, DRAFT_IDS, KEY
+from vlmdistill.drafters.core.serving import DRAFT_IDS, KEY
 from vlmdistill.pipelines.vllm.plugin.layer_input import LayerInput
 from vlmdistill.pipelines.vllm.plugin.limits import drafter_of, feeding_of
 
@@ -35,6 +36,10 @@ PLACEHOLDERS = ("image_token_index", "media_placeholder_token_id")
 
 See `load_model` in llm_base_proposer.py.
 """
+
+
+IDENTITY_ROWS = 64
+"""Rows of the identity that are multiplied by the LM head at a time."""
 
 
 class ServedEagleBlock(LayerInput):
@@ -68,13 +73,8 @@ class ServedEagleBlock(LayerInput):
         del self.drafter.block.layer
         vocabulary_K = self.drafter.vocabulary_K
         if vocabulary_K is not None:
-            # Copied, since vLLM may have packed the target's head or split it over ranks.
-            size = len(vocabulary_K)
-            head = nn.Linear(config.hidden_size, size, bias=False)
-            self.register_module(DRAFT_HEAD, head)
-            self.register_parameter(
-                DRAFT_IDS, nn.Parameter(vocabulary_K, requires_grad=False)
-            )
+            draft_ids_K = nn.Parameter(vocabulary_K, requires_grad=False)
+            self.register_parameter(DRAFT_IDS, draft_ids_K)
 
     def forward(
         self, positions_N: Tensor, hidden_ND: Tensor, embed_ND: Tensor
@@ -112,6 +112,8 @@ class EagleVlmdistill(ImageEmbeddings, nn.Module):
 
     has_own_embed_tokens = False
     has_own_lm_head = False
+    _draft_head_KD: Tensor | None = None
+    """The rows of the target's LM head for a draft vocabulary, once they are used."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
@@ -144,14 +146,28 @@ class EagleVlmdistill(ImageEmbeddings, nn.Module):
         if draft_ids_K is None:
             logits_NV: Tensor = self.logits_processor(self.lm_head, hidden_states)
             return logits_NV
-        logits_NK = getattr(self.model, DRAFT_HEAD)(hidden_states)
+        if self._draft_head_KD is None:
+            self._draft_head_KD = self._rows(draft_ids_K, hidden_states)
+        logits_NK = F.linear(hidden_states, self._draft_head_KD)
         shape = (len(hidden_states), self.config.vocab_size)
         logits_NV = logits_NK.new_full(shape, -torch.inf)
         logits_NV[:, draft_ids_K] = logits_NK
         return logits_NV
 
+    def _rows(self, draft_ids_K: Tensor, like: Tensor) -> Tensor:
+        """The target's LM head for the draft vocabulary, [K, D].
+
+        It is read off products with the identity: vLLM may have packed the head, or split it over ranks.
+        """
+        columns = list[Tensor]()
+        for identity_XD in torch.eye(like.shape[1]).to(like).split(IDENTITY_ROWS):
+            logits_XV = self.logits_processor(self.lm_head, identity_XD)
+            columns.append(logits_XV[:, draft_ids_K].to(like))
+        return torch.cat(columns).t().contiguous()
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load an exported folder; ValueError when it lacks a weight."""
+        self._draft_head_KD = None
         stacked: dict[str, tuple[str, int | str]] = {
             ".q_proj": (".qkv_proj", "q"),
             ".k_proj": (".qkv_proj", "k"),
