@@ -41,6 +41,8 @@ FEW_OF_KIND = 0.1  # of the samples
 GAIN = 1.05
 """Of the decode speedup by another chain. Speedups of one method differ by less over seeds (results.md)."""
 LONGER = 8  # tokens by which a longer chain is tried
+HEAD = 0.1
+"""Of the bytes of a plain step, from which scoring all tokens is worth a word."""
 COMPARED = 50  # verified tokens that an acceptance rate is compared from
 
 
@@ -150,6 +152,7 @@ class _Evidence:
             self._coverage,
             self._tree,
             self._cost,
+            self._head,
             self._unmeasured,
         )
         for check in checks:
@@ -488,6 +491,26 @@ class _Evidence:
             f"{figures.tau:.2f} tokens"
         )
         yield Symptom(text, f"vlmdistill eval {self.name} --tree auto")
+
+    def _head(self) -> Iterator[Symptom]:
+        """Each drafted token scores the whole vocabulary, where that is a large part of a step."""
+        if self.result is None:
+            return
+        if self.trained.description["config"].get("draft_vocab") != 0:
+            return
+        evaluation = self.result.evaluation
+        target = self.trained.description["target"]
+        tokens = int(target["vocab_size"])
+        bytes_each = 4 if evaluation.dtype == "float32" else 2
+        head_bytes = tokens * int(target["hidden_size"]) * bytes_each
+        for calibration in evaluation.calibrations[:1]:
+            if head_bytes < HEAD * calibration.step_bytes:
+                continue
+            share = head_bytes / calibration.step_bytes
+            yield Symptom(
+                f"each drafted token scores all {tokens:,} tokens, {share:.0%} of what a plain step reads",
+                self._train(f"--force --set draft_vocab={max(1, tokens // 4)}"),
+            )
 
     def _unmeasured(self) -> Iterator[Symptom]:
         """No evaluation of its present weights."""

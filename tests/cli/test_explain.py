@@ -17,7 +17,12 @@ from tests.pipelines.bench import made_up
 from vlmdistill.cli.main import app, main
 from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.bench import records
-from vlmdistill.pipelines.bench.records import Measurement, PromptKind, PromptResult
+from vlmdistill.pipelines.bench.records import (
+    Calibration,
+    Measurement,
+    PromptKind,
+    PromptResult,
+)
 from vlmdistill.pipelines.planning.explain import LEAST_OF_A_LAYER
 
 pytestmark = pytest.mark.usefixtures("workplace")
@@ -29,6 +34,15 @@ ROOT = Path("runs/other")
 GOOD: Rates = catalogue.choice("eagle2").reached
 CYCLES = 1000  # of a response
 PROMPTS = 6  # of a kind
+CALIBRATION = Calibration(
+    plain_step=0.1,
+    bare_step=0.1,
+    step_ratio=1.0,
+    step_bytes=1000,
+    small_product=0.1,
+    large_product=0.1,
+    bandwidth=1e9,
+)
 
 
 def train(name: str = "mine", method: str = "eagle2", **changes: Any) -> None:
@@ -327,3 +341,15 @@ def test_a_cycle_that_costs_more_than_it_brings_is_named(capsys: Output) -> None
     evaluation = made_up.evaluation("mine", measured, drafter="eagle2")
     records.write(evaluation, records.new_file(ROOT / "reports", "mine"))
     assert any("--tree auto" in line for line in symptoms(capsys))
+
+
+@pytest.mark.parametrize(("share", "is_named"), [(0.2, True), (0.05, False)])
+def test_a_head_that_is_a_large_part_of_a_step_asks_for_a_draft_vocabulary(
+    share: float, is_named: bool, capsys: Output
+) -> None:
+    train()
+    head_bytes = 4 * synthetic.INFO.vocab_size * synthetic.INFO.hidden_size
+    calibration = dataclasses.replace(CALIBRATION, step_bytes=round(head_bytes / share))
+    evaluate({"text": GOOD}, dtype="float32", calibrations=(calibration,) * 2)
+    lines = [line for line in symptoms(capsys) if "draft_vocab=5" in line]
+    assert len(lines) == is_named
