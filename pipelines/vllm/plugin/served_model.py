@@ -160,7 +160,9 @@ class EagleVlmdistill(ImageEmbeddings, nn.Module):
         It is read off products with the identity: vLLM may have packed the head, or split it over ranks.
         """
         columns = list[Tensor]()
-        for identity_XD in torch.eye(like.shape[1]).to(like).split(IDENTITY_ROWS):
+        identity_DD = torch.eye(like.shape[1]).to(like)
+        for first in range(0, len(identity_DD), IDENTITY_ROWS):
+            identity_XD = identity_DD[first : first + IDENTITY_ROWS]
             logits_XV = self.logits_processor(self.lm_head, identity_XD)
             columns.append(logits_XV[:, draft_ids_K].to(like))
         return torch.cat(columns).t().contiguous()
