@@ -50,7 +50,7 @@ demo: setup  ## the whole flow on the embedded target: two drafters trained and 
 demo-pretrained: setup  ## the flow on a pretrained language model: one drafter, half an hour on two cores
 	@echo "a download of 93 MB, then about 30 minutes on two cores; run it again to go on where it was stopped"
 	test -e $(RUNS)/smollm2/prompts.parquet || $(VLM) prompts self --model smollm2 --limit 200 --eval-share 0.1
-	$(VLM) run --model smollm2 --drafters wren --recipe small --set steps=100 --set tree=chain-3 --max-new-tokens 128 --batch-size 32 --workers 1 --limit 6 --temperature 0
+	$(VLM) run --model smollm2 --drafters wren --recipe small --set steps=100 --set tree=chain-3 --set draft_vocab=8192 --max-new-tokens 128 --batch-size 32 --workers 1 --limit 6 --temperature 0
 
 test: lint  ## lint, types, import contract and tests: what CI runs
 	$(MAKE) --jobs 2 types pytest TESTS="$(TESTS)"
