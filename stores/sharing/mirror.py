@@ -173,16 +173,20 @@ class VersionedFolder:
         See the top of this file for the conditions on the list.
         """
         kept = {stored.file for version in named for stored in version.files.values()}
-
-        def remove(file: str) -> None:
-            self.backend.remove(f"{FILES}/{file}")
-
-        for _ in self.backend.map(remove, {*listed} - kept):
-            pass
+        self.discard({*listed} - kept)
         first = min(version.number for version in named)
         for number in self._numbers():
             if number < first:
                 self.backend.remove(_name(number))
+
+    def discard(self, files: Collection[str]) -> None:
+        """Remove contents that no version names."""
+
+        def remove(file: str) -> None:
+            self.backend.remove(f"{FILES}/{file}")
+
+        for _ in self.backend.map(remove, files):
+            pass
 
     def _numbers(self) -> list[int]:
         numbers = []
@@ -384,13 +388,16 @@ class Mirror:
         if unchanged and not delete:
             return None
         changed = [name for name in local if name not in files]
-        for name, stored in self._upload(changed):
-            files[name] = stored
-            stats[name] = local[name]
+        uploaded = dict(self._upload(changed))
+        files |= uploaded
+        stats |= {name: local[name] for name in uploaded}
         version = self._next(base.version, files, delete)
         sent = self._unconfirmed = Synced(version, stats)  # until it is recorded
         if not self.remote.create(version):
             self._unconfirmed = None
+            with suppress(OSError):
+                # They may hold what the other version has deleted.
+                self.remote.discard([stored.file for stored in uploaded.values()])
             return self._after(base, version)
         self._write(sent)
         self._unconfirmed = None

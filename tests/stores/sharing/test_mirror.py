@@ -251,6 +251,24 @@ def test_a_deletion_and_another_report_do_not_add_up(
         second()
 
 
+def test_what_came_after_a_deletion_leaves_no_content_at_the_url(
+    machine: Machine,
+) -> None:
+    work(machine("a"), prompts="old and new")
+    late = machine("late")
+    late.update()
+    write(late, prompts="old, new and more")
+    deleting = machine("a")
+    deleting.update()
+    write(deleting, prompts="new")
+    deleting.publish(delete=True)
+    with pytest.raises(LostError):
+        late.publish()
+    latest = deleting.remote.latest()
+    assert latest
+    assert deleting.remote.listed() == [latest.files["prompts"].file]
+
+
 def test_unsent_work_is_published_by_the_next_command(machine: Machine) -> None:
     one = machine("one")
     work(one, config="1")
