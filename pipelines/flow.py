@@ -289,7 +289,7 @@ def _generate(job: CaptureJob, work: ResponseWork, bar: ProgressBar) -> Response
     """Generate missing responses with workers that see the store, into which features are captured."""
     with (
         bar("generating", "responses", str(job.responses)) as report,
-        job.store.writing(),
+        job.store.writing(job.prompts),
         job.store.marked() as store_mark,
     ):
         shared = partial(Shared, store=job.store.backend, mark=store_mark)

@@ -36,7 +36,7 @@ from vlmdistill.stores.backends.clock import beyond, mark
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.backends.remote import remove_unsent
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.manifest import COMMITS
+from vlmdistill.stores.manifest import COMMITS, STORE
 from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
@@ -96,10 +96,12 @@ def forget(
         ):
             noted.deletes = answered.deletes = not dry_run
             old_keys = _old_keys(prompts, before) | unlisted(workspace, prompts)
+            # Before the store is looked at: what is sent after that would not be seen.
+            running = [] if dry_run else _sending(workspace)
             samples, size = _expire(workspace, before, old_keys, dry_run)
             old_keys |= samples
             kept = [prompt for prompt in prompts if prompt.key not in old_keys]
-            responses = dataset.remove(workspace.responses, old_keys, dry_run=dry_run)
+            responses = _remove_responses(workspace, old_keys, dry_run)
             media = unnamed(workspace, kept, dry_run)
             kept_keys = frozenset(prompt.key for prompt in kept)
             shown = _ShownPrompts(workspace.reports, old_keys, kept_keys)
@@ -121,13 +123,13 @@ def forget(
                 line = {"when": utc(time.time()), "forgot": asdict(forgotten)}
                 audited(workspace.traffic, line)
         shown.remove()
-        running = _remove_left_over(workspace)
+        running += _remove_left_over(workspace)
         reports.publish()
         if forgotten.prompts:
             prompt_table.write(file, kept)
     if running:
         raise DataError(
-            f"{len(running)} running commands still read prompts, such as in {running[0]}: wait until they "
+            f"{len(running)} running commands still use prompts, such as in {running[0]}: wait until they "
             "end, or stop them, and run it again"
         )
     from_future = [prompt.time for prompt in kept if (prompt.time or 0) > now + SKEW]
@@ -176,6 +178,7 @@ def _now(workspace: Workspace, dry_run: bool) -> float:
 def _require_no_links(workspace: Workspace) -> None:
     """DataError on a link below the parts, each of which may itself be one to a folder."""
     folders = [workspace.root / name for name in (*PARTS[1:], MEDIA, "features")]
+    folders += [*_others(workspace, STORE), *_others(workspace, dataset.SETTINGS)]
     inside = [path for folder in folders for path in folder.rglob("*")]
     links = [path for path in (workspace.prompts, *inside) if path.is_symlink()]
     if links:
@@ -188,13 +191,35 @@ def _require_no_links(workspace: Workspace) -> None:
 def _expire(
     workspace: Workspace, before: float, old: Collection[str], dry_run: bool
 ) -> tuple[set[str], int]:
-    """Delete old samples, and what killed writers have left in the store; keys, and bytes of both."""
-    store = Store.find(workspace.features)
-    if store is None:
-        return set(), 0
-    with only_writer(workspace.features):
-        expired = expire(store, before, keys=old, dry_run=dry_run)
-    return set(expired.keys), sum(expired.removed.values())
+    """Delete old samples, and what killed writers have left in the stores; keys, and bytes of both."""
+    keys = set[str]()
+    size = 0
+    for path in (workspace.features, *map(str, _others(workspace, STORE))):
+        store = Store.find(path)
+        if store is None:
+            continue
+        with only_writer(path):
+            expired = expire(store, before, keys=old, dry_run=dry_run)
+        keys |= expired.keys
+        size += sum(expired.removed.values())
+    return keys, size
+
+
+def _remove_responses(
+    workspace: Workspace, keys: Collection[str], dry_run: bool
+) -> int:
+    """Remove the responses to prompts with these keys; their number."""
+    count = dataset.remove(workspace.responses, keys, dry_run=dry_run)
+    for folder in _others(workspace, dataset.SETTINGS):
+        with only_writer(folder):
+            count += dataset.remove(folder, keys, dry_run=dry_run)
+    return count
+
+
+def _others(workspace: Workspace, record: str) -> list[Path]:
+    """Folders in the workspace with a record of this name, of `--out` or `--store`, beside its own."""
+    folders = {file.parent for file in workspace.root.glob(f"*/{record}")}
+    return sorted(folders - {workspace.responses, workspace.root / "features"})
 
 
 @dataclass(frozen=True)
@@ -238,8 +263,9 @@ class _ShownPrompts:
 def _remove_left_over(workspace: Workspace) -> list[Path]:
     """Remove the files that killed runs have left outside of the store; the folders of running ones."""
     paths = left_over(workspace.root, f"{workspace.prompts.stem}.")
-    folders = (workspace.responses, workspace.traffic, workspace.reports)
-    for folder in (*folders, workspace.reports / "served"):
+    folders = [workspace.responses, *_others(workspace, dataset.SETTINGS)]
+    folders += [workspace.traffic, workspace.reports, workspace.reports / "served"]
+    for folder in folders:
         paths += left_over(folder)
     # A log of vLLM may quote a prompt in an error.
     paths += sorted((workspace.root / "served").glob("*.log"))
@@ -251,5 +277,13 @@ def _remove_left_over(workspace: Workspace) -> list[Path]:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    remove_unsent()
     return workspace.clear_staging()
+
+
+def _sending(workspace: Workspace) -> list[Path]:
+    """Remove shards that killed runs were sending to a URL; the folders of running ones, if it is at one.
+
+    A run whose driver was killed has workers that live a little longer.
+    """
+    in_use = remove_unsent()
+    return in_use if workspace.parts else []

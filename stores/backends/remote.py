@@ -326,14 +326,21 @@ class Remote(Backend):
         self._locks.release(folder)
 
 
-def remove_unsent() -> None:
-    """Remove shards that were on their way to a URL when their process on this machine was killed."""
+def remove_unsent() -> list[Path]:
+    """Remove shards that were on their way to a URL when their process on this machine was killed.
+
+    The folders of processes that still run.
+    """
     locks = WorkspaceLocks()
+    in_use = list[Path]()
     for folder in Path(tempfile.gettempdir()).glob(f"{UNSENT}*"):
         with contextlib.suppress(OSError):  # it is of another user
             if locks.take(folder, must=True):
                 shutil.rmtree(folder, ignore_errors=True)
                 locks.release(folder)
+            elif folder.exists():
+                in_use.append(folder)
+    return in_use
 
 
 def _options(url: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The store that a run captures into, or an annex of it: which features, and what it must agree with."""
 
+import math
 import os
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from msgspec.structs import replace
 from vlmdistill.drafters import catalogue
 from vlmdistill.pipelines.cluster.engine_environment import EngineName
 from vlmdistill.pipelines.cluster.shared import marked
+from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint
 from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.annexes import annex_folder
@@ -18,6 +21,7 @@ from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.layout import ENCODINGS
 from vlmdistill.stores.schema import Feature, FrozenTables, Provenance, TargetInfo
+from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
 
 HASHES = ("config", "weights", "processor")  # of a target, which samples depend on
@@ -75,9 +79,29 @@ class CaptureStore:
             names.append(tuple(feature.name for feature in lacking))
         return [CaptureStore(self.path, annex) for annex in names]
 
-    def writing(self) -> AbstractContextManager[object]:
-        """Lock the store against other runs; see `only_writer`."""
-        return only_writer(self.path)
+    @contextmanager
+    def writing(self, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """Lock the store against other runs, to add samples of these prompts; see `only_writer`.
+
+        DataError if some of them are deleted. At a URL that may happen meanwhile, since another machine takes
+        over the lock of one that sleeps; then their samples do not stay.
+        """
+        with only_writer(self.path):
+            prompt_table.require_listed(prompts)
+            if "://" not in self.path:
+                yield
+                return
+            try:
+                yield
+            finally:
+                self._remove(prompt_table.deleted(prompts))
+            prompt_table.require_listed(prompts)
+
+    def _remove(self, keys: Collection[str]) -> None:
+        """Remove the samples of deleted prompts."""
+        store = Store.find(self.backend)
+        if keys and store is not None:
+            expire(store, before=-math.inf, keys=keys)
 
     def marked(self) -> AbstractContextManager[str]:
         """Mark the store, so that workers can tell if they see it; see `marked`."""

@@ -43,11 +43,7 @@ from vlmdistill.pipelines.data.features.shard_plan import (
     tasks,
 )
 from vlmdistill.pipelines.data.prompts import prompt_table
-from vlmdistill.pipelines.data.prompts.prompt_table import (
-    Prompt,
-    facts_of,
-    require_listed,
-)
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt, facts_of
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import LENIENT
@@ -499,8 +495,7 @@ def capture(
     reasons = _reasons(prompts, responses)
     if not len(items):
         raise _no_response(prompts, responses, model, dataset.counted(reasons))
-    with store.writing():
-        require_listed(prompts)
+    with store.writing(prompts):
         keys_in(store, settings, options.engine)
         sampling = dataset.read_settings(responses)[0]
         load = options.load | Options(thinking=sampling.thinking)

@@ -105,19 +105,23 @@ def keys(path: Path) -> set[str]:
         return set(_file(path).read(["key"])["key"].to_pylist())
 
 
+def deleted(prompts: Sequence[Prompt]) -> set[str]:
+    """The keys of prompts that are no longer in the file that they were read from: `forget` deletes some."""
+    if not isinstance(prompts, Prompts) or not os.access(prompts.file.parent, os.W_OK):
+        return set()
+    with only_writer(prompts.file, wait=True):
+        return {*prompts.facts["key"]} - keys(prompts.file)
+
+
 def require_listed(prompts: Sequence[Prompt]) -> None:
-    """DataError if prompts are no longer in the file that they were read from: `forget` deletes some.
+    """DataError if prompts are `deleted`.
 
     Call it under the lock of what is written about them: `forget` takes that lock, too, after the prompts'.
     """
-    if not isinstance(prompts, Prompts) or not os.access(prompts.file.parent, os.W_OK):
-        return
-    with only_writer(prompts.file, wait=True):
-        deleted = {*prompts.facts["key"]} - keys(prompts.file)
-    if deleted:
+    if deleted_keys := deleted(prompts):
         raise DataError(
-            f"{len(deleted)} prompts were deleted from {prompts.file} after this run had read them: run the "
-            "same command again"
+            f"{len(deleted_keys)} prompts were deleted after this run had read them: run the same command "
+            "again"
         )
 
 

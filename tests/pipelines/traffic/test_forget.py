@@ -25,12 +25,14 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.responder import respond
+from vlmdistill.pipelines.flow import capture_features
 from vlmdistill.pipelines.report import page
-from vlmdistill.pipelines.traffic.forget import forget
+from vlmdistill.pipelines.traffic.forget import Forgotten, forget
 from vlmdistill.pipelines.traffic.harvest import MEDIA, harvest
 from vlmdistill.pipelines.workspace import parts
 from vlmdistill.pipelines.workspace.trained import open_drafters
@@ -40,6 +42,7 @@ from vlmdistill.stores.errors import FOR_USER, DataError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.schema import Feature
 from vlmdistill.stores.store import Store
+from vlmdistill.stores.writer import Writer
 
 DAY = 86400
 NOW = time.time()
@@ -440,6 +443,18 @@ def test_what_was_left_before_a_store_has_a_record_goes(held_out: Workspace) -> 
     assert not raw(held_out, "Zebedee")
 
 
+def test_responses_and_stores_under_other_names_in_the_workspace_lose_it_too(
+    workspace: Workspace,
+) -> None:
+    root = workspace.root
+    shutil.copytree(workspace.responses, root / "greedy")
+    shutil.copytree(workspace.features, root / "int8")
+    forgotten = forget(workspace, 30 * DAY)
+    assert (forgotten.responses, forgotten.samples) == (6, 2)
+    assert dataset.keys(root / "greedy") == dataset.keys(workspace.responses)
+    assert len(Store.open(root / "int8")) == 1
+
+
 @pytest.mark.parametrize(
     "name", ["prompts.parquet", "responses/part-*", "harvested/*", "features/shards/*"]
 )
@@ -522,13 +537,54 @@ def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
         "files/killed", b"Zebedee"
     )
     with on("a") as a:
-        assert forget(a, 30 * DAY).prompts == 3
+        assert a.parts
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        sending = a.parts.remote.workspace()  # as of a worker whose driver was killed
+        with pytest.raises(DataError, match="running"):
+            forget(a, 30 * DAY)
+        a.parts.remote.release(sending)
+        assert forget(a, 30 * DAY).prompts == 0
     assert not at_url()
     assert not killing.found(tmp_path / "a", [b"Zebedee"])
     with on("b") as b:
         assert forget(b, 30 * DAY).prompts == 0
         assert len(prompt_table.read(b.prompts)) == 1
     assert not killing.found(tmp_path / "b", [b"Zebedee"])
+
+
+def test_at_a_url_a_capture_that_sleeps_during_a_deletion_keeps_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on(machine: str) -> Workspace:
+        monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / machine))
+        return Workspace.of("demo-small", f"memory://{tmp_path.name}/runs")
+
+    for word, when in (("Zebedee", OLD), ("Florence", NEW)):
+        log = write(tmp_path / f"{word}.jsonl", texts(word, when))
+        with on("a") as a:
+            harvest(a, [str(log)])
+    deletions = list[Forgotten]()
+    begin = Writer.__enter__
+
+    def asleep(writer: Writer) -> Writer:
+        if not deletions:  # the lock of a process of this number counts as abandoned
+            deletions.append(forget(on("a"), 30 * DAY))
+            on("b")
+        return begin(writer)
+
+    b = on("b")
+    job = CaptureJob.of(
+        b,
+        split="all",
+        settings=CaptureSettings(drafters=["wren"]),
+        workers=WorkerOptions(workers=0),
+    )
+    monkeypatch.setattr(Writer, "__enter__", asleep)
+    with pytest.raises(DataError, match="3 prompts were deleted"):
+        capture_features(job)
+    assert [done.prompts for done in deletions] == [3]
+    left = {prompt.key for prompt in prompt_table.read(on("a").prompts)}
+    assert Store.open(b.features).keys() == left
 
 
 def test_at_a_url_images_leave_that_other_machines_have_harvested_and_do_not_come_back(
