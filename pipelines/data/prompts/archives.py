@@ -19,6 +19,7 @@ MOST_NAME = 2**20  # bytes of a member's name, which is read whole
 SHOWN_NAME = 200  # characters of it in messages
 SHARED_COLUMNS = ("id", "key", "__key__")  # that two JSON files of a sample may have
 CAPTIONS = (".txt", ".caption")
+TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
 
 
 class _Member(tarfile.TarInfo):
@@ -143,6 +144,7 @@ class _Sample:
     _media: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Kind -> name of a member -> content."""
     _has_caption_file: bool = False
+    _table: str = ""  # a file that may have rows of many samples
     _has_text: bool = False  # a row or a caption, so that its images are one sample
     _room: int = field(default_factory=lambda: MOST_BYTES)
 
@@ -155,6 +157,11 @@ class _Sample:
                 self._add(member, self._content(archive, member))
             except BadRowError as error:
                 self.problem = self.problem or error
+        if self._table and not self._media and not self._has_text:
+            self.problem = self.problem or BadRowError(
+                "a table in an archive",
+                f"{self._table}: unpack the archive, and import that file",
+            )
         names = [name for files in self._media.values() for name in files]
         if len(names) > 1 and not self._has_text:
             self.problem = self.problem or BadRowError(
@@ -196,6 +203,8 @@ class _Sample:
             caption = {"caption": _text(member, content)}
             self._add_columns(member, caption, ("caption",))
         else:
+            if ending in TABLES:
+                self._table = _shown(member)
             column = ending.lstrip(".") or member.name[:SHOWN_NAME]
             self._add_unread(column, content)
 

@@ -61,9 +61,10 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
     return turns, read
 
 
-def system(row: Row) -> dict[str, str]:
-    """The columns that hold the system prompt."""
-    return _texts(row, SYSTEM)
+def system(row: Row) -> dict[str, Any]:
+    """The columns that hold the system prompt: text, or a list of parts as in Anthropic's requests."""
+    lists = {name: row[name] for name in SYSTEM if _list(row.get(name))}
+    return _texts(row, SYSTEM) | lists
 
 
 def lettered(choices: Sequence[str]) -> dict[str, str]:

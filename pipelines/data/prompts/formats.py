@@ -6,8 +6,9 @@ A row becomes a `Conversation` or raises BadRowError: nothing is dropped silentl
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 from vlmdistill.pipelines.data.prompts import columns, sources
@@ -210,7 +211,8 @@ class _FormatSearch:
     source: str
     decided: Format | None = None
     first_row: Row | None = None
-    damaged: tuple[Row, BadRowError] | None = None  # the first row with a problem
+    unread_row: Row | None = None  # the first row that could not be read
+    damaged: tuple[Row, BadRowError] | None = None  # the first one with a damaged turn
     has_media: bool = False  # columns for images or videos
     has_turns: bool = (
         False  # which are ShareGPT's, unless a later row makes them LLaVA's
@@ -219,6 +221,8 @@ class _FormatSearch:
     def look(self, row: Row, ask: str | None) -> None:
         """Take one more row into account."""
         self.first_row = self.first_row or row
+        if row.problem:
+            self.unread_row = self.unread_row or row
         if not isinstance(row.value, Mapping):
             return
         try:
@@ -226,7 +230,7 @@ class _FormatSearch:
         except BadRowError as error:
             self.damaged = self.damaged or (row, error)
             return
-        row_has_media = has_media_columns(row.value)
+        row_has_media = row.problem is None and has_media_columns(row.value)
         self.has_media |= row_has_media
         if row_format is None:
             name: Format | None = "hf" if row_has_media and ask else None
@@ -247,8 +251,9 @@ class _FormatSearch:
             row, problem = self.damaged
             raise DataError(f"{self.source}: {row}: {problem}")
         if self.has_media:
+            but = f" ({self.unread_row})" if self.unread_row else ""
             raise DataError(
-                f"{self.source} has images and no questions: ask one, --ask 'Describe the image.'"
+                f"{self.source} has images and no questions{but}: ask one, --ask 'Describe the image.'"
             )
         raise DataError(
             f"{self.source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a "
@@ -291,6 +296,11 @@ def conversation(
     parts = [part for message in messages for part in message["content"]]
     if not any(part["type"] in KINDS for part in parts):
         _require_nothing_hidden(located_turns.row, unread, reader)
+    elif reader.lines:
+        raise BadRowError(
+            "image count",
+            f"the text has the line {reader.lines[0]}, but parts show the images and videos: remove it",
+        )
     return _trimmed(messages, unread)
 
 
@@ -321,12 +331,20 @@ def _with_system(located_turns: Turns) -> Turns:
     system = columns.system(located_turns.row)
     if not system or any(is_system(turn) for turn in located_turns.turns):
         return located_turns
-    first = {"role": "system", "content": "\n".join(system.values())}
+    first = {"role": "system", "content": _system_content([*system.values()])}
     return Turns(
         located_turns.row,
         [first, *located_turns.turns],
         located_turns.read_columns | set(system),
     )
+
+
+def _system_content(values: Sequence[Any]) -> Any:
+    """The content of a system turn: texts as its lines; if some are lists of parts, all as parts."""
+    if all(isinstance(value, str) for value in values):
+        return "\n".join(values)
+    lists = (value if isinstance(value, list) else [value] for value in values)
+    return [*chain.from_iterable(lists)]
 
 
 def _unread(located_turns: Turns, media: RowMedia) -> Unread:

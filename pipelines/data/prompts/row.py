@@ -47,7 +47,8 @@ class Row:
     def __str__(self) -> str:
         """A description of the row, for messages."""
         if self.problem:
-            return f"line {self.line} is {self.problem}"
+            where = f"line {self.line}" if self.line else f"row {self.number}"
+            return f"{where} is {self.problem}"
         if isinstance(self.value, Mapping):
             columns = ", ".join(map(str, self.value)) or "(none)"
             return f"row {self.number} has the columns {columns}"

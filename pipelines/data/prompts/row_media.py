@@ -46,6 +46,7 @@ FOREIGN_PLACEHOLDER = re.compile(
     r"<image_placeholder>|<ImageHere>|<\|(?:image|video)_pad\|>|<\|vision_start\|>"
     r"|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>|<\|begin_of_(?:image|video)\|>"
     r"|<(?:img|Img|IMG)>|\[(?:img|Img|IMG|image|Image|IMAGE|video|Video|VIDEO)\]"
+    r"|</(?:image|Image|IMAGE|video|Video|VIDEO)>"
 )
 NAMED_IN_TEXT = re.compile(r"<img>[^<>\n]{1,1000}</img>")  # as in rows of Qwen-VL
 ON_ITS_OWN_LINE = re.compile(
@@ -75,6 +76,8 @@ class _Placement:
     """Which of the row's images, or of its videos, are shown so far."""
 
     media: list[MediaFile]
+    elsewhere: list[Media] = field(default_factory=list)
+    """Those that parts and turns have of their own."""
     in_order: int = 0  # by placeholders and parts without a number, one after the other
     by_index: set[int] = field(default_factory=set)  # again and again
     numbered: list[_Numbered] = field(default_factory=list)  # not placed yet
@@ -151,6 +154,11 @@ def has_media(row: Mapping[str, Any]) -> bool:
     return any(row.get(name) for kind in KINDS for name in media_columns(row, kind))
 
 
+def _is_filled(value: Any) -> bool:
+    """Whether a column for images or videos has some. Empty bytes are one that was lost."""
+    return bool(value) or value == b""
+
+
 class RowMedia:
     """The images and videos in the columns of a row, or in the keys of a turn, and where they are shown.
 
@@ -167,7 +175,9 @@ class RowMedia:
         self._row = row
         self._sampling = sampling
         names = {kind: media_columns(row, kind) for kind in KINDS}
-        filled = {kind: [n for n in names[kind] if row.get(n)] for kind in KINDS}
+        filled = {
+            kind: [n for n in names[kind] if _is_filled(row[n])] for kind in KINDS
+        }
         self._of = {kind: _Placement(_media_of(row, filled[kind])) for kind in KINDS}
         self.tagged = has_tags or any(names.values())  # else <image> is ordinary text
         self.columns = {name for kind in KINDS for name in filled[kind]}
@@ -183,7 +193,10 @@ class RowMedia:
         """The media of a turn, if it has any of its own; else these."""
         if not has_media(turn):
             return self
-        return RowMedia(turn, self._sampling, has_tags=False)
+        media = RowMedia(turn, self._sampling, has_tags=False)
+        for kind, placement in media._of.items():
+            self._of[kind].elsewhere += [file.media for file in placement.media]
+        return media
 
     def part_of_placeholder(self, kind: Kind, number: str | None) -> Part:
         """The part of a placeholder. LLaVA uses <image> for videos too."""
@@ -211,6 +224,13 @@ class RowMedia:
             )
         placement.by_index.add(index)
         return self.part(kind, keys, placement.media[index])
+
+    def part_with_file(
+        self, kind: Kind, keys: Mapping[str, Any], file: MediaFile
+    ) -> Part:
+        """The part of an image or video of its own."""
+        self._of[kind].elsewhere.append(file.media)
+        return self.part(kind, keys, file)
 
     def part(self, kind: Kind, keys: Mapping[str, Any], file: MediaFile) -> Part:
         """The part of an image or video, with its own keys but the one of its file."""
@@ -255,12 +275,20 @@ class RowMedia:
     def parts_without_placeholder(self) -> list[Part]:
         """The parts of media that no placeholder shows, which come first as in LLaVA.
 
-        BadRowError if placeholders show only some.
+        None if parts and turns have the same files. BadRowError if they have others, or if placeholders show
+        only some.
         """
         parts = []
         for kind, placement in self._of.items():
             count = len(placement.media)
-            if placement.shown == 0:
+            if placement.shown == 0 and placement.media and placement.elsewhere:
+                if placement.elsewhere != [file.media for file in placement.media]:
+                    raise BadRowError(
+                        f"{kind} count",
+                        f"the turns have {len(placement.elsewhere)} of their own, and no <{kind}> shows the "
+                        f"{count} of the row: keep one of them",
+                    )
+            elif placement.shown == 0:
                 parts += [self.part(kind, {}, file) for file in placement.media]
             elif placement.shown != count:
                 shown = f"{placement.shown} <{kind}> in the text"

@@ -63,8 +63,15 @@ class MessageReader:
     media: RowMedia
     counts_from_text: bool = True
     """Whether `<image 1>`, or a line `<image>`, needs an image also in a row without any column for media."""
-    unplaced: list[str] = field(default_factory=list)
-    """Placeholders of a row without images and videos."""
+    numbered: list[str] = field(default_factory=list)
+    """Placeholders with a number, of a row without images and videos."""
+    lines: list[str] = field(default_factory=list)
+    """Placeholders that are the first or the last line of a text, where no column has images or videos."""
+
+    @property
+    def unplaced(self) -> list[str]:
+        """Placeholders that need an image or a video, also in a row that shows none."""
+        return [*(self.lines if self.counts_from_text else ()), *self.numbered]
 
     def message(self, turn: Any) -> Message:
         """The message of a turn of either style: from/value or role/content."""
@@ -130,9 +137,9 @@ class MessageReader:
         foreign = FOREIGN_PLACEHOLDER.search(text)
         if foreign and media.tagged and media:
             raise BadRowError("foreign placeholder", f"{foreign[0]}: write <image>")
-        if self.counts_from_text and not media.tagged:
+        if not media.tagged:
             lines = ON_ITS_OWN_LINE.finditer(text)
-            self.unplaced += [line[1] or line[2] for line in lines]
+            self.lines += [line[1] or line[2] for line in lines]
         parts: list[Part] = []
         pending = ""  # text before the next placeholder that shows something
         for piece in split_at_placeholders(text):
@@ -158,7 +165,7 @@ class MessageReader:
         if media:
             return True
         if self.counts_from_text or media.tagged:
-            self.unplaced.append(placeholder[0].strip())
+            self.numbered.append(placeholder[0].strip())
         return False
 
 
@@ -219,7 +226,7 @@ def _media_part(item: Mapping[str, Any], kind: Kind, media: RowMedia) -> Part:
     content = item[key]
     value = {"bytes": content} if key == "bytes" else content
     other_keys = {name: item[name] for name in item if item[name] != content}
-    return media.part(kind, other_keys, read_file(value))
+    return media.part_with_file(kind, other_keys, read_file(value))
 
 
 def _require_content(role: str, parts: list[Part]) -> None:

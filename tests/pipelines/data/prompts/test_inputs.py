@@ -483,6 +483,15 @@ def test_a_system_column_is_the_system_prompt_unless_there_is_one(out: Path) -> 
     assert imported(out, row).unread_columns == {"system": 1}
 
 
+def test_a_system_prompt_may_be_parts(out: Path) -> None:
+    parts = [
+        {"type": "text", "text": "Be brief."},
+        {"type": "text", "text": "Be kind."},
+    ]
+    row = {"messages": [{"role": "user", "content": "Who?"}], "system": parts}
+    assert one(out, row).messages[0] == {"role": "system", "content": parts}
+
+
 def test_columns_that_are_filled_with_null_are_none_at_all(out: Path) -> None:
     turn = {
         "role": None,

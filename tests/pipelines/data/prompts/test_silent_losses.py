@@ -377,6 +377,7 @@ def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
         "<img>What?",
         "[IMG] What?",
         "[image]\nWhat?",
+        "<image>1.jpg</image>What?",
     ):
         row = said(text, "A wall.", image="1.jpg")
         assert refused(out, row)[0] == "foreign placeholder"
@@ -661,3 +662,55 @@ def test_the_command_warns_of_images_that_no_prompt_shows(
     only = packed(tmp_path, "lost.jsonl", [lost])
     assert main(["prompts", str(only), "--runs", str(tmp_path / "runs")]) == 1
     assert "photo" in capsys.readouterr().err
+
+
+def chat(*parts: Any, **columns: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts]}], **columns}
+
+
+IMAGE = {"type": "image", "image": "1.jpg"}
+WHAT = {"type": "text", "text": "What is this?"}
+
+
+def test_an_image_of_a_part_that_a_column_has_too_is_shown_once(out: Path) -> None:
+    turn = {"from": "human", "value": "<image>What is this?", "image": "1.jpg"}
+    for row in (
+        chat(IMAGE, WHAT, images=["1.jpg"]),
+        {"conversations": [turn], "image": "1.jpg"},
+    ):
+        assert parts_of(one(out, row)) == ["1.jpg", "What is this?"]
+        out.unlink()
+
+
+def test_images_of_parts_and_others_of_a_column_are_refused(out: Path) -> None:
+    reason, detail = refused(out, chat(IMAGE, WHAT, images=["2.jpg"]))
+    assert reason == "image count"
+    assert "1 of their own" in detail
+
+
+def test_a_line_that_is_a_placeholder_beside_an_image_part_is_refused(
+    out: Path,
+) -> None:
+    tagged = {"type": "text", "text": "<image>\nWhat is this?"}
+    assert refused(out, chat(IMAGE, tagged))[0] == "image count"
+    inline = {"type": "text", "text": "Does LLaVA write <image> here?"}
+    one(out.with_name("inline.parquet"), chat(IMAGE, inline))
+
+
+def test_empty_bytes_are_a_lost_image(tmp_path: Path, out: Path) -> None:
+    rows = [{"image": b"", "question": "What?"}, {"image": None, "question": "Who?"}]
+    summary = import_prompts([str(packed(tmp_path, "a.parquet", rows))], out)
+    assert (summary.added, summary.skipped) == (1, {"unreadable image": 1})
+
+
+def test_questions_in_a_file_of_an_archive_are_named(tmp_path: Path, out: Path) -> None:
+    image = (tmp_path / "1.jpg").read_bytes()
+    for name, content in (
+        ("rows.jsonl", json.dumps(said("What is this?", image="1.jpg")).encode()),
+        ("rows.json", json.dumps([said("What is this?", image="1.jpg")]).encode()),
+    ):
+        archive = tar(tmp_path / "a.tar", ("1.jpg", image), (name, content))
+        with pytest.raises(DataError, match=name):
+            import_prompts([archive], out)
+        asked = import_prompts([archive], out, choices=Choices(ask="What?"))
+        assert sum(asked.skipped.values()) == 1
