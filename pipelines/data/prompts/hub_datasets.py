@@ -29,6 +29,7 @@ DESCRIPTIONS = (
     "state.json",
 )
 DEFAULT_SPLIT = "train"
+OWN_BUILDERS = ("json", "csv", "webdataset")  # whose files are read here
 MEDIA_BUILDERS = ("imagefolder", "videofolder")  # of `datasets`
 
 ReadFile = Callable[[Path], Iterator[Row]]
@@ -268,14 +269,14 @@ def _own_files(folder: Path, split: str) -> list[Path]:
 
     `datasets` takes a folder with more images than JSON files for one of images alone. In a column of values
     of several types it reads text that looks like JSON as what that text says, and in a CSV file it takes
-    `None` and `NA` for no value.
+    `None` and `NA` for no value. Of each file of a sample in a tar archive it makes a column.
     """
     import datasets
 
     builder = datasets.load_dataset_builder(str(folder))
     if builder.name in MEDIA_BUILDERS:
         return _files_beside_media(folder, split)
-    if builder.name not in ("json", "csv") or not _is_plain(builder.config):
+    if builder.name not in OWN_BUILDERS or not _is_plain(builder.config):
         return []
     by_split = builder.config.data_files
     files = [Path(file) for file in by_split.get(split or DEFAULT_SPLIT, [])]

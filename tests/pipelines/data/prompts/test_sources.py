@@ -201,6 +201,19 @@ def test_metadata_of_images_are_read_also_with_a_question(
     assert contents(out) == [(["1.jpg", "What is this?"], "A wall.")]
 
 
+def test_archives_of_a_folder_are_read_as_each_of_them(
+    tmp_path: Path, out: Path
+) -> None:
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    image = (tmp_path / "1.jpg").read_bytes()
+    row = {"question": "What is this?"}
+    tar(shards / "shard-000.tar", ("000.jpg", image), ("000.json", row))
+    assert import_prompts([str(shards)], out).added == 1
+    (content,) = [message["content"] for message in read(out)[0].messages]
+    assert [part["type"] for part in content] == ["image", "text"]
+
+
 def test_photos_of_an_archive_that_share_the_first_part_of_their_names_do_not_merge(
     tmp_path: Path, out: Path
 ) -> None:
