@@ -21,8 +21,24 @@ Origin = Literal["ids", "logprobs", "text"]
 CUT = "\ufffd"  # ends a text whose last character was cut
 STOPS = ("stop", "stop_token_ids")
 """Keys of a request (the second is vLLM's): what ends its response beside an EOS."""
-OWN_PROMPT = ("chat_template", "chat_template_kwargs", "mm_processor_kwargs")
-"""Keys of a request to vLLM, by which it reads another prompt."""
+OWN_PROMPT = (
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "documents",
+    "reasoning_effort",
+    "web_search_options",
+    "truncate_prompt_tokens",
+    "continue_final_message",
+    "echo",
+    "previous_response_id",
+    "conversation",
+    "prompt",
+    "system",
+    "system_prompt",
+)
+"""Keys of a request by which a server reads another prompt than the messages, or repeats it."""
+NO_TURN = "add_generation_prompt"  # the same, if it is False
 TRUNCATED = re.compile(r"\(litellm_truncated\b|^redacted-by-litellm$")  # by LiteLLM
 OTHER_NAMES = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}
 """Of counts, in the responses API."""
@@ -169,7 +185,9 @@ def require_whole(exchange: Exchange) -> None:
 
     A prompt of the request's own template is known by its tokens, where the server has counted them.
     """
-    own = [name for name in OWN_PROMPT if exchange.request.get(name)]
+    request = exchange.request
+    own = [name for name in OWN_PROMPT if request.get(name)]
+    own += [NO_TURN] if request.get(NO_TURN) is False else []
     is_counted = _counted(exchange, "prompt_tokens") is not None
     if own and not is_counted and not exchange.response.get("prompt_token_ids"):
         raise BadRowError("another prompt", f"the request has its own {own[0]}")

@@ -155,9 +155,12 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
             request=asked("Q 5?", chat_template_kwargs={"enable_thinking": False}),
             response=said(ANSWER.format("no"), usage=counted),
         ),
+        exchange(6, request=asked("Q 6?", previous_response_id="r_5")),
+        exchange(7, request=asked("Q 7?", add_generation_prompt=False)),
+        exchange(8, request=asked("Q 8?", add_generation_prompt=True)),
     ]
     made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (2, {"cut text": 2, "another prompt": 2})
+    assert (made.kept, made.dropped) == (3, {"another prompt": 4, "cut text": 2})
 
 
 def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
