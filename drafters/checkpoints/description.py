@@ -19,7 +19,10 @@ FORMAT = 3
 """Of drafter folders. Development versions wrote 1 and 2; nothing reads them."""
 WEIGHTS = "model.safetensors"
 SAMPLES = "samples.txt"
-"""The keys of the samples that the drafter, or a drafter that it began with, was trained on, one a line."""
+"""The keys of the samples that the drafter, or a drafter that it began with, was trained on, one a line.
+
+A key of no prompt stands for those that the drafter it began with does not name.
+"""
 
 
 class _DrafterFile(msgspec.Struct, frozen=True):

@@ -88,8 +88,8 @@ class Initial:
     """Facts of its layer that no weight shows: rotary base and epsilon of the norms."""
     checkpoint: published.Published | None = None
     """The published checkpoint that it was read from."""
-    samples: frozenset[str] = frozenset()
-    """The keys of what it was trained on, as far as it names them."""
+    samples: frozenset[str] | None = None
+    """The keys of what it was trained on; None: it does not name them."""
 
     @classmethod
     def read(cls, folder: Path, drafter: str) -> "Initial":
@@ -117,7 +117,7 @@ class Initial:
             weights,
             settings,
             facts,
-            samples=trained_on(folder) or frozenset(),
+            samples=trained_on(folder),
         )
 
     @classmethod
@@ -207,6 +207,13 @@ class Initial:
         copies = published.check_copies(self.source, drafter, checkpoint, chosen=chosen)
         for key in sorted({*checkpoint.others} - {*copies}):
             warm_start.unused[key] = f"{name} has no such tensor"
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """`samples`, or a key of no prompt for what is not known of them."""
+        if self.samples is None:
+            return frozenset({f"unknown:{self.hash}"})
+        return self.samples
 
     def record(self, warm_start: WarmStart) -> dict[str, Any]:
         """What a drafter's record says of it."""

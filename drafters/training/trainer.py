@@ -518,7 +518,7 @@ class _Trainer:
             saved_step = best.step
         samples = set(self.data.keys)
         if self.data.initial:
-            samples |= self.data.initial.samples
+            samples |= self.data.initial.keys
         origin = checkpoint.Origin(
             self.data.store.provenance,
             self.run.config.training,

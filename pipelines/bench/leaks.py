@@ -1,17 +1,19 @@
 """The evaluated prompts that a drafter has seen in training, or whose images or texts it has seen.
 
 The samples of its training are found among the workspace's prompts. Media are the same if their files are,
-and images also if they look alike: a copy may be in another format, scaled or trimmed. Texts are the same if
-their first questions are, but for case, blanks and punctuation.
+and images also if they look alike: a copy may be in another format, scaled or trimmed. Pages, forms and
+screens all look alike, so that there a copy must have the same details as well. Texts are the same if their
+first questions are, but for case, blanks and punctuation.
 
-Shapes: P images, C channels of the pixels of a thumbnail.
+Shapes: P images, C channels of the pixels of a thumbnail, D of a larger one.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +38,15 @@ ALIKE: Final = 0.2
 Of the demo's images, which all show shapes on noise, two different ones differ by 0.3 at least. The same one
 saved as JPEG at a quality of 75 differs by 0.09 at most, one without its first column by 0.1, and one of half
 the size by 0.17.
+"""
+CROWD: Final = 3  # images that look like one, from which on details decide
+NEAREST: Final = 64  # of them whose details are compared, at most
+DETAIL_SIDE: Final = 64  # pixels of a thumbnail with details
+COPIED: Final = 0.45
+"""How far details of a copy may differ, as a share of the median over images that look alike.
+
+Of 80 forms, pages of text or screens with other content, the nearest two differ by 0.57 of it at least, JPEGs
+at a quality of 75 by 0.35 at most, images without their first column by 0.31.
 """
 
 Pixels = npt.NDArray[np.uint8]
@@ -77,7 +88,7 @@ def _leak(
         samples=len(samples),
         prompts=tuple(trained_on),
         alike=tuple(alike),
-        unknown=len(samples - seen.keys),
+        unknown=len(samples - seen.keys) + len(samples & seen.unread),
     )
 
 
@@ -86,6 +97,8 @@ class _Seen:
     """The prompts that some drafter was trained on."""
 
     keys: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
+    """Those with an image that could not be compared."""
     keys_of: dict[str, set[str]] = field(default_factory=dict)  # by digest or text
     image_keys: dict[Path, set[str]] = field(default_factory=dict)
 
@@ -111,15 +124,56 @@ class _Seen:
         if not shown_thumbnails:
             return seen_with
         trained_thumbnails = _thumbnails(self.image_keys)
-        trained_PC = np.array([*trained_thumbnails.values()], np.uint8)
-        trained_files = [*trained_thumbnails]
+        for file in self.image_keys.keys() - trained_thumbnails.keys():
+            self.unread |= self.image_keys[file]
+        copies_of = {
+            file: _copies(file, shown_thumbnails, trained_thumbnails)
+            for file in shown_thumbnails
+        }
         for key, file in shown:
-            if file not in shown_thumbnails or not trained_files:
-                continue
-            same_P = same_image(shown_thumbnails[file], trained_PC)
-            for place in np.flatnonzero(same_P):
-                seen_with[key] |= self.image_keys[trained_files[place]]
+            for copy in copies_of.get(file, ()):
+                seen_with[key] |= self.image_keys[copy]
         return seen_with
+
+
+def _copies(
+    file: Path, shown: Mapping[Path, Pixels], trained: Mapping[Path, Pixels]
+) -> list[Path]:
+    """The images of the training that are the same as a shown one, by thumbnails of all of both."""
+    pixel_C = shown[file]
+    copies = _alike(pixel_C, trained)
+    others = [other for other in _alike(pixel_C, shown) if other != file]
+    crowd = list(dict.fromkeys([*copies, *others]))
+    if len(crowd) < CROWD:
+        return copies
+    every_thumbnail = {**shown, **trained}
+    crowd.sort(key=lambda other: _distance(pixel_C, every_thumbnail[other]))
+    details = _thumbnails([file, *crowd[:NEAREST]], DETAIL_SIDE)
+    distance_of = {
+        other: _distance(details[file], details[other])
+        for other in crowd
+        if other in details
+    }
+    farthest = COPIED * float(np.median([*distance_of.values()]))
+    return [
+        other
+        for other, distance in distance_of.items()
+        if distance <= farthest and other in trained
+    ]
+
+
+def _alike(pixel_C: Pixels, thumbnails: Mapping[Path, Pixels]) -> list[Path]:
+    """The files whose thumbnails are like this one."""
+    if not thumbnails:
+        return []
+    same_P = same_image(pixel_C, np.array([*thumbnails.values()], np.uint8))
+    files = [*thumbnails]
+    return [files[place] for place in np.flatnonzero(same_P)]
+
+
+def _distance(pixel_D: Pixels, other_D: Pixels) -> float:
+    """The mean difference of two thumbnails."""
+    return float(np.abs(pixel_D.astype(np.int16) - other_D).mean())
 
 
 def same_image(thumbnail_C: Pixels, others_PC: Pixels) -> npt.NDArray[np.bool_]:
@@ -130,11 +184,11 @@ def same_image(thumbnail_C: Pixels, others_PC: Pixels) -> npt.NDArray[np.bool_]:
     return np.asarray(distance_P <= ALIKE * spread)
 
 
-def _thumbnails(files: Iterable[Path]) -> dict[Path, Pixels]:
+def _thumbnails(files: Iterable[Path], side: int = SIDE) -> dict[Path, Pixels]:
     """The thumbnails of the images that can be read."""
     listed = list(files)
     with large_images(), ThreadPoolExecutor(_cpus()) as pool:
-        thumbnails = pool.map(_thumbnail, listed)
+        thumbnails = pool.map(partial(_thumbnail, side=side), listed)
         pairs = zip(listed, thumbnails, strict=True)
         return {file: thumbnail for file, thumbnail in pairs if thumbnail is not None}
 
@@ -145,21 +199,20 @@ def _cpus() -> int | None:
     return os.cpu_count()
 
 
-def _thumbnail(file: Path) -> Pixels | None:
+def _thumbnail(file: Path, side: int) -> Pixels | None:
     """The pixels of a small copy, None if the image cannot be read."""
     with suppress(OSError, Image.DecompressionBombError), open_image(file) as image:
         # A JPEG is decoded at a fraction of its size.
-        image.draft("RGB", (4 * SIDE, 4 * SIDE))
-        small = upright(image).resize((SIDE, SIDE), Image.Resampling.BOX)
+        image.draft("RGB", (4 * side, 4 * side))
+        small = upright(image).resize((side, side), Image.Resampling.BOX)
         return np.asarray(small, np.uint8).reshape(-1)
     return None
 
 
 def _images(prompt: Prompt) -> list[Path]:
-    """The files of its images that are on this machine."""
+    """The files of its images, which need not be on this machine."""
     paths = [part["path"] for part in prompt.media if part["type"] == "image"]
-    files = [copy_of(path) if is_url(path) else Path(path) for path in paths]
-    return [file for file in files if file.is_file()]
+    return [copy_of(path) if is_url(path) else Path(path) for path in paths]
 
 
 def _all_prompts(workspace: Workspace) -> Sequence[Prompt]:

@@ -66,6 +66,16 @@ def test_a_drafter_names_the_samples_of_those_before_it(
     )
     assert trained_on(first) == frozenset(f"sample{number}" for number in range(24, 30))
     assert trained_on(later) == frozenset(f"sample{number}" for number in range(30))
+    (first / "samples.txt").unlink()
+    unlisted = tmp_path / "unlisted"
+    train(plan(other, unlisted, drafter="eagle2", settings=STILL, init=first))
+    last = plan(
+        store, tmp_path / "last", drafter="eagle2", settings=STILL, init=unlisted
+    )
+    for folder in (unlisted, train(last)):
+        keys = trained_on(folder)
+        assert keys is not None
+        assert [key for key in keys if key.startswith("unknown:")]
 
 
 def test_what_does_not_fit_is_named_and_if_nothing_fits_the_run_is_refused(

@@ -116,6 +116,53 @@ def test_a_copy_of_an_image_is_found(
     assert leak_of(workspace).keys == sorted(asked_keys)
 
 
+def form(seed: int) -> Image.Image:
+    """A form: all look alike, and their rows have different words."""
+    random = np.random.default_rng(seed)
+    image = Image.new("RGB", (425, 550), "white")
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((20, 20, 405, 60), fill=(30, 60, 120))
+    for row in range(12):
+        top = 80 + 35 * row
+        draw.line((20, top, 405, top), fill="black")
+        draw.text((25, top + 8), f"Item {row} of the invoice", fill="black")
+        digits = "".join(map(str, random.integers(0, 10, random.integers(3, 30))))
+        draw.text((200, top + 8), digits, fill="black")
+    return image
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_forms_look_alike_and_only_copies_are_found(
+    copied: bool, workspace: Workspace, tmp_path: Path
+) -> None:
+    """An evaluation on documents or screens is not accused of what all of them share."""
+    asked_files, trained_files = [], []
+    for seed in range(8):
+        asked, trained = tmp_path / f"{seed}.png", tmp_path / f"{seed}-trained.jpg"
+        form(seed).save(asked)
+        form(seed if copied else 100 + seed).save(trained, "JPEG", quality=90)
+        asked_files.append(asked)
+        trained_files.append(trained)
+    asked_keys = imported(workspace, "eval", [*map(asked_of, asked_files)], "eval")
+    keys = imported(workspace, "train", [*map(asked_of, trained_files)], "train")
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
+    assert leak_of(workspace).keys == (sorted(asked_keys) if copied else [])
+
+
+def test_images_of_the_training_that_are_gone_are_unknown(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    """A copy among them cannot be found."""
+    for seed in range(2):
+        scene(seed).save(tmp_path / f"{seed}.png")
+    imported(workspace, "eval", [asked_of(tmp_path / "0.png")], "eval")
+    keys = imported(workspace, "train", [asked_of(tmp_path / "1.png")], "train")
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
+    assert leak_of(workspace).unknown == 0
+    (tmp_path / "1.png").unlink()
+    assert leak_of(workspace).unknown == 1
+
+
 def test_other_images_are_none(workspace: Workspace, tmp_path: Path) -> None:
     files = []
     for seed in range(count(24, 240)):
