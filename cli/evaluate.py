@@ -608,7 +608,7 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
     temperatures = []
     for measurement in evaluation.temperatures:
         facts = {"temperature": measurement.temperature, **_rates(figures(measurement))}
-        facts["not_ranked"] = DrafterResult(evaluation, measurement).unranked
+        facts["not_ranked"] = DrafterResult(evaluation, measurement).no_speedup
         for name, label in LABELS.items():
             groups = measurement.by(label)
             facts[f"by_{name}"] = {

@@ -216,6 +216,7 @@ def _seed_facts(page: "ReportPage") -> "Iterator[dict[str, Any]]":
                     "drafter": drafter.name,
                     "temperature": drafter.temperature,
                     "seeds": [*drafter.results],
+                    "of_seeds": drafter.of_seeds,
                     "mismatch": drafter.mismatch or None,
                     "rates": {
                         rate: _over_seeds(compared, drafter, rate)
@@ -250,7 +251,7 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
         "measured": evaluation.measured,
         "software": asdict(evaluation.software),
         "temperature": result.temperature,
-        "not_ranked": result.unranked,
+        "not_ranked": result.no_speedup,
         **asdict(result.figures),
     }
 

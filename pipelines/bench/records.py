@@ -216,7 +216,8 @@ class Turn:
     plain: Count  # the index of plain decoding in `seconds`
     drafted: Count  # the index of the drafter
     encoding: Amount | None = None
-    """Seconds of encoding the prompt, on a CPU in CPU seconds. None: not measured."""
+    """CPU seconds of encoding the prompt: its files may be read from the disk only the
+    first time. None: not measured."""
     other: Amount | None = None
     """Seconds of encoding, of the target's own steps and of checks, between `started`
     and `ended` as well. None: they are not in between."""
@@ -367,6 +368,12 @@ class TimeBudget:
     seconds: Amount
     cpu_seconds: Amount
 
+    @property
+    def text(self) -> str:
+        """What was asked for, and what it took."""
+        taken = f"{self.seconds:.0f} s and {self.cpu_seconds:.0f} CPU seconds"
+        return f"for {self.asked} (its steps took {taken})"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
@@ -434,17 +441,16 @@ class Leak:
 
 @dataclass(frozen=True, kw_only=True)
 class Again:
-    """A prompt decoded in a process of its own.
-
-    What it took there before any drafter was loaded is on a CPU in CPU seconds.
-    """
+    """A prompt decoded in a process of its own."""
 
     key: str
     calls: Count
     temperature: Amount = 0.0
-    encoding: Amount | None = None  # seconds of encoding it; None: not measured
+    encoding: Amount | None = None
+    """CPU seconds of encoding it before a drafter was loaded; None: not measured."""
     plain_step: Amount | None = None
-    """Seconds of a step of plain decoding; None: not decoded plainly, or one token."""
+    """Seconds of a step of plain decoding then, on a CPU in CPU seconds; None: not
+    decoded plainly, or one token."""
     plain_response: str = ""  # a hash of its tokens; empty: not decoded plainly
 
 
@@ -454,6 +460,7 @@ class Baseline:
 
     measured: str  # when
     against_stock: Amount | None = None  # times as fast as the stock model's `generate`
+    error: Amount = 0.0  # the standard error of the logarithm of that
     reads: Amount | None = None  # a step, in times that its weights take to be read
 
 
@@ -487,10 +494,12 @@ class Evaluation:
     calibrations: tuple[Calibration, ...]  # where each process began, and at the end
     temperatures: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
     title: str = ""  # by `--name`
+    settings: str | None = None
+    """A hash of the drafter's settings and data, without seed and number of steps."""
     again: tuple[Again, ...] = ()  # some of the prompts
     not_again: str = ""  # why none could be decoded again
     earlier: Baseline | None = None
-    """Of the last sound evaluation under the same conditions, if there is one."""
+    """Of the first sound evaluation under the same conditions, if there is one."""
 
     def __post_init__(self) -> None:
         for measurement in self.temperatures:

@@ -20,8 +20,9 @@ import torch
 
 from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.leaks import leaks
 from vlmdistill.pipelines.bench.plan import held_out
-from vlmdistill.pipelines.bench.records import short_name
+from vlmdistill.pipelines.bench.records import Leak, short_name
 from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.bench.served_records import (
     FailedRequest,
@@ -77,6 +78,8 @@ class ServerOptions:
     baseline: str | None = None  # the URL of the same server without a drafter
     name: str | None = None  # of the evaluation; None: the server's address
     served_model: str | None = None  # the target as the server names it, if otherwise
+    weights: str | None = None  # of its drafter, as in the record
+    leak: Leak | None = None  # likewise
 
 
 def evaluate_server(
@@ -137,6 +140,8 @@ async def _measure(
             seed=settings.seed,
             measured=time.strftime("%Y-%m-%d %H:%M:%S"),
             software=of_this_process(),
+            weights=options.weights,
+            leak=options.leak,
             loads=(),
         )
         file = records.new_file(workspace.reports / "served", evaluation.name)
@@ -210,6 +215,11 @@ def evaluate_drafters(
     check_environment("vllm")
     # Once for all, before a server starts.
     prepared = questions(workspace, settings, prompts_file)
+    chosen = held_out(
+        prompts_file or workspace.prompts, settings.limit, workspace.model
+    )
+    leak_of = leaks(workspace, drafters, chosen)
+    weights_of = {drafter.name: drafter.weights for drafter in drafters}
     dtype = settings.how.get("dtype", "auto")
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -229,6 +239,8 @@ def evaluate_drafters(
                         baseline=baseline,
                         name=name,
                         served_model=workspace.model,
+                        weights=weights_of[name],
+                        leak=leak_of[name],
                     )
                     evaluation = evaluate_server(
                         workspace,

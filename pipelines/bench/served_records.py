@@ -19,11 +19,13 @@ import numpy as np
 from msgspec import Meta
 
 from vlmdistill.pipelines.bench import records
-from vlmdistill.pipelines.bench.records import Chains, Count, DecodingCounts
+from vlmdistill.pipelines.bench.records import Chains, Count, DecodingCounts, Leak
 from vlmdistill.pipelines.bench.statistics import (
+    CHEAP,
     Interval,
     Rate,
     alpha,
+    is_cheaper,
     rates_with_intervals,
 )
 from vlmdistill.pipelines.streaming.pieces import Amount
@@ -113,6 +115,8 @@ class ServedEvaluation:
     measured: str  # date and time
     software: Software  # of the client
     loads: Annotated[tuple[ServedLoad, ...], Meta(min_length=1)]
+    weights: str | None = None  # SHA-256 of the drafter's; None: not known
+    leak: Leak | None = None  # None: it is not known what the drafter was trained on
 
     def __repr__(self) -> str:
         loads = [f"{load.temperature:g} x {load.concurrency}" for load in self.loads]
@@ -120,6 +124,11 @@ class ServedEvaluation:
             f"{self.name}: server {self.url} evaluated at temperature x concurrency "
             f"{', '.join(loads) or 'none'}, {self.measured}"
         )
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the prompts that the server was sent."""
+        return _keys(self.loads[0].server)
 
     @property
     def runs(self) -> list[ServerRun]:
@@ -184,6 +193,8 @@ class LoadFigures:
     speedup: float | None
     decode_speedup: float | None
     intervals: dict[Rate, Interval] | None  # 95%, over prompts
+    doubts: tuple[str, ...]
+    """Reasons to doubt the speedup, which no table shows then; part of the warnings."""
     warnings: tuple[str, ...]
 
 
@@ -265,10 +276,16 @@ def load_figures(load: ServedLoad) -> LoadFigures:
             pairs.append(_Pair(plain, drafted))
     rates, intervals = rates_with_intervals(pairs) if pairs else ({}, {})
     speed_intervals = {rate: intervals[rate] for rate in SPEEDS if rate in intervals}
-    warnings = _warnings("server", load.concurrency, load.server, server)
-    if load.baseline and baseline:
-        warnings += _warnings("baseline", load.concurrency, load.baseline, baseline)
-    warnings += [*_other_prompts(load), *_differences(load, compared)]
+    doubts = [*_other_prompts(load), *_other_counts(load, compared)]
+    warnings = [*_other_responses(load, compared), *_faster_first_text(load, compared)]
+    for whose, run, rated in (
+        ("server", load.server, server),
+        ("baseline", load.baseline, baseline),
+    ):
+        if run and rated:
+            where = f"the {whose} at concurrency {load.concurrency}"
+            doubts += _odd_times(where, load.concurrency, run)
+            warnings += _warnings(where, run, rated)
     return LoadFigures(
         temperature=load.temperature,
         concurrency=load.concurrency,
@@ -280,7 +297,8 @@ def load_figures(load: ServedLoad) -> LoadFigures:
         # 0: nothing came after the first token.
         decode_speedup=rates.get("decode_speedup") or None,
         intervals=speed_intervals or None,
-        warnings=tuple(warnings),
+        doubts=tuple(doubts),
+        warnings=(*doubts, *warnings),
     )
 
 
@@ -295,17 +313,13 @@ def _compared(load: ServedLoad) -> list[tuple[TimedRequest, TimedRequest]]:
     ]
 
 
-def _warnings(
-    whose: str, concurrency: int, run: ServerRun, rated: RunFigures
-) -> list[str]:
-    """Reasons to read the numbers with care."""
-    where = f"the {whose} at concurrency {concurrency}"
+def _warnings(where: str, run: ServerRun, rated: RunFigures) -> list[str]:
+    """Reasons to read the numbers of a server with care."""
     warnings = []
     if run.failed and not run.requests:
         reason = run.failed[0].reason
         warnings.append(f"{where} failed all {len(run.failed)} requests: {reason}")
     warnings += _cache_warnings(where, rated)
-    warnings += _odd_times(where, concurrency, run)
     warnings += _impossible_counts(where, run, rated)
     generated = run.counts.generated
     counts_known = generated is not None and rated.tokens is not None
@@ -337,23 +351,57 @@ def _keys(run: ServerRun) -> list[str]:
     return answered + [request.key for request in run.failed]
 
 
-def _differences(
+def _other_counts(
     load: ServedLoad, compared: Sequence[tuple[TimedRequest, TimedRequest]]
 ) -> Iterator[str]:
-    """What says that a server and its baseline do not give or count the same tokens."""
-    where = f"at temperature {load.temperature:g} and concurrency {load.concurrency}"
-    alike = [pair for pair in compared if pair[0].response == pair[1].response]
-    other_lengths = [plain for plain, own in alike if plain.tokens != own.tokens]
-    if other_lengths:
+    """Equal responses of both servers have other numbers of tokens."""
+    differing = [
+        plain
+        for plain, own in compared
+        if plain.response == own.response and plain.tokens != own.tokens
+    ]
+    if differing:
         yield (
-            f"{where}, {len(other_lengths)} responses with the baseline's text have other numbers of tokens: "
-            "a server does not count them right, and no speed per token compares"
+            f"at temperature {load.temperature:g} and concurrency {load.concurrency}, {len(differing)} "
+            "responses with the baseline's text have other numbers of tokens: a server does not count them "
+            "right, and no speed per token compares"
         )
-    different = len(compared) - len(alike)
+
+
+def _other_responses(
+    load: ServedLoad, compared: Sequence[tuple[TimedRequest, TimedRequest]]
+) -> Iterator[str]:
+    """Greedy responses of both servers differ."""
+    different = sum(plain.response != own.response for plain, own in compared)
     if load.temperature == 0 and different:
         yield (
-            f"{where}, {different} of {len(compared)} responses differ from the baseline's: by near-ties, or "
-            "it is not lossless"
+            f"at temperature {load.temperature:g} and concurrency {load.concurrency}, {different} of "
+            f"{len(compared)} responses differ from the baseline's: by near-ties, or it is not lossless"
+        )
+
+
+def _faster_first_text(
+    load: ServedLoad, compared: Sequence[tuple[TimedRequest, TimedRequest]]
+) -> Iterator[str]:
+    """The server's first text comes sooner than the baseline's, which has no more to do before it.
+
+    Requests at a time wait for each other, so that there it may.
+    """
+    if load.concurrency > 1:
+        return
+    ratio_P = np.array(
+        [
+            own.first_seconds / plain.first_seconds
+            for plain, own in compared
+            if plain.first_seconds
+        ]
+    )
+    share = CHEAP[0]
+    if is_cheaper(ratio_P, share, is_shared=False):
+        yield (
+            f"at temperature {load.temperature:g}, on {(ratio_P < share).sum()} of {len(ratio_P)} prompts, "
+            f"the first text comes in less than {share:.0%} of the baseline's time: unless the first tokens "
+            "have no text, the baseline is slower by more than its missing drafter"
         )
 
 

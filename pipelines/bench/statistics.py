@@ -63,11 +63,14 @@ CHANCE = 1e-4
 """if so on so many prompts that chance is excluded: as many are expected on which plain
 decoding took as much less time. Or, where no other program had a part of the CPU,"""
 MOST_PROMPTS = 0.9  # on this share of `FEWEST` prompts or more.
+SHORT = 16  # tokens of a response up to which it may well equal another prompt's
+COPIES = 0.1  # share of the prompts whose responses equal each other
 DRIFT = 1.25  # ratio of two calibrations of one evaluation above which they differ
 WAITING = 0.8
 """A drafter's CPU seconds over elapsed ones below which it waits, where plain decoding
 does not."""
 BUSY = 0.9  # CPU seconds over elapsed seconds below which other programs had the CPU
+MOSTLY = 0.5  # likewise, below which speeds are those of other programs
 
 Floats = npt.NDArray[np.float64]
 Rate = Literal[
@@ -219,7 +222,8 @@ def figures(measurement: Measurement) -> Figures:
         sections=tuple(_sections(prompts)),
     )
     doubts = (*_doubts(unjudged), *_cheaper(prompts), *_waiting(plain, drafted))
-    warnings = (*doubts, *_warnings(unjudged), *_at_last_position(prompts))
+    of_responses = (*_at_last_position(prompts), *_equal_responses(prompts))
+    warnings = (*doubts, *_warnings(unjudged), *of_responses)
     return replace(unjudged, doubts=doubts, warnings=warnings)
 
 
@@ -588,7 +592,7 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
     for work, seconds in works.items():
         ratio_P = np.array([own / plain for own, plain in seconds if plain])
         for share in CHEAP:
-            if _is_cheaper(ratio_P, share, is_shared=is_shared):
+            if is_cheaper(ratio_P, share, is_shared=is_shared):
                 yield (
                     f"on {(ratio_P < share).sum()} of {len(ratio_P)} prompts, the drafter's {work} takes "
                     f"less than {share:.0%} of the time that plain decoding's takes for the same work"
@@ -608,7 +612,7 @@ def _waiting(plain: Sequence[Decoding], drafted: Sequence[Decoding]) -> Iterator
         )
 
 
-def _is_cheaper(ratio_P: Floats, share: float, *, is_shared: bool) -> bool:
+def is_cheaper(ratio_P: Floats, share: float, *, is_shared: bool) -> bool:
     """Whether ratios of seconds are below a share more often than by chance: a sign test.
 
     The order of the sides rotates, so that by chance a ratio is as often above the inverse of the share.
@@ -651,9 +655,30 @@ def _at_last_position(prompts: Sequence[PromptResult]) -> Iterator[str]:
         yield f"responses to {ended} of {len(prompts)} prompts end at the target's last position"
 
 
+def _equal_responses(prompts: Sequence[PromptResult]) -> Iterator[str]:
+    """Greedy responses that equal another prompt's: the prompts may be copies of one."""
+    counts = Counter(
+        prompt.plain.response
+        for prompt in prompts
+        if prompt.plain.seed is None and prompt.plain.tokens > SHORT
+    )
+    del counts[""]  # not recorded
+    equal = sum(count for count in counts.values() if count > 1)
+    if equal > COPIES * len(prompts):
+        yield (
+            f"the responses to {equal} of {len(prompts)} prompts equal those to others: if these prompts are "
+            "copies of each other, the intervals are too narrow"
+        )
+
+
 def is_busy(cpu_share: float | None) -> bool:
     """Whether other programs had a part of the CPU; not of a GPU, whose share is None."""
     return cpu_share is not None and cpu_share < BUSY
+
+
+def is_disturbed(cpu_share: float | None) -> bool:
+    """Whether other programs had most of the CPU."""
+    return cpu_share is not None and cpu_share < MOSTLY
 
 
 def tolerance(cpu_share: float | None) -> float:

@@ -18,7 +18,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench.plan import Description
 from vlmdistill.pipelines.bench.records import PromptResult, TrainedStage
 from vlmdistill.pipelines.bench.statistics import FEWEST_OF_KIND, alpha
-from vlmdistill.pipelines.planning.status import doubt_of
+from vlmdistill.pipelines.planning.status import doubt_of, other_weights
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.results import DrafterResult, conditions
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
@@ -315,7 +315,8 @@ class _Evidence:
         """A warning of the evaluation that the numbers are from."""
         if self.result is None or self.result.figures.missed:
             return
-        warnings = [doubt_of(self.result), *self.result.figures.warnings]
+        stale = other_weights(self.result, self.facts, self.trained.folder)
+        warnings = [*stale, doubt_of(self.result), *self.result.figures.warnings]
         for warning in [*filter(None, warnings)][:1]:
             yield Symptom(
                 f"its evaluation warns: {warning}", f"vlmdistill eval {self.name}"

@@ -183,7 +183,7 @@ def _drafter(
         if store and training:
             remarks += _other_samples(store, description)
         if latest:
-            remarks += _other_weights(latest[0], training, folder)
+            remarks += other_weights(latest[0], training, folder)
     except (TrainingError, msgspec.ValidationError) as error:
         if (folder / "config.json").exists():
             state = "damaged"
@@ -227,7 +227,7 @@ def _other_samples(store: Store, description: Mapping[str, Any]) -> Iterator[str
         yield f"trained on {training['samples']} of {len(store)} samples"
 
 
-def _other_weights(
+def other_weights(
     result: DrafterResult, training: Mapping[str, Any], folder: Path
 ) -> Iterator[str]:
     """A remark if the evaluation is of other weights than the drafter's present ones."""
@@ -240,17 +240,11 @@ def _other_weights(
 
 def doubt_of(result: DrafterResult) -> str:
     """Why no verdict rests on a speedup; empty if nothing speaks against it."""
-    from vlmdistill.pipelines.report.comparison import is_disturbed  # loads torch
-
     if not result.evaluation.lossless:
         return "it is not lossless"
     if result.failures:
         return "its counts contradict each other"
-    if result.doubts:
-        return result.doubts[0]
-    if is_disturbed(result.figures.cpu_share):
-        return "other programs had most of the CPU"
-    return ""
+    return next(iter(result.no_speedup), "")
 
 
 def _next(contents: WorkspaceStatus, model: str) -> str:

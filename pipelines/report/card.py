@@ -19,11 +19,12 @@ from vlmdistill.drafters.checkpoints.description import (
     weights_hash,
 )
 from vlmdistill.drafters.checkpoints.export import Exported
-from vlmdistill.pipelines.bench.records import LABELS
+from vlmdistill.pipelines.bench.records import LABELS, TimeBudget
+from vlmdistill.pipelines.bench.statistics import is_disturbed
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.comparison import REPEATED, group, is_disturbed
+from vlmdistill.pipelines.report.comparison import group
 from vlmdistill.pipelines.report.documents import markdown_row, markdown_text
-from vlmdistill.pipelines.report.results import DrafterResult
+from vlmdistill.pipelines.report.results import REPEATED, DrafterResult
 from vlmdistill.pipelines.report.tables import UNKNOWN, rate
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.vllm.launch import serve_command
@@ -239,7 +240,7 @@ def _length(training: Mapping[str, Any]) -> str:
     steps, samples = training.get("steps", 0), training.get("samples", 0)
     length = f"{steps:,} steps on {samples:,} samples, seed {training.get('seed')}"
     budget = training.get("budget")
-    return f"{length}, for {budget['asked']}" if budget else length
+    return f"{length}, {TimeBudget(**budget).text}" if budget else length
 
 
 def _datasets(workspace: Workspace, keys: frozenset[str]) -> Counter[str]:

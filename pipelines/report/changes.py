@@ -5,15 +5,22 @@ has changed if the interval of its ratio excludes 1. Times are compared only on 
 threads, attention and compilation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, stages_run
-from vlmdistill.pipelines.bench.statistics import Interval, Rate, advantage, figures
+from vlmdistill.pipelines.bench.statistics import (
+    Figures,
+    Interval,
+    Rate,
+    advantage,
+    figures,
+)
 from vlmdistill.pipelines.report.results import (
+    REPEATED,
     DrafterResult,
     conditions,
     of_drafters,
@@ -189,8 +196,8 @@ def _compare(
         changes.refused[name] = refused
         return
     untimed = [f"other {fact}" for fact in NEEDED_FOR_TIMES if fact in differing]
-    untimed += [f"A: {text}" for text in before.doubts]
-    untimed += [f"B: {text}" for text in after.doubts]
+    untimed += [f"A: {text}" for text in before.no_speedup]
+    untimed += [f"B: {text}" for text in after.no_speedup]
     if untimed:
         changes.untimed[name] = untimed
     rates = COUNTED if untimed else (*COUNTED, *TIMED)
@@ -237,7 +244,7 @@ def _training(evaluation: Evaluation) -> str:
     if training.signature is not None:
         facts.append(f"settings and samples {training.signature}")
     if training.budget is not None:
-        facts.append(f"for {training.budget.asked}")
+        facts.append(training.budget.text)
     if training.view is not None:
         facts.append(f"view {training.view}")
     return ", ".join([*facts, *stages_run(training, evaluation.config)])
@@ -275,11 +282,18 @@ def _changed(
     for rate in rates:
         values = getattr(old_figures, rate), getattr(new_figures, rate)
         changes.append(Change(rate, *values, advantage(new, old, rate)))
-    warnings = [f"A: {text}" for text in old_figures.warnings]
-    warnings += [f"B: {text}" for text in new_figures.warnings]
+    warnings = [f"A: {text}" for text in _warnings(before, old_figures)]
+    warnings += [f"B: {text}" for text in _warnings(after, new_figures)]
     return ChangedDrafter(
         name, old.temperature, old_figures.prompts, tuple(changes), tuple(warnings)
     )
+
+
+def _warnings(result: DrafterResult, rated: Figures) -> Iterator[str]:
+    """Problems of one side."""
+    yield from rated.warnings
+    if result.repeats > 1:
+        yield f"it is one of {result.repeats} {REPEATED}"
 
 
 def by_key(measurement: Measurement) -> Measurement:

@@ -22,6 +22,7 @@ from vlmdistill.pipelines.bench.statistics import (
     drift,
 )
 from vlmdistill.pipelines.report.results import (
+    REPEATED,
     DrafterResult,
     Speed,
     conditions,
@@ -31,9 +32,7 @@ from vlmdistill.pipelines.report.selection import distinguished
 from vlmdistill.pipelines.targets.embedded import ignorance
 
 SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
-MOSTLY: Final = 0.5  # share of the CPU below which speeds are those of other programs
 NAMED: Final = 4  # leaders that a sentence names
-REPEATED: Final = "repeated evaluations"
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Ranking:
     @property
     def disturbed(self) -> bool:
         """Whether other programs had most of the CPU, so that no drafter can be called the fastest."""
-        return any(is_disturbed(result.figures.cpu_share) for result in self.ranked)
+        return any(result.disturbed for result in self.ranked)
 
     @property
     def against_plain(self) -> Speed:
@@ -199,11 +198,6 @@ class Ranking:
     def _speedup(self, result: DrafterResult) -> str:
         interval = result.figures.intervals.get(self.speed)
         return f"{rate_of(result, self.speed):.2f}{_within(interval)}"
-
-
-def is_disturbed(cpu_share: float | None) -> bool:
-    """Whether other programs had most of the CPU."""
-    return cpu_share is not None and cpu_share < MOSTLY
 
 
 def _is_better(first: DrafterResult, second: DrafterResult, rate: Rate) -> bool:
@@ -325,11 +319,13 @@ class Group:
                 f"two logits that are equal within the rounding of {self.conditions['dtype']} "
                 f"({ties} prompts). All others are identical.{rest}",
             )
-        most = max(check.count.total for check in checked)
         measured = max(result.figures.prompts for result in self.results)
-        prompts = f"all {most} prompts" if most > 1 else "the only prompt"
-        if most < measured:
-            prompts = f"{most} of {measured} prompts, and it cannot read the others"
+        prompts = f"all {measured} prompts" if measured > 1 else "the only prompt"
+        if partly := [check for check in checked if check.count.total < measured]:
+            counts = [f"{check.name}: {check.count.total}" for check in partly]
+            prompts = (
+                f"the prompts that it can read ({', '.join(counts)} of {measured})"
+            )
         text = f"Responses at temperature 0 are the stock model's greedy ones on {prompts}.{rest}"
         return Verdict("lossless", f"{text} {self.sampled}".rstrip())
 

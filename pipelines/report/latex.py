@@ -7,8 +7,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Final
 
 from vlmdistill.pipelines.bench.records import LABELS
-from vlmdistill.pipelines.bench.statistics import Rate
-from vlmdistill.pipelines.report.comparison import is_disturbed
+from vlmdistill.pipelines.bench.statistics import Rate, is_busy
 from vlmdistill.pipelines.report.documents import (
     Section,
     group_section,
@@ -92,8 +91,7 @@ class _Method:
     lossless: bool = True
     consistent: bool = True  # its counts do not contradict each other
     ranked: bool = True
-    undisturbed: bool = True
-    """Other programs did not have most of the CPU."""
+    quiet: bool = True  # other programs had no part of the CPU
     cells: dict[str, _Cell] = field(default_factory=dict)  # by set
 
     def shown(self, sets: Sequence[str]) -> list[_Printed]:
@@ -121,7 +119,8 @@ def latex(report: "ReportPage") -> str:
     """Tables for the package booktabs; groups that differ only in their prompts share one.
 
     A set is a dataset, or a kind of prompts where there is one dataset. Bold are the best values as
-    printed, of the methods that are ranked; no speedup beside programs that had most of the CPU.
+    printed, of the methods that are ranked; of speedups only on a quiet machine, as the elapsed seconds tell
+    of others' programs, too.
     """
     lines = [r"% \usepackage{booktabs}, then \input this file"]
     count = len(report.groups)
@@ -165,7 +164,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             for drafter in compared.drafters:
                 if drafter.mismatch:
                     continue  # each of its seeds has a row
-                row_name = f"{drafter.name} ({len(drafter.results)} seeds)"
+                row_name = f"{drafter.name} ({drafter.count} seeds)"
                 method = methods.setdefault(row_name, _Method())
                 method.cells[name] = _cell_over_seeds(compared, drafter)
                 for result in drafter.results.values():
@@ -176,7 +175,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             method.lossless &= result.evaluation.lossless
             method.consistent &= not result.failures
             method.ranked &= not result.unranked
-            method.undisturbed &= not is_disturbed(result.figures.cpu_share)
+            method.quiet &= not is_busy(result.figures.cpu_share)
             if result.name not in names:
                 method.cells[name] = _cell(result)
     sets = sorted(results_of_sets)
@@ -192,12 +191,12 @@ def _table(groups: "Sequence[Group]") -> list[str]:
 
 
 def _cell(result: "DrafterResult") -> _Cell:
-    speedup = None if result.unranked else result.figures.speedup
+    speedup = None if result.no_speedup else result.figures.speedup
     return _Cell(result.figures.tau, speedup)
 
 
 def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter) -> _Cell:
-    speedup = drafter.mean("speedup") if drafter.ranked else None
+    speedup = drafter.mean("speedup") if compared.known(drafter, "speedup") else None
     notes = []
     for name in RATES:
         below = compared.below_best(drafter, name)
@@ -268,7 +267,7 @@ def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
     cells = {name: method.shown(sets) for name, method in methods.items()}
     ranked = [cells[name] for name, method in methods.items() if method.ranked]
     best = [_best(column) for column in zip(*ranked, strict=True)]
-    undisturbed = all(method.undisturbed for method in methods.values())
+    is_quiet = all(method.quiet for method in methods.values())
     rows = []
     for name, method in methods.items():
         dagger = "" if method.lossless and method.consistent else DAGGER
@@ -276,7 +275,7 @@ def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
         for number, cell in enumerate(cells[name]):
             bold = best[number] if method.ranked else _Printed()
             tau = _printed(cell.tau, bold.tau)
-            speedup = _printed(cell.speedup, bold.speedup if undisturbed else "")
+            speedup = _printed(cell.speedup, bold.speedup if is_quiet else "")
             row += [tau + cell.tau_note, speedup + cell.speedup_note]
         rows.append(row)
     return rows

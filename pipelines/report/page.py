@@ -8,12 +8,13 @@ Evaluations that cannot be compared are in separate groups (`comparison.group`).
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlmdistill.drafters.checkpoints.description import weights_hash
 from vlmdistill.pipelines.bench.records import LABELS, Evaluation, Training, stages_run
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
@@ -47,6 +48,7 @@ NAME_LENGTH = 120  # characters of a chart's file
 NOT_IN_NAMES = re.compile(r"[^\w.@+]+")
 NAME_END = re.compile(r"[@ ]")  # after a drafter's name, where facts follow
 KINDS = ("speed", "against_tau", "pareto", "cycles", "prefills", "trees", "acceptance")
+OTHER_WEIGHTS = "it was measured with other weights than the drafter has now"
 SCRIPTS = ("report/replay.js", "report/report.js")
 
 Milliseconds = dict[str, float]
@@ -274,14 +276,40 @@ def read(
     reports = workspace.reports
     selected = selection.latest(reports, workspace.model, where)
     served = sorted(selected.server_results, key=lambda result: result.evaluation.name)
+    results = _beside_present_weights(workspace, selected.drafter_results)
     return ReportPage(
         page=out or reports / "index.html",
         title=workspace.root.name,
-        views=_views(workspace, selected.drafter_results),
+        views=_views(workspace, results),
         served=served,
         runs=trainings.read(workspace),
         interim=interim(reports),
     )
+
+
+def _beside_present_weights(
+    workspace: Workspace, results: Sequence[DrafterResult]
+) -> list[DrafterResult]:
+    """The results, the latest first, with a remark where a drafter has other weights than its last one."""
+    last: dict[str, str] = {}  # by drafter, when it was measured
+    for result in results:
+        last.setdefault(result.drafter, result.evaluation.measured)
+    weights_of = {name: _present_weights(workspace, name) for name in last}
+    remarked = []
+    for result in results:
+        measured, present = result.evaluation.weights, weights_of[result.drafter]
+        is_last = result.evaluation.measured == last[result.drafter]
+        if is_last and measured and present and measured != present:
+            result = replace(result, remarks=(OTHER_WEIGHTS,))
+        remarked.append(result)
+    return remarked
+
+
+def _present_weights(workspace: Workspace, name: str) -> str | None:
+    """The hash of a drafter's weights; None if the workspace does not have it."""
+    with suppress(DataError):  # a record may have any name
+        return weights_hash(workspace.drafter(name))
+    return None
 
 
 def _views(workspace: Workspace, results: Sequence[DrafterResult]) -> list[GroupView]:

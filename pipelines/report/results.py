@@ -1,5 +1,6 @@
 """The results in a report: of a drafter at one temperature, and of a server under one load."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,16 @@ from vlmdistill.pipelines.bench.statistics import (
     Figures,
     Rate,
     figures,
+    is_disturbed,
     rates,
 )
 from vlmdistill.stores import notebook
 
 E = TypeVar("E", Evaluation, ServedEvaluation)
+SEEDED: Final = re.compile(r"(.+)\.s(\d+)")
+"""The name of a drafter, and the number of its seed."""
+DISTURBED: Final = "other programs had most of the CPU"
+REPEATED: Final = "repeated evaluations"
 SHOWN: Final = ("drafter", "T", "prompts", "tau", "speedup", "in doubt")
 Speed = Literal["faster", "slower", "equal", "unknown"]
 
@@ -57,6 +63,10 @@ class DrafterResult:
     """Doubts that other results of the same run raise, or all prompts of a part."""
     repeats: int = 1
     """Results like it that the workspace has, under whatever names of evaluations."""
+    seeds: int = 1
+    """Seeds of its drafter that the workspace has, as `seeded` names them, under its conditions."""
+    remarks: tuple[str, ...] = ()
+    """Problems that the workspace tells; part of the warnings."""
 
     def __repr__(self) -> str:
         """Its rates and their intervals; the numbers of each prompt are in `measurement`."""
@@ -70,6 +80,8 @@ class DrafterResult:
             facts.append("its counts contradict each other")
         if self.doubts:
             facts.append(f"in doubt: {self.doubts[0]}")
+        elif self.disturbed:
+            facts.append(f"in doubt: {DISTURBED}")
         return f"{self.name} on {prompts}: {', '.join(facts)}"
 
     @property
@@ -109,8 +121,18 @@ class DrafterResult:
     @cached_property
     def repeated(self) -> tuple[object, ...]:
         """Two results of which this is equal repeat each other."""
+        return self.drafter, *self._settings
+
+    @cached_property
+    def _settings(self) -> tuple[object, ...]:
         settings = conditions(self.evaluation).values()
-        return self.drafter, self.evaluation.tree, *settings, self.temperature
+        return self.evaluation.tree, *settings, self.temperature
+
+    @cached_property
+    def over_seeds(self) -> tuple[object, ...]:
+        """Results of drafters that differ in their seeds alone have the same, by their names."""
+        match = SEEDED.fullmatch(self.drafter)
+        return match[1] if match else self.drafter, *self._settings
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -140,7 +162,7 @@ class DrafterResult:
             "weights": evaluation.weights,
             "commit": evaluation.software.commit,
             **self._rates,
-            "not_ranked": "; ".join(self.unranked) or None,
+            "not_ranked": "; ".join(self.no_speedup) or None,
         }
 
     @property
@@ -179,10 +201,21 @@ class DrafterResult:
         return [*lossy, *self.failures, *self.doubts]
 
     @property
+    def disturbed(self) -> bool:
+        """Whether other programs had most of the CPU: counts are right then, speeds are not."""
+        return is_disturbed(self.figures.cpu_share)
+
+    @property
+    def no_speedup(self) -> list[str]:
+        """Why no speedup of it is shown alone; empty if it may be."""
+        return [*self.unranked, DISTURBED] if self.disturbed else self.unranked
+
+    @property
     def warnings(self) -> list[str]:
         """Problems of its figures."""
         prefix = f"{self.name} at temperature {self.temperature:g}"
-        return [f"{prefix}: {warning}" for warning in self.figures.warnings]
+        warnings = [*self.figures.warnings, *self.remarks]
+        return [f"{prefix}: {warning}" for warning in warnings]
 
     @cached_property
     def failures(self) -> list[str]:
@@ -198,7 +231,7 @@ class DrafterResult:
         """
         doubts = tuple(self.doubts)
         return {
-            name: DrafterResult(self.evaluation, measurement, doubts)
+            name: replace(self, measurement=measurement, beside=doubts)
             for name, measurement in self.measurement.by(label).items()
         }
 
@@ -210,7 +243,7 @@ class Results(list[DrafterResult]):
         rows = []
         for result in self:
             rates = result.figures
-            doubts = "; ".join(result.unranked)
+            doubts = "; ".join(result.no_speedup)
             tau = f"{rates.tau:.2f}" if rates.calls else "-"
             row = [result.name, f"{result.temperature:g}", rates.prompts, tau]
             rows.append([*row, result.speedup_text, doubts])
@@ -223,6 +256,7 @@ class ServerResult:
 
     evaluation: ServedEvaluation
     load: ServedLoad
+    repeats: int = 1  # as of a drafter's
 
     @cached_property
     def figures(self) -> LoadFigures:
@@ -237,11 +271,22 @@ class ServerResult:
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """Of two results of one kind, a report has the latest."""
+        return "server", self.evaluation.name, self.evaluation.drafter, *self.repeated
+
+    @cached_property
+    def repeated(self) -> tuple[object, ...]:
+        """Two results of which this is equal repeat each other."""
         evaluation = self.evaluation
-        model = evaluation.model, evaluation.drafter
         prompts = evaluation.prompt_set, evaluation.max_new_tokens
         load = self.load.temperature, self.load.concurrency
-        return "server", evaluation.name, *model, *prompts, *load
+        return evaluation.model, self.drafter, *prompts, *load
+
+    @cached_property
+    def no_speedup(self) -> list[str]:
+        """Why no speedup of it is shown; empty if it is."""
+        from vlmdistill.pipelines.bench import audit  # which imports torch
+
+        return [*self.figures.doubts, *audit.leaked(self.evaluation)]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -266,14 +311,31 @@ class ServerResult:
             "accepted": server.accepted,
             "speedup": load.speedup,
             "decode_speedup": load.decode_speedup,
+            "not_ranked": "; ".join(self.no_speedup) or None,
         }
 
     @property
     def warnings(self) -> list[str]:
         """Problems of its figures."""
         prefix = f"{self.drafter} at temperature {self.figures.temperature:g}"
-        warnings = [*self.figures.warnings, *self._too_long]
+        warnings = [*self.figures.warnings, *self._too_long, *self._of_training]
+        if self.repeats > 1:
+            warnings.append(f"it is one of {self.repeats} {REPEATED}")
         return [f"{prefix}: {warning}" for warning in warnings]
+
+    @property
+    def _of_training(self) -> Iterator[str]:
+        """What its drafter has seen in training, if the evaluation started the server."""
+        evaluation, leak = self.evaluation, self.evaluation.leak
+        if leak is None:
+            if evaluation.weights is not None:
+                yield "it is not known what it was trained on"
+            return
+        if leak.keys:
+            count = len(leak.keys)
+            yield f"it was trained on {count} of these prompts, or on their media"
+        if leak.unknown:
+            yield f"{leak.unknown} samples of its training were not compared with these prompts"
 
     @property
     def _too_long(self) -> Iterator[str]:
@@ -292,8 +354,8 @@ class ServerResult:
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
     """The results of evaluations, the latest first; of one time, the last evaluation first.
 
-    Each says how many there are under its conditions, and what those of its run put in doubt, so that a
-    selection hides neither.
+    Each says how many there are under its conditions, of how many seeds, and what those of its run put in
+    doubt, so that a selection hides none of it.
     """
     results = [
         DrafterResult(evaluation, measurement)
@@ -301,8 +363,15 @@ def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
         for measurement in evaluation.temperatures
     ]
     repeats = Counter(result.repeated for result in results)
+    drafters: dict[object, set[str]] = {}
+    for result in results:
+        drafters.setdefault(result.over_seeds, set()).add(result.drafter)
     return [
-        replace(result, repeats=repeats[result.repeated])
+        replace(
+            result,
+            repeats=repeats[result.repeated],
+            seeds=len(drafters[result.over_seeds]),
+        )
         for result in _beside_each_other(results)
     ]
 
@@ -334,17 +403,20 @@ def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
 
 def _agree(prompt: PromptResult, other: PromptResult) -> bool:
     """Whether two records of one prompt have the same plain decoding, and the same times of all decodings."""
-    plain, other_plain = prompt.plain, other.plain
-    same_plain = (plain.tokens, plain.seconds) == (
-        other_plain.tokens,
-        other_plain.seconds,
-    )
+    if _beside_drafters(prompt) != _beside_drafters(other):
+        return False
     turn, other_turn = prompt.turn, other.turn
     if len(turn.seconds) == 2:  # the drafter was alone
-        return same_plain
+        return True
     times = turn.seconds, turn.started, turn.ended
     other_times = other_turn.seconds, other_turn.started, other_turn.ended
-    return same_plain and times == other_times
+    return times == other_times
+
+
+def _beside_drafters(prompt: PromptResult) -> tuple[object, ...]:
+    """What a record of one drafter has that is no drafter's, but for the check, which may be near a tie."""
+    plain = replace(prompt.plain, check=None)
+    return plain, prompt.stock, prompt.room, prompt.bare_step
 
 
 def _run(result: DrafterResult) -> tuple[object, ...]:
@@ -357,11 +429,13 @@ def _run(result: DrafterResult) -> tuple[object, ...]:
 
 def of_servers(evaluations: Iterable[ServedEvaluation]) -> list[ServerResult]:
     """As `of_drafters`."""
-    return [
+    results = [
         ServerResult(evaluation, load)
         for evaluation in _latest_first(evaluations)
         for load in evaluation.loads
     ]
+    repeats = Counter(result.repeated for result in results)
+    return [replace(result, repeats=repeats[result.repeated]) for result in results]
 
 
 def _latest_first(evaluations: Iterable[E]) -> list[E]:

@@ -19,10 +19,10 @@ from vlmdistill.pipelines.bench.statistics import (
     difference,
 )
 from vlmdistill.pipelines.report.changes import by_key
-from vlmdistill.pipelines.report.comparison import is_disturbed, rate_of, speed_of
-from vlmdistill.pipelines.report.results import DrafterResult
+from vlmdistill.pipelines.report.comparison import rate_of, speed_of
+from vlmdistill.pipelines.report.results import SEEDED, DrafterResult
 
-NAMED: Final = re.compile(r"(.+)\.s(\d+)((?:[@ ].*)?)")
+NAMED: Final = re.compile(SEEDED.pattern + r"((?:[@ ].*)?)")
 """A drafter, the number of its seed, and the facts that tell its evaluations apart."""
 MARK: Final = "*"
 UNKNOWN: Final = "-"
@@ -46,13 +46,30 @@ class SeededDrafter:
         """Why the results are not of one method, trained alike with several seeds; empty if they are."""
         evaluations = [result.evaluation for result in self.results.values()]
         trainings = [evaluation.training for evaluation in evaluations]
-        if len({_trained_alike(evaluation) for evaluation in evaluations}) > 1:
+        settings = {evaluation.settings for evaluation in evaluations} - {None}
+        lengths = {_trained_alike(evaluation) for evaluation in evaluations}
+        if len(settings) > 1 or len(lengths) > 1:
             return "not trained alike"
         if _repeats([training.seed for training in trainings]):
             return "a seed twice"
         if _repeats([evaluation.weights for evaluation in evaluations]):
             return "the same weights twice"
         return ""
+
+    @property
+    def of_seeds(self) -> int:
+        """How many seeds the workspace has, whichever are selected."""
+        return max(result.seeds for result in self.results.values())
+
+    @property
+    def count(self) -> str:
+        """How many seeds it has, and of how many if some are not selected."""
+        selected = len(self.results)
+        return (
+            f"{selected} of {self.of_seeds}"
+            if self.of_seeds > selected
+            else f"{selected}"
+        )
 
     @cached_property
     def ranked(self) -> bool:
@@ -62,8 +79,7 @@ class SeededDrafter:
     @cached_property
     def disturbed(self) -> bool:
         """Whether other programs had most of the CPU at some seed."""
-        figures = [result.figures for result in self.results.values()]
-        return any(is_disturbed(each.cpu_share) for each in figures)
+        return any(result.disturbed for result in self.results.values())
 
     def mean(self, rate: Rate) -> float:
         """The mean of a rate over seeds."""
@@ -88,7 +104,8 @@ def _trained_alike(evaluation: Evaluation) -> tuple[object, ...]:
     if training.budget is not None:
         length = training.budget.asked
     drafter = evaluation.drafter, evaluation.parameters, evaluation.tree
-    return *drafter, evaluation.config, training.samples, training.view, length
+    data = training.samples, training.view
+    return *drafter, evaluation.config, *data, length
 
 
 def _repeats(values: Sequence[object]) -> bool:
@@ -181,8 +198,8 @@ def seed_rows(compared: Iterable[OverSeeds]) -> list[list[str]]:
     for at_temperature in compared:
         for drafter in at_temperature.drafters:
             row = [drafter.name, f"{drafter.temperature:g}"]
-            count = str(len(drafter.results))
-            row.append(f"{count}: {drafter.mismatch}" if drafter.mismatch else count)
+            count, mismatch = drafter.count, drafter.mismatch
+            row.append(f"{count}: {mismatch}" if mismatch else count)
             for rate in ("tau", at_temperature.speed):
                 row += _cells(at_temperature, drafter, rate)
             rows.append(row)

@@ -157,8 +157,9 @@ def served(results: Sequence[ServerResult]) -> list[list[str]]:
 def _server_row(result: ServerResult) -> list[str]:
     load = result.figures
     interval = load.intervals.get("speedup") if load.intervals else None
+    speedup = UNKNOWN if result.no_speedup else cell(load.speedup, interval)
     identical = f"{load.identical}/{load.compared}" if load.compared else UNKNOWN
-    against_baseline = [cell(load.speedup, interval), identical]
+    against_baseline = [speedup, identical]
     return _run_row(result.evaluation.name, load, load.server, against_baseline)
 
 

@@ -22,6 +22,7 @@ from vlmdistill.pipelines.bench.records import (
     Measurement,
     PromptKind,
     PromptResult,
+    Training,
 )
 from vlmdistill.pipelines.planning.explain import LEAST_OF_A_LAYER
 
@@ -97,6 +98,7 @@ def evaluate(
     )
     length = max(map(len, rates.values()))
     fields = {"drafter": "eagle2", "tree": f"chain-{length}", **changes}
+    fields.setdefault("training", Training(signature="s"))
     fields["max_new_tokens"] = 2 * CYCLES * (1 + length)
     evaluation = made_up.evaluation(name, measurement, **fields)
     records.write(evaluation, records.new_file(ROOT / "reports", name))
@@ -185,6 +187,17 @@ def test_a_warning_of_the_evaluation_is_told(capsys: Output) -> None:
     records.write(evaluation, records.new_file(ROOT / "reports", "mine"))
     warning = "its evaluation warns: it is not lossless"
     assert any(warning in line for line in symptoms(capsys))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"weights": "others"}, {"training": Training(signature="before")}]
+)
+def test_an_evaluation_of_other_weights_is_told(
+    changes: dict[str, Any], capsys: Output
+) -> None:
+    train()
+    evaluate({"image": GOOD}, **changes)
+    assert any("its evaluation warns: measured" in text for text in symptoms(capsys))
 
 
 def test_an_untrained_drafter_is_to_be_trained(capsys: Output) -> None:

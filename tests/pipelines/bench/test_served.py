@@ -15,12 +15,14 @@ import pytest
 
 from tests import tiny
 from tests.pipelines.bench.conftest import held_out
+from tests.pipelines.bench.made_up import SOFTWARE
 from tests.served_app import Served, serving
 from tests.stores import web
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.bench import server_client
 from vlmdistill.pipelines.bench.evaluate import Settings
+from vlmdistill.pipelines.bench.records import FORMAT, Leak
 from vlmdistill.pipelines.bench.served import ServerOptions, evaluate_server
 from vlmdistill.pipelines.bench.served_records import (
     ServedEvaluation,
@@ -33,7 +35,8 @@ from vlmdistill.pipelines.bench.served_records import (
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.metrics import ServingMetrics
 from vlmdistill.pipelines.endpoint.served_decoder import ServedDecoder, open_decoder
-from vlmdistill.pipelines.report.results import of_servers
+from vlmdistill.pipelines.report.results import ServerResult, of_servers
+from vlmdistill.pipelines.report.tables import served
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 TREE, PROMPTS, TOKENS = "chain-4", 8, "24"
@@ -377,6 +380,22 @@ def test_times_of_requests_fill_those_of_the_run(
     assert is_warned == (warned == 2 or (warned == 1 and concurrency == 1))
 
 
+@pytest.mark.parametrize(
+    ("first", "concurrency", "warned"),
+    [(0.5, 1, False), (0.4, 1, True), (0.4, 4, False)],
+)
+def test_a_baseline_that_is_slower_before_the_first_text_is_warned_of(
+    first: float, concurrency: int, warned: bool
+) -> None:
+    """It has other options than the server, or is another machine; requests at a time may wait."""
+    run = served_run(first_seconds=first)
+    load = ServedLoad(
+        temperature=0, concurrency=concurrency, server=run, baseline=served_run()
+    )
+    warnings = load_figures(load).warnings
+    assert any("first text" in text for text in warnings) == warned
+
+
 def chosen(run: ServerRun, *places: int) -> ServerRun:
     """Of these requests alone, and the seconds of these."""
     requests = tuple(run.requests[at] for at in places)
@@ -392,10 +411,71 @@ def test_a_speedup_of_chosen_requests_is_warned_of(places: tuple[int, ...]) -> N
         )
         return load_figures(load).warnings
 
+    def table(server: ServerRun) -> str:
+        load = ServedLoad(
+            temperature=0, concurrency=1, server=server, baseline=served_run()
+        )
+        return str(served([ServerResult(served_evaluation(load), load)])[0])
+
+    assert "1.00 (1.00-1.00)" in table(chosen(served_run(), *range(PROMPTS)))
+    assert "1.00" not in table(chosen(served_run(), *places))
     assert not warnings(chosen(served_run(), *range(PROMPTS)))
     assert any(
         "chosen prompts" in text for text in warnings(chosen(served_run(), *places))
     )
+
+
+def served_evaluation(*loads: ServedLoad, **changes: Any) -> ServedEvaluation:
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "name": "in-vllm",
+        "url": "http://127.0.0.1:8000",
+        "model": "demo",
+        "drafter": None,
+        "baseline": "http://127.0.0.1:8001",
+        "prompt_set": "hash",
+        "max_new_tokens": 64,
+        "seed": 0,
+        "measured": "2026-01-01 00:00:00",
+        "software": SOFTWARE,
+        "loads": loads,
+    }
+    return ServedEvaluation(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "has_speedup"),
+    [
+        ({}, None, True),  # a server that was running
+        ({"weights": "hash"}, "it is not known what it was trained on", True),
+        ({"leak": Leak(samples=9)}, None, True),
+        ({"leak": Leak(samples=9, unknown=2)}, "were not compared", True),
+        ({"leak": Leak(samples=9, alike=("1", "2"))}, "2 of these prompts", False),
+    ],
+)
+def test_what_a_served_drafter_has_seen_is_said(
+    changes: dict[str, Any], text: str | None, has_speedup: bool
+) -> None:
+    run = served_run()
+    load = ServedLoad(temperature=0, concurrency=1, server=run, baseline=run)
+    result = ServerResult(served_evaluation(load, **changes), load)
+    assert bool(result.warnings) == (text is not None)
+    assert text is None or text in result.warnings[0]
+    assert (served([result])[0][8] != "-") == has_speedup
+    assert bool(result.facts["not_ranked"]) != has_speedup
+
+
+def test_one_of_several_served_evaluations_is_called_that() -> None:
+    """So that none can be chosen by its speedup without a word."""
+    run = served_run()
+    load = ServedLoad(temperature=0, concurrency=1, server=run, baseline=run)
+    some = [
+        served_evaluation(load, measured=f"2026-01-0{day} 00:00:00")
+        for day in (1, 2, 3)
+    ]
+    (latest, *_) = of_servers(some)
+    assert any("one of 3 repeated evaluations" in text for text in latest.warnings)
+    assert of_servers(some[:1])[0].warnings == []
 
 
 def test_responses_beyond_the_limit_are_a_warning(workspace: Workspace) -> None:

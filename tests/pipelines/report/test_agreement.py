@@ -20,8 +20,10 @@ from tests.pipelines.bench.test_plants import (
 )
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import Leak, Measurement, PromptResult
+from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.page import read
+from vlmdistill.pipelines.report.results import Results
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 Plant = Callable[[Save, Measurement], object]
@@ -131,4 +133,23 @@ def test_no_speedup_beside_other_programs_is_bold(
     found = Formats(workspace, capsys)
     assert found.answer.level == "none"
     assert found.latex.count("textbf") == 3  # tau
+    assert "1.5" not in found.latex
+    assert all(row["not_ranked"] for row in [*found.csv, *found.json])
     assert found.status["speedup"] is None
+    shown = Results(selection.read(workspace.reports).drafter_results)
+    assert "most of the CPU" in shown._repr_html_()
+    assert "most of the CPU" in repr(shown[0])
+
+
+def test_no_speedup_by_the_clock_is_bold_where_cpu_seconds_rank(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shared(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.8 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.8 * one.drafted.seconds)
+        return replace(one, plain=plain, drafted=own)
+
+    save("wren", changed(of_two_sets(measured(noise=0.05)), shared))
+    found = Formats(workspace, capsys)
+    assert found.answer.ranking.speed == "cpu_speedup"
+    assert found.latex.count("textbf") == 3  # tau

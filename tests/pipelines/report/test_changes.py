@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
+from tests.pipelines.bench.test_plants import changed
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
     Calibration,
     Leak,
     Measurement,
+    PromptResult,
     TargetId,
     new_file,
     write,
@@ -177,6 +179,32 @@ def test_what_the_audit_doubts_is_no_change(
     save("b", "sparrow", measured(passes=31))
     found = compared()
     assert (found.drafters, [*found.refused]) == ([], ["sparrow"])
+
+
+def test_times_beside_other_programs_are_no_change(
+    save: Save, compared: Callable[[], Changes]
+) -> None:
+    def disturbed(one: PromptResult) -> PromptResult:
+        plain = dataclasses.replace(one.plain, cpu_seconds=0.3 * one.plain.seconds)
+        own = dataclasses.replace(one.drafted, cpu_seconds=0.3 * one.drafted.seconds)
+        return dataclasses.replace(one, plain=plain, drafted=own)
+
+    save("a", "sparrow", measured())
+    save("b", "sparrow", changed(measured(speedup=2.0), disturbed))
+    found = compared()
+    assert found.untimed == {"sparrow": ["B: other programs had most of the CPU"]}
+    assert found.changed == []
+
+
+def test_one_of_several_evaluations_is_called_that(
+    save: Save, compared: Callable[[], Changes], tmp_path: Path
+) -> None:
+    save("a")
+    save("b")
+    again = evaluation("sparrow", measured="2027-01-01 00:00:00")
+    write(again, tmp_path / "b" / "reports" / "again.json")
+    (one, _) = compared().drafters
+    assert one.warnings == ("B: it is one of 2 repeated evaluations",)
 
 
 def test_versions_and_drafters_that_differ_are_listed(

@@ -29,6 +29,7 @@ from tests.pipelines.bench.made_up import (
 )
 from tests.pipelines.report.html_page import Page, make
 from vlmdistill.cli.main import main
+from vlmdistill.drafters.checkpoints.description import WEIGHTS
 from vlmdistill.pipelines.bench.records import (
     FORMAT,
     Check,
@@ -704,6 +705,26 @@ def test_a_report_without_evaluations_names_the_command_to_run(
     ):
         make(workspace)
     assert not workspace.root.exists()
+
+
+def test_a_drafter_that_was_trained_again_is_said(
+    workspace: Workspace, save: Save
+) -> None:
+    """Unless there is a later evaluation of the present weights."""
+    folder = workspace.drafter("sparrow")
+    folder.mkdir(parents=True)
+    (folder / WEIGHTS).write_bytes(b"new")
+    present = hashlib.sha256(b"new").hexdigest()
+    save("sparrow", title="before", measured="2026-01-01 00:00:00", weights="old")
+
+    def said() -> bool:
+        (found,) = read(workspace).groups
+        return any("other weights" in text for text in found.warnings)
+
+    assert said()
+    later = {"title": "after", "measured": "2026-01-02 00:00:00"}
+    save("sparrow", stem="after", weights=present, **later)
+    assert not said()
 
 
 def test_evaluations_of_servers_are_a_section_of_their_own(

@@ -115,6 +115,7 @@ def test_a_doubted_seed_is_not_compared() -> None:
         ({"training": trained(4, samples=9000)}, "not trained alike"),
         ({"drafter": "msd"}, "not trained alike"),
         ({"tree": "chain-7"}, "not trained alike"),
+        ({"settings": "another learning rate"}, "not trained alike"),
     ],
 )
 def test_drafters_that_do_not_differ_by_their_seed_alone_have_no_mean(
@@ -122,9 +123,11 @@ def test_drafters_that_do_not_differ_by_their_seed_alone_have_no_mean(
 ) -> None:
     """One drafter five times would have no spread, and lead by any difference."""
     facts: list[dict[str, Any]] = [
-        {"training": trained(seed), "weights": f"{seed}" * 64} for seed in range(4)
+        {"training": trained(seed), "weights": f"{seed}" * 64, "settings": "same"}
+        for seed in range(4)
     ]
-    facts.append({"training": trained(4), "weights": "4" * 64, **changes})
+    last = {"training": trained(4), "weights": "4" * 64, "settings": "same"}
+    facts.append({**last, **changes})
     evaluations = [
         evaluation(f"x.s{seed}", of_seed(30), **{"drafter": "sparrow", **of_seed_facts})
         for seed, of_seed_facts in enumerate(facts)
@@ -186,6 +189,19 @@ def test_a_paper_has_a_row_for_each_method_and_none_for_a_seed(
     assert r"{\scriptsize$\pm$ 0.0" in bad
     assert r"\textsuperscript{*}" in bad
     assert r"\textsuperscript{*}" not in good
+
+
+def test_seeds_that_are_selected_are_some_of_all(
+    printed: Callable[..., str], workspace: Workspace
+) -> None:
+    """So that the best ones cannot be chosen without a word."""
+    some = ("--where", "drafter != 'bad.s1' and drafter != 'bad.s2'")
+    text = printed(*some)
+    (row,) = [line for line in text.splitlines() if line.startswith("bad  ")]
+    assert "3 of 5" in row
+    assert "bad (3 of 5 seeds)" in printed("--format", "latex", *some)
+    rows = json.loads(printed("--json", *some))["seeds"]
+    assert {row["of_seeds"] for row in rows} == {5}
 
 
 def test_json_has_the_numbers(printed: Callable[..., str]) -> None:
