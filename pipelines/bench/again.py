@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 PROMPTS = 8  # of each temperature, at most
-PLAIN = 2  # prompts that are decoded plainly as well
+PLAIN = 4  # prompts that are decoded plainly as well
 WARM_UP = 8  # tokens that are decoded before anything is measured
 
 
@@ -67,12 +67,13 @@ Calls = dict[str, tuple[Again, ...]]
 
 
 def repeated_prompts(evaluation: Evaluation) -> Iterator[RepeatedPrompt]:
-    """Some prompts of each temperature, by a hash of plain decoding's seconds.
+    """Some prompts of each temperature, by a hash of the seconds of all decodings.
 
-    So no drafter can know them while it decodes, and all drafters of a run have the same ones.
+    So no drafter can know them while it decodes, all drafters of a run have the same ones, and times that are
+    changed later choose others.
     """
     for measurement in evaluation.temperatures:
-        seconds = [prompt.plain.seconds for prompt in measurement.prompts]
+        seconds = [prompt.turn.seconds for prompt in measurement.prompts]
         numbers = sorted(
             range(len(seconds)), key=lambda number: content_hash([seconds, number])
         )
@@ -174,12 +175,12 @@ class _FreshTarget:
         return len(list(cycles)) - 1
 
     def _encoded(self, choice: RepeatedPrompt) -> tuple[Any, float]:
-        """A prompt, and the seconds of encoding it."""
+        """A prompt, and the CPU seconds of encoding it."""
         messages = self.prompt_of[choice.key].messages
-        encoded, elapsed, cpu_seconds = clocked(
+        encoded, _, cpu_seconds = clocked(
             lambda: self.target.encode(messages), self.target.device
         )
-        return encoded, cpu_seconds if self._on_cpu else elapsed
+        return encoded, cpu_seconds
 
     def _decoded_plainly(self, choice: RepeatedPrompt, limit: int) -> Timed:
         encoded, _ = self._encoded(choice)

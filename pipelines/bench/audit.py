@@ -11,7 +11,7 @@ from 0, the tokens are not samples of p. Some wrong tokens have a large surprise
 So it is with the counts of first, second, later and rare choices (`sampled.py`), which tell what one moment
 does not. The responses of both sides are as long, and sampled with the same seeds.
 
-The baseline is compared with the target's own steps, with the stock model's `generate`, and with the last
+The baseline is compared with the target's own steps, with the stock model's `generate`, and with the first
 evaluation of the same target on the same machine; the seconds of all decodings with the machine's clock.
 """
 
@@ -22,12 +22,13 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Final
 
 from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.again import PLAIN, repeated_prompts
 from vlmdistill.pipelines.bench.records import (
     LABELS,
     Again,
@@ -43,6 +44,7 @@ from vlmdistill.pipelines.bench.records import (
     Turn,
 )
 from vlmdistill.pipelines.bench.sampled import prompt_seed
+from vlmdistill.pipelines.bench.served_records import ServedEvaluation
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
     TOLERANCE,
@@ -53,18 +55,22 @@ from vlmdistill.stores.errors import DataError
 
 NAMED: Final = 3  # prompts that a finding names
 ERRORS: Final = 4.0  # standard errors that a sum over samples may be off
+ERRORS_OF_FEW: Final = 3.0  # likewise, besides a limit
 NATS: Final = 10.0  # besides: the sum is skewed, a single rare token is no finding
 TOKENS: Final = 3.0  # likewise, of counts
 SLOW_STEP: Final = 1.1
 """Plain decoding's step over the target's own, in pairs: honest ones have 0.98 to 1.04."""
 SLOW: Final = 1.15  # plain decoding over `generate`, and over earlier evaluations
 SLOW_SHARED: Final = 1.5  # likewise, where other programs had a part of the CPU
+FEW_STOCK: Final = 3
+"""Responses of `generate` below which the spread of its speed is not known,"""
+UNKNOWN_ERROR: Final = 0.15  # so that the logarithm of its mean has this error
 SLOW_BESIDE: Final = 1.3
 """A plain step beside drafters over one in another process, in which none is loaded; over the
 share of the CPU that the evaluation had."""
 STEPS: Final = 32  # of plain decoding that must be compared, at least
 LONG_ENCODING: Final = 3.0  # likewise, of encoding,
-ENCODING: Final = 0.05  # besides these seconds of each prompt
+ENCODING: Final = 0.05  # besides these CPU seconds of each prompt
 SLOW_READS: Final = 1.5
 """A step over that of an earlier evaluation, which was not measured beside it."""
 FAST_PACE: Final = 2.0
@@ -93,6 +99,7 @@ def failures(evaluation: Evaluation) -> list[str]:
         texts += _wrong_samples(measurement, where)
         texts += _wrong_clocks(measurement, where)
         texts += _wrong_seeds(evaluation, measurement, where)
+    texts += _not_repeated(evaluation)
     texts += _wrong_calls(evaluation)
     texts += _other_target(evaluation)
     return texts
@@ -300,6 +307,26 @@ def _wrong_seeds(
             yield f"{whose}{where} sampled with other seeds than those of the prompts: {_some(unexpected)}"
 
 
+def _not_repeated(evaluation: Evaluation) -> Iterator[str]:
+    """No prompts were decoded again, or others than the times of all decodings choose."""
+    if evaluation.not_again:
+        return
+    chosen = {
+        (prompt.temperature, prompt.key) for prompt in repeated_prompts(evaluation)
+    }
+    if chosen and not evaluation.again:
+        yield "no prompt was decoded again in a process that has seen no response"
+    decoded_plainly = sum(bool(again.plain_response) for again in evaluation.again)
+    if decoded_plainly < min(PLAIN, len(evaluation.again)):
+        return  # a record of a version that chose otherwise
+    repeated = {(again.temperature, again.key) for again in evaluation.again}
+    if chosen and repeated and repeated != chosen:
+        yield (
+            "the prompts that were decoded again are not those that the times of all decodings choose: these "
+            "times or the prompts were changed"
+        )
+
+
 def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
     """Prompts for which the process that decodes again needs another number of calls.
 
@@ -440,13 +467,13 @@ class _Ratio:
 
     pooled: float
     prompts: int
-    error: float  # of the logarithm
+    spread: float  # standard deviation of the logarithm over prompts
 
     @classmethod
     def of_steps(cls, prompts: Iterable[PromptResult]) -> "_Ratio":
         """Of responses with a second token, in CPU seconds on a CPU.
 
-        The error is from the lower half of the logarithms, which a few slow responses leave as it is.
+        The spread is from the lower half of the logarithms, which a few slow responses leave as it is.
         """
         seconds, bare_seconds, logarithms = 0.0, 0.0, []
         for prompt in prompts:
@@ -460,13 +487,14 @@ class _Ratio:
         middle = median(logarithms)
         below = [middle - value for value in logarithms if value <= middle]
         spread = NORMAL * median(below)
-        error = spread / len(logarithms) ** 0.5
-        return cls(seconds / bare_seconds, len(logarithms), error)
+        return cls(seconds / bare_seconds, len(logarithms), spread)
 
     def is_above(self, limit: float) -> bool:
         """Whether it is, and not by chance."""
-        allowed = limit * math.exp(ERRORS * self.error)
-        return self.prompts >= FEWEST and self.pooled > allowed
+        if self.prompts < FEWEST:
+            return False
+        error = self.spread / self.prompts**0.5
+        return self.pooled > limit * math.exp(ERRORS * error)
 
 
 def _decode_seconds(decoded: Decoding) -> float:
@@ -477,7 +505,7 @@ def _decode_seconds(decoded: Decoding) -> float:
 
 
 def _slow_target(evaluation: Evaluation) -> Iterator[str]:
-    """Plain decoding is slower than `generate`, or than in the last evaluation on this machine."""
+    """Plain decoding is slower than `generate`, or than in the first evaluation on this machine."""
     now, earlier = baseline(evaluation), evaluation.earlier
     if now.against_stock and now.against_stock < 1 / SLOW:
         yield f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast"
@@ -485,8 +513,7 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
     if earlier is None:
         return
     if now.against_stock and earlier.against_stock:
-        slow = SLOW_SHARED if _is_busy(evaluation) else SLOW
-        if now.against_stock * slow < earlier.against_stock:
+        if now.against_stock * _slow(evaluation, now, earlier) < earlier.against_stock:
             yield (
                 f"plain decoding is {now.against_stock:.2f} times as fast as model.generate, and was "
                 f"{earlier.against_stock:.2f} times as fast on {earlier.measured}"
@@ -498,19 +525,35 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
         )
 
 
+def _slow(evaluation: Evaluation, now: Baseline, earlier: Baseline) -> float:
+    """How many times as slow plain decoding must be than earlier, beside `generate`, to be in doubt."""
+    least = SLOW_SHARED if _is_busy(evaluation) else SLOW
+    error = math.hypot(now.error, earlier.error)
+    return least * math.exp(ERRORS_OF_FEW * error)
+
+
 def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
     """Plain steps take longer than in a process that has loaded no drafter yet."""
     calls, step, step_alone = 0, 0.0, 0.0
+    prompts = []
     for again, prompt in _decoded_twice(evaluation):
         if prompt.plain.calls and again.plain_step:
+            prompts.append(prompt)
             calls += prompt.plain.calls
             step += _decode_seconds(prompt.plain) / prompt.plain.calls
             step_alone += again.plain_step
     if calls < STEPS:
         return
+    every_prompt = [
+        prompt
+        for measurement in evaluation.temperatures
+        for prompt in measurement.prompts
+    ]
+    # Both processes vary as much as steps of this one do, and the other's in one moment all alike.
+    error = _Ratio.of_steps(every_prompt).spread * (1 + 1 / len(prompts)) ** 0.5
     # Beside other programs caches are theirs, too, and CPU seconds differ by as much.
     slow = SLOW_BESIDE / (_cpu_share(evaluation) or 1.0)
-    if step > slow * step_alone:
+    if step > slow * math.exp(ERRORS_OF_FEW * error) * step_alone:
         yield (
             f"a step of plain decoding takes {step / step_alone:.2f} times as long as in a process that has "
             "loaded no drafter"
@@ -540,8 +583,8 @@ def _long_encoding(evaluation: Evaluation) -> Iterator[str]:
             allowed += LONG_ENCODING * again.encoding + ENCODING
     if encoding > allowed:
         yield (
-            f"encoding prompts takes {encoding:.1f} seconds, and far less in a process that has loaded no "
-            "drafter: as if responses were prepared outside of the clock"
+            f"encoding prompts takes {encoding:.1f} CPU seconds, and far less in a process that has loaded "
+            "no drafter: as if responses were prepared outside of the clock"
         )
 
 
@@ -559,18 +602,20 @@ def _odd_times(evaluation: Evaluation) -> Iterator[str]:
 def _fast_pace(
     evaluation: Evaluation, measurement: Measurement, where: str
 ) -> Iterator[str]:
-    """Plain decoding is much faster than in the calibrations."""
+    """Plain decoding is much faster than in the calibrations, which decode the first prompt."""
     steps = [
         calibration.plain_step
         for calibration in evaluation.calibrations
         if calibration.plain_step
     ]
-    calls = sum(prompt.plain.calls for prompt in measurement.prompts)
-    seconds = sum(prompt.plain.decode_seconds for prompt in measurement.prompts)
-    if calls and steps and FAST_PACE * seconds / calls < min(steps):
+    plain = measurement.prompts[0].plain
+    if not plain.calls or not steps:
+        return
+    step = plain.decode_seconds / plain.calls
+    if FAST_PACE * step < min(steps):
         yield (
-            f"a step of plain decoding{where} takes {1e3 * seconds / calls:.2f} ms, and took "
-            f"{1e3 * min(steps):.2f} ms when the machine was calibrated"
+            f"a step of plain decoding{where} takes {1e3 * step:.2f} ms on the first prompt, and took "
+            f"{1e3 * min(steps):.2f} ms there when the machine was calibrated"
         )
 
 
@@ -658,7 +703,7 @@ def _rounds(number: int, turn: Turn) -> int | None:
     return None
 
 
-def leaked(evaluation: Evaluation) -> list[str]:
+def leaked(evaluation: Evaluation | ServedEvaluation) -> list[str]:
     """A finding if a drafter has seen so many prompts that its numbers say little of others."""
     leak = evaluation.leak
     if leak is None or len(leak.keys) <= LEAKED * len(evaluation.keys):
@@ -671,17 +716,23 @@ def unknown_training(evaluation: Evaluation) -> list[str]:
     """A finding if it is not known whether a drafter has seen the prompts in training."""
     leak = evaluation.leak
     if leak is None:
-        if not evaluation.parameters:
+        if not evaluation.parameters and evaluation.weights is None:
             return []  # there was no training
         return [
             "it is not known what it was trained on: it may have seen these prompts"
         ]
+    findings = []
     if leak.unknown:
-        return [
+        findings.append(
             f"{leak.unknown} of the {leak.samples} samples of its training are not prompts of this "
-            "workspace: their media and texts were not compared with these prompts"
-        ]
-    return []
+            "workspace, or their images cannot be read: they were not compared with these prompts"
+        )
+    samples = evaluation.training.samples
+    if leak.samples < samples:
+        findings.append(
+            f"it was trained on {samples} samples and lists {leak.samples}: it may have seen these prompts"
+        )
+    return findings
 
 
 def baseline(evaluation: Evaluation) -> Baseline:
@@ -693,14 +744,16 @@ def baseline(evaluation: Evaluation) -> Baseline:
     return Baseline(
         measured=evaluation.measured,
         against_stock=against_stock(evaluation),
+        error=_error_against_stock(evaluation),
         reads=min(reads, default=None),
     )
 
 
-def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
-    """The baseline of the last evaluation under the same conditions whose times are not in doubt.
+def first_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
+    """The baseline of the first evaluation under the same conditions whose times are not in doubt.
 
-    None if there is none. Records that cannot be read are passed over.
+    Beside the last one, plain decoding might become slower little by little. None if there is none. Records
+    that cannot be read are passed over.
     """
     conditions = Heading.of(evaluation).of_baseline
     before = []
@@ -709,7 +762,7 @@ def last_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
             heading = records.heading(file)
             if heading.of_baseline == conditions:
                 before.append((heading.measured, file))
-    for _, file in sorted(before, reverse=True):
+    for _, file in sorted(before):
         with suppress(DataError):
             past = records.read(file)
             if not _is_busy(past) and not doubts_of_run(past):
@@ -738,6 +791,29 @@ def against_stock(evaluation: Evaluation) -> float | None:
 
     In CPU seconds where both have them: other programs disturb the clock.
     """
+    plain, stock = _beside_stock(evaluation)
+    plain_pace = _pace(plain, stock)
+    stock_pace = _pace(stock, plain)
+    if not plain_pace or not stock_pace:
+        return None
+    return stock_pace / plain_pace
+
+
+def _error_against_stock(evaluation: Evaluation) -> float:
+    """The standard error of its logarithm over prompts."""
+    plain, stock = _beside_stock(evaluation)
+    logarithms = []
+    for own, generated in zip(plain, stock, strict=True):
+        pace, stock_pace = _pace([own], [generated]), _pace([generated], [own])
+        if pace and stock_pace:
+            logarithms.append(math.log(stock_pace / pace))
+    if len(logarithms) < FEW_STOCK:
+        return UNKNOWN_ERROR
+    return stdev(logarithms) / len(logarithms) ** 0.5
+
+
+def _beside_stock(evaluation: Evaluation) -> tuple[list[Decoding], list[Stock]]:
+    """The responses of plain decoding and of `generate` to the prompts that both responded to."""
     plain: list[Decoding] = []
     stock: list[Stock] = []
     for measurement in evaluation.temperatures:
@@ -745,11 +821,7 @@ def against_stock(evaluation: Evaluation) -> float | None:
             if prompt.stock is not None:
                 plain.append(prompt.plain)
                 stock.append(prompt.stock)
-    plain_pace = _pace(plain, stock)
-    stock_pace = _pace(stock, plain)
-    if not plain_pace or not stock_pace:
-        return None
-    return stock_pace / plain_pace
+    return plain, stock
 
 
 def _pace(

@@ -25,13 +25,14 @@ from vlmdistill.pipelines.bench.again import (
     decode_again,
     repeated_prompts,
 )
-from vlmdistill.pipelines.bench.audit import last_baseline
+from vlmdistill.pipelines.bench.audit import first_baseline
 from vlmdistill.pipelines.bench.calibration import calibrate
 from vlmdistill.pipelines.bench.plan import (
     Description,
     EvaluationPlan,
     held_out,
     oversized_trees,
+    settings_hash,
     trained_thinking,
 )
 from vlmdistill.pipelines.bench.records import (
@@ -184,7 +185,7 @@ class _EvaluationRun:
         return calibrate(self.target, self.target.encode(first.messages))
 
     def records(self) -> list[Evaluation]:
-        """A record for each decoder, with the baseline of the last evaluation under the same conditions."""
+        """A record for each decoder, with the baseline of the first evaluation under the same conditions."""
         calibrations = [
             prompt.calibration for prompt in self.decoded.values() if prompt.calibration
         ]
@@ -199,7 +200,7 @@ class _EvaluationRun:
             ]
             record = self._record(decoder, measured, calibrations, temperatures)
             evaluations.append(record)
-        earlier = last_baseline(self.plan.workspace.reports, evaluations[0])
+        earlier = first_baseline(self.plan.workspace.reports, evaluations[0])
         return [replace(evaluation, earlier=earlier) for evaluation in evaluations]
 
     def _record(
@@ -238,6 +239,7 @@ class _EvaluationRun:
             seed=settings.seed,
             measured=measured,
             asked=plan.asked,
+            settings=settings_hash(decoder.trained),
             calibrations=tuple(calibrations),
             temperatures=tuple(temperatures),
             title=plan.title,
@@ -258,7 +260,8 @@ def _conditions(
         "prompts": [prompt.key for prompt in plan.prompts],
         "target": [target.name, fingerprint, target.dtype_name, settings.how],
         "hardware": machine.name,
-        "software": plan.software.installed,
+        # Of a changed repository, prompts of both would be one evaluation.
+        "software": [plan.software.installed, plan.software.commit],
     }
 
 

@@ -20,6 +20,7 @@ from vlmdistill.pipelines.targets.software import Software, of_this_process
 from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
+from vlmdistill.stores.schema import content_hash
 
 SEARCH_PROMPTS = 32  # at most, of a search for the fastest tree
 
@@ -119,6 +120,14 @@ class EvaluationPlan:
             f"--tree auto needs prompts that are not evaluated, and all {len(evaluated)} are: give a lower "
             "--limit, or import more"
         )
+
+
+def settings_hash(drafter: Trained) -> str:
+    """A hash of its settings and data, without seed and number of steps: equal for seeds of one method."""
+    description = drafter.description
+    settings = {**description["config"]}
+    settings.pop("steps", None)  # of a time budget, each seed has its own
+    return content_hash([settings, description.get("training", {}).get("content")])
 
 
 def trained_thinking(described: dict[str, Description]) -> dict[str, Thinking]:

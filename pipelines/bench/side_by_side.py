@@ -104,7 +104,7 @@ class SideBySide:
             lambda: self.target.encode(prompt.messages), self.target.device
         )
         turn.other += elapsed
-        turn.encoding = cpu_seconds if self._on_cpu else elapsed
+        turn.encoding = cpu_seconds
         room = self.target.info.max_position - encoded.length
         limit = max(1, min(self.max_new_tokens, room))
         rounds = 1 if kind in self._warm else 2

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from vlmdistill.drafters.decoding.hardware import Hardware, Limits, Processor
+from vlmdistill.pipelines.bench.again import repeated_prompts
 from vlmdistill.pipelines.bench.records import (
     FORMAT,
+    Again,
     Agreement,
     Check,
     Decoding,
@@ -222,7 +224,27 @@ def evaluation(
         "asked": (),
         "calibrations": (),
     }
-    return Evaluation(**{**fields, **changes})
+    made = Evaluation(**{**fields, **changes})
+    if made.again or made.not_again:
+        return made
+    return dataclasses.replace(made, again=decoded_again(made))
+
+
+def decoded_again(made: Evaluation) -> tuple[Again, ...]:
+    """The prompts that an evaluation decodes again, with as many calls."""
+    prompt_of = {
+        (at.temperature, prompt.key): prompt
+        for at in made.temperatures
+        for prompt in at.prompts
+    }
+    return tuple(
+        Again(
+            key=chosen.key,
+            calls=prompt_of[chosen.temperature, chosen.key].drafted.calls,
+            temperature=chosen.temperature,
+        )
+        for chosen in repeated_prompts(made)
+    )
 
 
 def newest(reports: Path, name: str) -> Evaluation:

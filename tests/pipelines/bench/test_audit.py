@@ -233,7 +233,7 @@ def test_a_drafter_that_has_seen_the_response_is_exposed(
 def test_nobody_knows_before_which_prompts_are_decoded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are chosen by the times of plain decoding, at each temperature."""
+    """They are chosen by the times of all decodings, at each temperature."""
 
     def numbers(seed: int) -> dict[float, list[int]]:
         at = [made_up.measured(share, count=40) for share in (0.0, 1.0)]
@@ -244,7 +244,8 @@ def test_nobody_knows_before_which_prompts_are_decoded_again(
             for prompt in measurement.prompts:
                 plain = dataclasses.replace(prompt.plain, seconds=rng.random())
                 prompts.append(dataclasses.replace(prompt, plain=plain))
-            timed_at.append(dataclasses.replace(measurement, prompts=tuple(prompts)))
+            timed = dataclasses.replace(measurement, prompts=tuple(prompts))
+            timed_at.append(made_up.in_sequence(timed))
         by_temperature: dict[float, list[int]] = {0.0: [], 1.0: []}
         for choice in again.repeated_prompts(evaluation("wren", *timed_at)):
             by_temperature[choice.temperature].append(choice.number)

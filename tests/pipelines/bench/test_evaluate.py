@@ -27,6 +27,7 @@ from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
 from vlmdistill.drafters.lookahead import Window
 from vlmdistill.pipelines.bench import calibration, side_by_side
+from vlmdistill.pipelines.bench import plan as evaluation_plan
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
 from vlmdistill.pipelines.bench.records import Evaluation, new_file, write
 from vlmdistill.pipelines.bench.statistics import figures
@@ -35,6 +36,7 @@ from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.streaming.response import open_pair
 from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.targets.software import of_this_process
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -347,7 +349,7 @@ def test_a_tree_is_searched_for_on_prompts_that_are_not_evaluated(
 
 
 def test_an_interrupted_evaluation_continues_after_its_last_prompt(
-    workspace: Workspace, tmp_path: Path
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = Workspace(workspace.model, tmp_path)
     remarks: list[int] = []
@@ -378,6 +380,10 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
         dataclasses.replace(SETTINGS, how={"attention": "eager"}), lambda *_: None
     )  # likewise
     assert (eager.attention, eager.compiled) == ("eager", False)
+    with monkeypatch.context() as patch:
+        other_code = dataclasses.replace(of_this_process(), commit="other")
+        patch.setattr(evaluation_plan, "of_this_process", lambda: other_code)
+        changed = run(SETTINGS, lambda *_: None)  # likewise
     made = run(SETTINGS, lambda done, total, remark="": remarks.append(done))
     assert remarks == [1, 2, 1, *range(2, 7)]
     first = msgspec.json.decode(lines[0], type=Decoded).results["lookahead"]
@@ -390,7 +396,7 @@ def test_an_interrupted_evaluation_continues_after_its_last_prompt(
         for one in selection.read(elsewhere.reports).drafter_results
         if one.temperature
     ]
-    assert kept_there == [made, eager, fifth]
+    assert kept_there == [made, changed, eager, fifth]
     assert not list(elsewhere.reports.glob(".*"))
 
 

@@ -16,9 +16,11 @@ from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
 from tests.thorough import count
 from vlmdistill.cli.main import main
+from vlmdistill.pipelines.bench import again as repeating
 from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import (
     Again,
+    Baseline,
     Calibration,
     Decoding,
     Evaluation,
@@ -175,6 +177,21 @@ def test_responses_of_both_sides_that_are_cut_are_a_failure(
     assert warned == (room == 8)
 
 
+def test_an_evaluation_decodes_the_prompts_again_that_its_times_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what a drafter knows of the responses is not found, or times were changed."""
+    monkeypatch.setattr(repeating, "PROMPTS", 8)
+    made = evaluation("wren", measured(noise=0.05))
+    again = tuple(replace(each, plain_response="its own") for each in made.again)
+    assert audit.failures(replace(made, again=again)) == []
+    assert audit.failures(replace(made, again=()))
+    assert audit.failures(replace(made, again=(), not_again="out of memory")) == []
+    assert audit.failures(replace(made, again=again[1:]))
+    faster_machine = in_sequence(changed(made.temperatures[0], scaled(0.9)))
+    assert audit.failures(replace(made, again=again, temperatures=(faster_machine,)))
+
+
 @pytest.mark.parametrize("lost", [{"surprise": None}, {"ranks": ()}])
 def test_samples_that_were_not_compared_are_a_failure(lost: dict[str, Any]) -> None:
     honest = measured(1.0)
@@ -190,9 +207,26 @@ def test_prompts_that_were_not_checked_are_counted() -> None:
         plain = replace(one.plain, check=None)
         return drafted(replace(one, plain=plain), check=None)
 
-    made = evaluation("wren", changed(measured(), unread))
-    (found,) = group(of_drafters([made]))
-    assert "on 1 of 24 prompts" in found.verdict.text
+    made = evaluation("wren", changed(measured(), unread), measured="another time")
+    other = evaluation("msd", measured())
+    for evaluations in ([made], [made, other]):
+        (found,) = group(of_drafters(evaluations))
+        assert "wren: 1" in found.verdict.text
+        assert "all 24 prompts" not in found.verdict.text
+
+
+@pytest.mark.parametrize(("copies", "warned"), [(1, False), (2, False), (12, True)])
+def test_copies_of_one_prompt_are_said(copies: int, warned: bool) -> None:
+    """Each counts as another one, and the intervals shrink."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        number = int(one.key[1:])
+        response = f"{max(0, number - copies + 1)}"
+        return replace(one, plain=replace(one.plain, response=response))
+
+    made = evaluation("wren", changed(measured(), planted))
+    (result,) = of_drafters([made])
+    assert any("copies" in text for text in result.warnings) == warned
 
 
 def test_a_list_shows_no_number_in_doubt(
@@ -510,6 +544,20 @@ def test_a_lone_record_that_is_faster_than_the_machine_is_in_doubt() -> None:
     assert doubted(made)
 
 
+def test_steps_after_a_long_prompt_take_longer_than_all_others() -> None:
+    """The calibrations decode the first prompt, which may be a video."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        share = 1.5 if one.key == "k0" else 1.0
+        return replace(
+            one, plain=slower(share, one.plain), drafted=slower(share, one.drafted)
+        )
+
+    at = in_sequence(changed(measured(), planted))
+    slow = calibration(plain_step=2.2 * 0.0138, bare_step=2.2 * 0.0138)
+    assert not doubted(evaluation("wren", at, calibrations=(slow, slow)))
+
+
 @pytest.mark.parametrize("side", ["plain", "drafted"])
 def test_seconds_that_are_recorded_twice_must_agree(side: str) -> None:
     def planted(one: PromptResult) -> PromptResult:
@@ -598,6 +646,19 @@ def test_records_of_a_run_share_the_numbers_of_plain_decoding() -> None:
         assert len(beside) == 2 - count_ranked
 
 
+def test_records_of_a_run_share_all_of_plain_decoding() -> None:
+    """On a busy CPU its CPU seconds rank the drafters."""
+    at = beside_others(measured(noise=0.05))
+
+    def planted(one: PromptResult) -> PromptResult:
+        cpu_seconds = 1.3 * (one.plain.cpu_seconds or 0)
+        return replace(one, plain=replace(one.plain, cpu_seconds=cpu_seconds))
+
+    for other, doubts in ((at, False), (changed(at, planted), True)):
+        (ranking,) = rank([evaluation("wren", at), evaluation("sparrow", other)])
+        assert all(bool(result.beside) == doubts for result in ranking.results)
+
+
 def test_records_of_a_run_share_the_times_of_all_decodings() -> None:
     """Here those of two drafters and plain decoding: one record was changed, its turns as well."""
 
@@ -655,6 +716,27 @@ def test_a_slow_path_in_the_target_is_in_doubt(slower: float) -> None:
     assert before.against_stock == pytest.approx(1.66)
     assert not doubted(evaluation("wren", honest, earlier=before))
     assert doubted(evaluation("wren", slow, earlier=before))
+
+
+@pytest.mark.parametrize(
+    ("slower", "doubts"), [(1.0, False), (1.25, False), (2.5, True)]
+)
+def test_a_machine_of_uneven_speed_is_no_slow_target(
+    slower: float, doubts: bool
+) -> None:
+    """As a virtual one, whose steps vary by a seventh though it has its CPU."""
+
+    def of_six(seed: int, share: float) -> Evaluation:
+        draw = np.random.default_rng(seed)
+
+        def planted(one: PromptResult) -> PromptResult:
+            noise = float(np.exp(draw.normal(0, 0.2)))
+            return generated(1.5 * 1.66 / share * noise)(one)
+
+        return evaluation("wren", changed(measured(count=6), planted))
+
+    before = audit.baseline(of_six(0, 1.0))
+    assert doubted(replace(of_six(1, slower), earlier=before)) == doubts
 
 
 def without_a_drafter(at: Measurement, share: float) -> tuple[Again, ...]:
@@ -738,11 +820,11 @@ def test_an_evaluation_beside_other_programs_is_no_baseline(
 
     honest = changed(measured(), generated(1.5 * 1.66))
     disturbed = beside_others(changed(measured(), generated(1.5 * 2.2)))
-    save("wren", honest, stem="a", measured="2026-01-01 00:00:00")
-    save("wren", disturbed, stem="b", measured="2026-01-02 00:00:00")
-    found = audit.last_baseline(workspace.reports, evaluation("wren", honest))
+    save("wren", disturbed, stem="a", measured="2026-01-01 00:00:00")
+    save("wren", honest, stem="b", measured="2026-01-02 00:00:00")
+    found = audit.first_baseline(workspace.reports, evaluation("wren", honest))
     assert found is not None
-    assert found.measured == "2026-01-01 00:00:00"
+    assert found.measured == "2026-01-02 00:00:00"
     faster = replace(found, against_stock=2.2)
     assert audit.slow_baseline(evaluation("wren", honest, earlier=faster))
     busy = beside_others(honest)
@@ -759,22 +841,36 @@ def test_a_slow_step_is_in_doubt_where_generate_was_not_timed() -> None:
     assert doubted(replace(honest, calibrations=(slow,), earlier=before))
 
 
-def test_the_earlier_evaluation_is_the_last_sound_one_of_the_same_machine(
+def test_the_earlier_evaluation_is_the_first_sound_one_of_the_same_machine(
     workspace: Workspace, save: Save
 ) -> None:
+    """So plain decoding cannot become slower little by little."""
+
     def at(seconds: float) -> Measurement:
         return changed(measured(), generated(seconds))
 
-    save("wren", at(2.4), stem="a", measured="2026-01-01 00:00:00")
+    def found_for(seconds: float) -> Baseline:
+        made = evaluation("sparrow", at(seconds))
+        found = audit.first_baseline(workspace.reports, made)
+        assert found is not None
+        return found
+
+    broken = (calibration(step_ratio=1.5),)
+    save("wren", at(2.6), measured="2025-12-31 00:00:00", calibrations=broken)
+    other = {"measured": "2026-01-01 00:00:00", "hardware": "another"}
+    save("wren", at(2.6), stem="a", **other)
     save("wren", at(2.5), stem="b", measured="2026-01-02 00:00:00")
-    save("wren", at(2.0), stem="c", measured="2026-01-03 00:00:00", hardware="another")
+    first = found_for(2.2)
+    assert first.measured == "2026-01-02 00:00:00"
+    assert first.against_stock == pytest.approx(2.5 / 1.5)
+    for number, seconds in enumerate((2.2, 1.95, 1.7)):
+        found = found_for(seconds)
+        assert found == first
+        made = evaluation("wren", at(seconds), earlier=found)
+        assert doubted(made) == (seconds < 2.17)
+        moment = f"2026-01-0{3 + number} 00:00:00"
+        save("wren", at(seconds), stem=f"c{number}", measured=moment, earlier=found)
     slow = at(1.6)
-    found = audit.last_baseline(workspace.reports, evaluation("sparrow", slow))
-    assert found is not None
-    assert found.measured == "2026-01-02 00:00:00"
-    assert found.against_stock == pytest.approx(2.5 / 1.5)
-    save("wren", slow, stem="d", measured="2026-01-04 00:00:00", earlier=found)
-    assert audit.last_baseline(workspace.reports, evaluation("sparrow", slow)) == found
     others: tuple[dict[str, Any], ...] = (
         {"dtype": "bfloat16"},
         {"max_new_tokens": 12},
@@ -782,7 +878,7 @@ def test_the_earlier_evaluation_is_the_last_sound_one_of_the_same_machine(
     )
     for other in others:  # the share of the prefill is another
         assert (
-            audit.last_baseline(workspace.reports, evaluation("msd", slow, **other))
+            audit.first_baseline(workspace.reports, evaluation("msd", slow, **other))
             is None
         )
 
@@ -836,12 +932,20 @@ def test_sampled_responses_of_other_lengths_are_a_failure(factor: float) -> None
     )
 
 
-@pytest.mark.parametrize("leak", [None, Leak(samples=4200, unknown=1)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"leak": None},
+        {"leak": None, "parameters": 0, "weights": "of its buffers"},
+        {"leak": Leak(samples=4200, unknown=1)},
+        {"leak": Leak(samples=4199)},
+    ],
+)
 def test_what_is_not_known_of_the_training_data_is_said(
-    leak: Leak | None, workspace: Workspace, save: Save
+    changes: dict[str, Any], workspace: Workspace, save: Save
 ) -> None:
-    """The list of samples is lost, or names samples of another workspace."""
-    save("wren", measured(), leak=leak)
+    """The list of samples is lost or shortened, or names samples of another workspace."""
+    save("wren", measured(), **changes)
     (found,) = read(workspace).groups
     assert found.warnings
     assert answers(found)[0].level == "unsure"
