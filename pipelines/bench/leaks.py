@@ -8,6 +8,7 @@ first questions are, but for case, blanks and punctuation.
 Shapes: P images, C channels of the pixels of a thumbnail, D of a larger one.
 """
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,9 @@ saved as JPEG at a quality of 75 differs by 0.09 at most, one without its first 
 the size by 0.17.
 """
 CROWD: Final = 3  # images that look like one, from which on details decide
-NEAREST: Final = 64  # of them whose details are compared, at most
+NEAREST: Final = (
+    64  # of them, of the training and of the evaluation, whose details are compared
+)
 DETAIL_SIDE: Final = 64  # pixels of a thumbnail with details
 COPIED: Final = 0.45
 """How far details of a copy may differ, as a share of the median over images that look alike.
@@ -126,8 +129,10 @@ class _Seen:
         trained_thumbnails = _thumbnails(self.image_keys)
         for file in self.image_keys.keys() - trained_thumbnails.keys():
             self.unread |= self.image_keys[file]
+        shown_images = _Images(shown_thumbnails)
+        trained_images = _Images(trained_thumbnails)
         copies_of = {
-            file: _copies(file, shown_thumbnails, trained_thumbnails)
+            file: _copies(file, shown_images, trained_images)
             for file in shown_thumbnails
         }
         for key, file in shown:
@@ -136,39 +141,40 @@ class _Seen:
         return seen_with
 
 
-def _copies(
-    file: Path, shown: Mapping[Path, Pixels], trained: Mapping[Path, Pixels]
-) -> list[Path]:
-    """The images of the training that are the same as a shown one, by thumbnails of all of both."""
-    pixel_C = shown[file]
-    copies = _alike(pixel_C, trained)
-    others = [other for other in _alike(pixel_C, shown) if other != file]
-    crowd = list(dict.fromkeys([*copies, *others]))
-    if len(crowd) < CROWD:
+class _Images:
+    """Images with their thumbnails."""
+
+    def __init__(self, thumbnails: Mapping[Path, Pixels]) -> None:
+        self.thumbnails = thumbnails
+        self._files = [*thumbnails]
+        self._pixels_PC = np.array([*thumbnails.values()], np.uint8)
+
+    def alike(self, thumbnail_C: Pixels) -> list[Path]:
+        """The images whose thumbnails are like this one, the nearest first."""
+        if not self._files:
+            return []
+        places = np.flatnonzero(same_image(thumbnail_C, self._pixels_PC))
+        files = [self._files[place] for place in places]
+        files.sort(key=lambda file: _distance(thumbnail_C, self.thumbnails[file]))
+        return files
+
+
+def _copies(file: Path, shown: _Images, trained: _Images) -> list[Path]:
+    """The images of the training that are the same as a shown one."""
+    thumbnail_C = shown.thumbnails[file]
+    copies = trained.alike(thumbnail_C)
+    relatives = [other for other in shown.alike(thumbnail_C) if other != file]
+    if not copies or len({*copies, *relatives}) < CROWD:
         return copies
-    every_thumbnail = {**shown, **trained}
-    crowd.sort(key=lambda other: _distance(pixel_C, every_thumbnail[other]))
-    details = _thumbnails([file, *crowd[:NEAREST]], DETAIL_SIDE)
+    crowd = dict.fromkeys([*copies[:NEAREST], *relatives[:NEAREST]])
+    details = _thumbnails([file, *crowd], DETAIL_SIDE)
     distance_of = {
         other: _distance(details[file], details[other])
         for other in crowd
         if other in details
     }
     farthest = COPIED * float(np.median([*distance_of.values()]))
-    return [
-        other
-        for other, distance in distance_of.items()
-        if distance <= farthest and other in trained
-    ]
-
-
-def _alike(pixel_C: Pixels, thumbnails: Mapping[Path, Pixels]) -> list[Path]:
-    """The files whose thumbnails are like this one."""
-    if not thumbnails:
-        return []
-    same_P = same_image(pixel_C, np.array([*thumbnails.values()], np.uint8))
-    files = [*thumbnails]
-    return [files[place] for place in np.flatnonzero(same_P)]
+    return [other for other in copies if distance_of.get(other, math.inf) <= farthest]
 
 
 def _distance(pixel_D: Pixels, other_D: Pixels) -> float:
