@@ -316,7 +316,7 @@ class _Evidence:
         if self.result is None or self.result.figures.missed:
             return
         stale = other_weights(self.result, self.facts, self.trained.folder)
-        warnings = [*stale, doubt_of(self.result), *self.result.figures.warnings]
+        warnings = [doubt_of(self.result), *stale, *self.result.figures.warnings]
         for warning in [*filter(None, warnings)][:1]:
             yield Symptom(
                 f"its evaluation warns: {warning}", f"vlmdistill eval {self.name}"
