@@ -809,7 +809,7 @@ def _error_against_stock(evaluation: Evaluation) -> float:
             logarithms.append(math.log(stock_pace / pace))
     if len(logarithms) < FEW_STOCK:
         return UNKNOWN_ERROR
-    return stdev(logarithms) / len(logarithms) ** 0.5
+    return stdev(logarithms) / math.sqrt(len(logarithms))
 
 
 def _beside_stock(evaluation: Evaluation) -> tuple[list[Decoding], list[Stock]]:
