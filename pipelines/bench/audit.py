@@ -550,7 +550,7 @@ def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
         for prompt in measurement.prompts
     ]
     # Both processes vary as much as steps of this one do, and the other's in one moment all alike.
-    error = _Ratio.of_steps(every_prompt).spread * (1 + 1 / len(prompts)) ** 0.5
+    error = _Ratio.of_steps(every_prompt).spread * math.sqrt(1 + 1 / len(prompts))
     # Beside other programs caches are theirs, too, and CPU seconds differ by as much.
     slow = SLOW_BESIDE / (_cpu_share(evaluation) or 1.0)
     if step > slow * math.exp(ERRORS_OF_FEW * error) * step_alone:
