@@ -11,7 +11,7 @@ from vlmdistill.pipelines.workspace import versions
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import FOR_USER, one_line
 
-FEWEST = 16  # samples of each version, before they are compared
+FEWEST = 16  # requests of each version, before they are compared
 SURE = 3.0  # standard errors
 log = logging.getLogger("vlmdistill.pipelines")
 
@@ -29,12 +29,13 @@ class Withdrawal:
 class Trials:
     """The version in use, and the tokens for each call of the target of each version, by sample.
 
-    `size` samples of a new version decide whether it stays.
+    `size` samples of a new version decide whether it stays; `fewest` of each version are compared.
     """
 
     name: str  # of the drafter whose versions these are
     current: str | None
     size: int = 64
+    fewest: int = FEWEST
     swaps: int = 0
     rollbacks: int = 0
     refused: set[str] = field(default_factory=set)
@@ -84,7 +85,10 @@ class Trials:
             before = self._before
             if before is None or version != self.current:
                 return None
-            why = less(samples, self._samples.get(before, ()))
+            why = ""
+            samples_before = self._samples.get(before, ())
+            if min(len(samples), len(samples_before)) >= self.fewest:
+                why = less(samples, samples_before)
             if not why:
                 if len(samples) == self.size:
                     self._before = None  # it stays
@@ -138,8 +142,6 @@ def less(new: Sequence[float], old: Sequence[float]) -> str:
 
     The two met different requests, so that their means are compared by Welch's standard error.
     """
-    if min(len(new), len(old)) < FEWEST:
-        return ""
     new_error, old_error = variance(new) / len(new), variance(old) / len(old)
     standard_error = (new_error + old_error) ** 0.5
     if fmean(old) - fmean(new) <= SURE * standard_error:

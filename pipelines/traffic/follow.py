@@ -16,6 +16,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import VlmdistillError
 
 DRAFTS = 64  # of a sample of what is accepted
+FEWEST = 8  # samples of each version: those of many drafts vary less than requests do
 T = TypeVar("T")
 START = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
@@ -43,10 +44,12 @@ class Follower:
         self.workspace, self.dtype = workspace, dtype
         self._server = ServerClient(url)
         self._loop = asyncio.Runner()
-        self.trials = Trials(name, None, trial)
+        self.trials = Trials(name, None, trial, FEWEST)
         self._read: Counters = {}
         self._loaded: str | None = None
         """The version with which the server drafts, where that is known."""
+        self._stale = False
+        """The server may have entries of another version in its prefix cache."""
 
     def __enter__(self) -> Self:
         return self
@@ -68,6 +71,8 @@ class Follower:
         if current and gained is not None:
             self.trials.add(current, gained)
         self.trials.tell(self.workspace)
+        if self._stale:
+            self._empty_cache()
         wanted = self.trials.wanted(self.workspace) or self.trials.current
         if wanted is None or wanted == self._loaded:
             return
@@ -91,10 +96,17 @@ class Follower:
             self._loaded = before
             return False
         self._loaded = version
-        # The prefix cache has entries of the drafter, too.
-        self._wait(self._server.request("POST", "reset_prefix_cache"))
         self._read = self._wait(self._server.counters())
+        self._empty_cache()
         return True
+
+    def _empty_cache(self) -> None:
+        """Forget the entries of the version before; vLLM reads running requests, which hold some, again."""
+        is_cached = bool(self._read.get(("prompt_tokens", 0)))
+        if is_cached:
+            path = "reset_prefix_cache?reset_running_requests=true"
+            response = self._wait(self._server.request("POST", path))
+            self._stale = response.status_code != 200
 
     def _wait(self, answer: Coroutine[Any, Any, T]) -> T:
         return self._loop.run(answer)

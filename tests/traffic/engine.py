@@ -36,6 +36,7 @@ MORE = (
     f"{PLUGIN}.recording.Recording",
     "--worker-extension-cls",
     f"{PLUGIN}.swap.Swap",
+    *("--enable-prefix-caching", "--block-size", "32"),
 )
 pytestmark = [
     pytest.mark.slow,
@@ -63,10 +64,11 @@ class Running:
     def counters(self) -> Counters:
         return parse(httpx2.get(f"{self.url}/metrics").text)
 
-    def accepted_per_draft(self) -> float:
-        """Of all requests, one after another; their responses are the target's."""
+    def accepted_per_draft(self, asked: int | None = None) -> float:
+        """Of the first requests or all, one after another; their responses are the target's."""
         before = self.counters()
-        assert list(map(text, self.ask(self.bodies))) == self.plain
+        responses = [text(response) for response in self.ask(self.bodies[:asked])]
+        assert responses == self.plain[:asked]
         found = between(before, self.counters())
         assert found.drafts
         return (found.accepted or 0) / found.drafts
@@ -155,6 +157,8 @@ def test_what_is_recorded_adapts_the_drafter_and_is_taken_over(
 def test_responses_do_not_change_while_drafters_are_swapped_ten_times(
     running: Running,
 ) -> None:
+    """Nor does what the last one accepts: no entry of another is left in the prefix cache."""
+    before = running.accepted_per_draft(24)
     said = list[str]()
     with (
         Follower(
@@ -175,11 +179,14 @@ def test_responses_do_not_change_while_drafters_are_swapped_ten_times(
             said += map(text, answering.result())
         assert follower.trials.swaps == 11
     assert said == (running.plain * 3)[:200]
+    assert running.accepted_per_draft(24) == pytest.approx(before, rel=0.01)
+    assert running.counters()["cached_tokens", 0] > 0
     assert versions.current(running.workspace, "hawk") == "hawk.r1"
 
 
 def test_a_version_that_accepts_less_is_withdrawn(running: Running) -> None:
     work, asked = running.workspace, 0
+    assert versions.current(work, "hawk") == "hawk.r1"  # as the first test leaves it
     shutil.copytree(work.drafter("hawk"), work.drafter("hawk.r2"))
     with Follower(work, "hawk", running.url, dtype="float32") as follower:
         follower.look()

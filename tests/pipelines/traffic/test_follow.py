@@ -12,7 +12,6 @@ from tests import tiny
 from tests.drafters import synthetic
 from tests.stores.web import serving
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.endpoint.trial import FEWEST
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.traffic.follow import DRAFTS, Follower, FollowError
 from vlmdistill.pipelines.workspace import versions
@@ -25,11 +24,12 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.loaded, self.refusal, self.status = list[str](), "", 200
-        self.drafts, self.accepted = 1000, 3000
+        self.emptied, self.empties = list[str](), 200
+        self.drafts, self.accepted, self.looked_up = 1000, 3000, 0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
-    def drafted(self, accepted: int) -> None:
-        self.drafts, self.accepted = self.drafts + DRAFTS, self.accepted + accepted
+    def drafted(self, accepted: int, drafts: int = DRAFTS) -> None:
+        self.drafts, self.accepted = self.drafts + drafts, self.accepted + accepted
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -37,25 +37,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         counters = {
-            "num_drafts": self.server.drafts,
-            "num_accepted_tokens": self.server.accepted,
+            "generation_tokens": self.server.accepted,
+            "spec_decode_num_drafts": self.server.drafts,
+            "spec_decode_num_accepted_tokens": self.server.accepted,
+            "prefix_cache_queries": self.server.looked_up,
         }
-        lines = [
-            f"vllm:spec_decode_{name}_total {value}.0\n"
-            for name, value in counters.items()
-        ]
-        self.answer(
-            200,
-            "".join(
-                [f"vllm:generation_tokens_total {self.server.accepted}.0\n", *lines]
-            ),
-        )
+        lines = [f"vllm:{name}_total {value}.0\n" for name, value in counters.items()]
+        self.answer(200, "".join(lines))
 
     def do_POST(self) -> None:
         body = json.loads(
             self.rfile.read(int(self.headers.get("content-length") or 0)) or "null"
         )
         server = self.server
+        if self.path.startswith("/reset_prefix_cache"):
+            server.emptied.append(self.path)
+            return self.answer(server.empties, '{"success": true}')
         if server.status == 200 and self.path == "/collective_rpc":
             assert body["method"] == "load_drafter"
             if not server.refusal:
@@ -93,21 +90,24 @@ def workspace(tmp_path: Path) -> Workspace:
     return here
 
 
+def publish(workspace: Workspace, version: str) -> None:
+    versions.record(workspace, "hawk", version, base="hawk", published=True, why="test")
+
+
 def test_a_server_gets_the_version_in_use_and_the_one_before_if_that_accepts_less(
     workspace: Workspace, server: Server
 ) -> None:
+    """Eight looks at each are enough, however many drafts are between two looks."""
     with Follower(workspace, "hawk", server.url, dtype="float32") as follower:
         follower.look()
-        for number in range(FEWEST):
-            server.drafted(accepted=3 * DRAFTS + number % 2)
+        for number in range(8):
+            server.drafted(accepted=600 + number % 2, drafts=200)
             follower.look()
         assert server.loaded == ["hawk"]
-        versions.record(
-            workspace, "hawk", "hawk.r1", base="hawk", published=True, why="test"
-        )
+        publish(workspace, "hawk.r1")
         follower.look()
         assert server.loaded == ["hawk", "hawk.r1"]
-        for number in range(FEWEST - 1):
+        for number in range(7):
             server.drafted(accepted=DRAFTS + number % 2)
             follower.look()
         server.drafted(accepted=DRAFTS)
@@ -121,6 +121,24 @@ def test_a_server_gets_the_version_in_use_and_the_one_before_if_that_accepts_les
     last = versions.rounds(workspace, "hawk")[-1]
     assert (versions.current(workspace, "hawk"), last.base) == ("hawk", "hawk.r1")
     assert "tokens for each call" in last.why
+
+
+def test_a_prefix_cache_forgets_the_version_before_although_requests_run(
+    workspace: Workspace, server: Server
+) -> None:
+    call = "/reset_prefix_cache?reset_running_requests=true"
+    with Follower(workspace, "hawk", server.url, dtype="float32") as follower:
+        follower.look()
+        assert server.emptied == []  # nothing was looked up in a prefix cache
+        server.looked_up = 100
+        publish(workspace, "hawk.r1")
+        server.empties = 500
+        follower.look()
+        assert server.loaded == ["hawk", "hawk.r1"]
+        server.empties = 200
+        follower.look()
+        follower.look()
+    assert server.emptied == [call, call]
 
 
 def test_a_server_that_was_restarted_gets_its_version_again(
