@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace as changed
 
-from tests.engines.serving import Served, noise, v2_runner
+from tests.engines.serving import Served, check_caching, noise, v2_runner
 from vlmdistill.pipelines.cluster.engine_environment import engine_python
 
 __all__ = ["v2_runner"]
@@ -55,6 +55,12 @@ def test_a_prompt_read_in_several_steps_drafts_the_same(
     found = served.check(name, changed(served.job, step_tokens=16, batch=3), prompts=10)
     assert found.identical == found.prompts
     assert found.engine == found.ours
+
+
+def test_prompts_from_the_prefix_cache_draft_the_same_and_so_they_do_after_a_reset(
+    served: Served,
+) -> None:
+    check_caching("dflash:whole", served)
 
 
 @pytest.mark.parametrize("name", ["dflash:whole", "dflash:text"])

@@ -12,6 +12,7 @@ import torch
 from msgspec import Struct
 from PIL import Image
 
+from tests.operators import Operators
 from vlmdistill.pipelines.cluster.engine_environment import engine_python
 from vlmdistill.pipelines.media.frames import read
 from vlmdistill.pipelines.media.images import upright
@@ -69,11 +70,24 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     whole_images: bool = False
     """All visual tokens of an image in one step."""
     prefix_caching: bool = False
+    """With it, all questions are asked again, and once more after a reset of the cache."""
     tensor_parallel: int = 1
     """Processes that share each layer."""
     blocks: int = 0
     """Of the KV cache, which makes vLLM preempt requests if they are few; 0: as many as fit."""
     plugin: bool = True
+    operators: bool = False
+    """Count the operators of each draft."""
+
+
+class Repeat(Struct, frozen=True):
+    """The same questions, asked again."""
+
+    responses: list[list[int]]
+    drafts: int
+    accepted: int
+    cached: int
+    """Tokens of prompts that were in the prefix cache."""
 
 
 class EngineOutcome(Struct, frozen=True, kw_only=True):
@@ -91,6 +105,10 @@ class EngineOutcome(Struct, frozen=True, kw_only=True):
     preempted: int
     """Times that a request lost its KV cache and was read again."""
     versions: dict[str, str]
+    repeats: list[Repeat]
+    """With a prefix cache: from it, and after it was emptied."""
+    operators: list[int]
+    """Of each draft, if they are counted."""
 
 
 def run(job: EngineJob) -> EngineOutcome:
@@ -149,6 +167,7 @@ def generate(job: EngineJob) -> EngineOutcome:
         long_prefill_token_threshold=job.step_tokens,
         disable_chunked_mm_input=job.whole_images,
         enable_prefix_caching=job.prefix_caching,
+        block_size=32 if job.prefix_caching else None,  # 128 on a CPU: too long
         tensor_parallel_size=job.tensor_parallel,
         num_gpu_blocks_override=job.blocks or None,
         max_model_len=512 if job.blocks else None,  # one such request fits
@@ -179,9 +198,17 @@ def generate(job: EngineJob) -> EngineOutcome:
             before = _drafts(engine)
         for refused in engine.collective_rpc("load_drafter", args=(job.drafter,)):
             assert not refused, refused
+    operators = list[int]()
+    if job.operators:
+        engine.collective_rpc(partial(_count, counts=operators))
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     counted: dict[str, Any] = {one.name: one for one in engine.get_metrics()}
     drafts, accepted = _drafts(engine) if job.drafter else (0, 0)
+    repeats = list[Repeat]()
+    if job.prefix_caching:
+        repeats.append(_again(engine, prompts, sampling))
+        assert engine.reset_prefix_cache()
+        repeats.append(_again(engine, prompts, sampling))
     return EngineOutcome(
         prompts=[list(one.prompt_token_ids) for one in outputs],
         responses=[list(one.outputs[0].token_ids) for one in outputs],
@@ -190,21 +217,57 @@ def generate(job: EngineJob) -> EngineOutcome:
         accepted_at=counted["vllm:spec_decode_num_accepted_tokens_per_pos"].values
         if job.drafter
         else [],
-        preempted=counted["vllm:num_preemptions"].value,
+        preempted=_value(engine, "vllm:num_preemptions"),
         versions={
             "vllm": vllm.__version__,
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
         },
+        repeats=repeats,
+        operators=operators,
     )
+
+
+def _count(worker: Any, counts: list[int]) -> None:
+    """Note the operators of each draft from now on."""
+    drafter = worker.model_runner.drafter
+    propose = drafter.propose
+
+    def counted(*args: Any, **named: Any) -> Any:
+        with Operators() as operators:  # type: ignore[no-untyped-call]
+            drafted = propose(*args, **named)
+        counts.append(operators.count)
+        return drafted
+
+    drafter.propose = counted
+
+
+def _again(engine: Any, prompts: list[dict[str, Any]], sampling: Any) -> Repeat:
+    """Ask all questions again, and count."""
+    hits = "vllm:prefix_cache_hits"
+    drafts, accepted = _drafts(engine)
+    cached = _value(engine, hits)
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    drafts_after, accepted_after = _drafts(engine)
+    return Repeat(
+        responses=[list(output.outputs[0].token_ids) for output in outputs],
+        drafts=drafts_after - drafts,
+        accepted=accepted_after - accepted,
+        cached=_value(engine, hits) - cached,
+    )
+
+
+def _value(engine: Any, name: str) -> int:
+    """A counter of the engine."""
+    (value,) = (one.value for one in engine.get_metrics() if one.name == name)
+    return int(value)
 
 
 def _drafts(engine: Any) -> tuple[int, int]:
     """Drafts so far, and accepted tokens."""
-    counted = {one.name: one for one in engine.get_metrics()}
     return (
-        counted["vllm:spec_decode_num_drafts"].value,
-        counted["vllm:spec_decode_num_accepted_tokens"].value,
+        _value(engine, "vllm:spec_decode_num_drafts"),
+        _value(engine, "vllm:spec_decode_num_accepted_tokens"),
     )
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -270,6 +271,37 @@ def test_requests_that_were_preempted_respond_the_same(served: Served) -> None:
     assert found.accepted > 0
 
 
+@pytest.mark.parametrize("name", ["eagle2", "eagle3", "msd", "medusa"])
+def test_prompts_from_the_prefix_cache_draft_the_same_and_so_they_do_after_a_reset(
+    name: str, served: Served
+) -> None:
+    """The target's states of a cached prefix are not computed again: its entries must be those of eval."""
+    check_caching(name, served)
+
+
+def check_caching(name: str, served: Served) -> None:
+    """Ask questions, ask them again, and once more with an empty prefix cache: counts are always eval's."""
+    written = served.exported(name)
+    job = changed(
+        served.job,
+        questions=served.job.questions[:FEW],
+        drafter=str(Path(written.out).absolute()),
+        method=written.method,
+        draft_tokens=written.draft_tokens,
+        prefix_caching=True,
+    )
+    found = engine.run(job)
+    drafter = served.target.drafter(served.workspace.drafter(name.replace(":", "-")))
+    ours = parity.ours(served.target, drafter, served.prompts[:FEW], job)
+    plain = served.plain.responses[:FEW]
+    cached, emptied = found.repeats
+    assert (cached.cached > 0, emptied.cached) == (True, 0)
+    assert [found.responses, cached.responses, emptied.responses] == [plain] * 3
+    for counts in (found, cached, emptied):
+        assert parity.DraftCounts(counts.drafts, counts.accepted) == ours
+    assert ours.accepted > 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_that_share_each_layer_accept_the_same(
     name: str, served: Served
@@ -279,6 +311,33 @@ def test_two_processes_that_share_each_layer_accept_the_same(
     assert found.identical == found.prompts
     assert found.engine.drafts == found.ours.drafts
     assert found.engine.accepted > 0
+
+
+def test_a_draft_takes_at_most_a_tenth_more_operators_than_one_of_vllms_own_head(
+    served: Served, tmp_path: Path
+) -> None:
+    """The head is vLLM's EAGLE-3 without our plugin; four requests decode."""
+
+    def operators(written: Exported, plugin: bool) -> float:
+        job = changed(
+            served.job,
+            questions=served.job.questions[:4],
+            drafter=str(Path(written.out).absolute()),
+            method=written.method,
+            draft_tokens=4,
+            max_new_tokens=24,
+            plugin=plugin,
+            operators=True,
+        )
+        return median(engine.run(job).operators)
+
+    served.exported("eagle3")
+    trained = served.workspace.drafter("eagle3")
+    head = export(trained, tmp_path / "head", "float32", "speculators")
+    counts = {"": operators(head, False)}
+    for name in ("eagle3", "msd", "sparrow", "hivis", "vispec", "wren"):
+        counts[name] = operators(served.exported(name), True)
+    assert max(counts.values()) <= 1.1 * counts[""], counts
 
 
 def test_a_drafter_of_other_origin_drafts_as_without_the_plugin(

@@ -1,14 +1,12 @@
 """What feeds vLLM on the pretend GPU; `test_pretend.py` runs it in a process of its own."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO
+from tests.operators import Operators
 from tests.pretend.device import GPU, waits
 from tests.vllm_media import Image, Place
 from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
@@ -58,18 +56,6 @@ class Serving:
                 position_N, hidden_ND = feed.index_K, feed.hidden_KD
             self.block.entries(position_N, hidden_ND, hidden_ND)
         return feed, len(waited)
-
-
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of torch."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

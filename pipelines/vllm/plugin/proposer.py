@@ -12,7 +12,6 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
-from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from vlmdistill.pipelines.vllm.plugin.entry_map import TextStates
 from vlmdistill.pipelines.vllm.plugin.feeder import Feed, Feeder, Reading
@@ -54,6 +53,8 @@ class ServedProposer(ChosenProposer):
         self._feeder: Feeder | None = None
         """None: vLLM's own class runs the drafter."""
         self._joined_BD: Tensor | None = None
+        self._expanded = False
+        """Positions are not the numbers of entries."""
 
     def load_model(self, target_model: Any) -> None:
         """Load the drafter."""
@@ -61,6 +62,8 @@ class ServedProposer(ChosenProposer):
         if self.feeding.built is not None:
             drafter = self.model.model.drafter
             self._feeder = Feeder(drafter, self.device)
+            drops = self.feeding.visual == "dropped"
+            self._expanded = drops and drafter.config.positions == "expanded"
             if drafter.taps:
                 target_model.register_forward_hook(with_last_state)
 
@@ -116,25 +119,18 @@ class ServedProposer(ChosenProposer):
     ) -> Tensor:
         """One guess further: each sequence is one entry longer, and its slot is the last one.
 
-        A guess beyond the longest sequence is written nowhere and sees a single entry, as in vLLM.
+        vLLM computes slots from positions; expanded ones are not the numbers of entries.
         """
         batch = common_attn_metadata
-        over_B = positions + 1 >= self.max_model_len
-        position_B = torch.where(over_B, 0, positions + 1)
-        index_B = torch.where(over_B, 0, batch.seq_lens).long()
-        request_B = torch.arange(batch_size, device=self.device)
-        slot_B = _slots(index_B, request_B, batch, block_size)
-        self.positions[:batch_size] = position_B
-        self._slot_mapping_buffer[:batch_size] = torch.where(
-            over_B, PADDING_SLOT_ID, slot_B
+        number_B = positions
+        if self._expanded:
+            number_B = (batch.seq_lens - 1).long()
+        position_B: Tensor = super()._update_positions_dependent_metadata(
+            number_B, batch, batch_size, input_batch_size, block_size
         )
-        self._slot_mapping_buffer[batch_size:input_batch_size] = PADDING_SLOT_ID
-        batch.slot_mapping = self._slot_mapping_buffer[:batch_size]
-        lengths_B = torch.where(over_B, 1, batch.seq_lens + 1)
-        batch.seq_lens = lengths_B.to(batch.seq_lens.dtype)
-        batch.max_seq_len = min(batch.max_seq_len + 1, self.max_model_len)
-        if batch.seq_lens_cpu_upper_bound is not None:
-            batch.seq_lens_cpu_upper_bound = batch.seq_lens_cpu_upper_bound + 1
+        if self._expanded:
+            position_B = positions + 1
+            self.positions[:batch_size] = position_B
         if self._feeder is not None:
             self.model.model.guesses = True
             self.model.model.guess_1.add_(1)
