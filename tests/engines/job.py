@@ -53,6 +53,8 @@ class EngineJob(Struct, frozen=True, kw_only=True):
     """Another version of it, with which the engine is started before it takes over `drafter`."""
     asked_of_first: int = 0
     """Questions that the other version drafts for before."""
+    refused: str = ""
+    """A further version, which the first process alone finds: the engine must refuse it."""
     method: str = "eagle"
     draft_tokens: int = 0
     max_new_tokens: int = 512
@@ -190,6 +192,10 @@ def generate(job: EngineJob) -> EngineOutcome:
         seed=job.seed,
     )
     prompts = [_prompt(*one) for one in enumerate(job.questions)]
+    if job.refused:
+        load = partial(_load_in_the_first, folder=job.refused)
+        (refusal,) = set(engine.collective_rpc(load))
+        assert "cannot be loaded" in refusal
     before = 0, 0
     if job.first:
         some = prompts[: job.asked_of_first]
@@ -261,6 +267,12 @@ def _value(engine: Any, name: str) -> int:
     """A counter of the engine."""
     (value,) = (one.value for one in engine.get_metrics() if one.name == name)
     return int(value)
+
+
+def _load_in_the_first(worker: Any, folder: str) -> str:
+    """Load a version that only the first process finds; why the engine refuses it."""
+    refusal: str = worker.load_drafter(folder if worker.rank == 0 else "elsewhere")
+    return refusal
 
 
 def _drafts(engine: Any) -> tuple[int, int]:

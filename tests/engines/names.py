@@ -78,6 +78,7 @@ REACHED = {
         "vllm_config",
     ),
     f"{GPU}.model_runner:GPUModelRunner": ("get_draft_model",),
+    "vllm.distributed.parallel_state:GroupCoordinator": ("cpu_group", "world_size"),
     "vllm.config.scheduler:SchedulerConfig": (
         "disable_chunked_mm_input",
         "max_num_batched_tokens",

@@ -304,9 +304,13 @@ def check_caching(name: str, served: Served) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_that_share_each_layer_accept_the_same(
-    name: str, served: Served
+    name: str, served: Served, tmp_path: Path
 ) -> None:
-    job = changed(served.job, tensor_parallel=2, max_new_tokens=48)
+    """A version that one of them cannot read is loaded by none."""
+    refused = noise(served.exported(name), tmp_path / "refused")
+    job = changed(
+        served.job, tensor_parallel=2, max_new_tokens=48, refused=str(refused)
+    )
     found = served.check(name, job, prompts=6)
     assert found.identical == found.prompts
     assert found.engine.drafts == found.ours.drafts

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -49,8 +50,11 @@ class Swap:
             return f"vLLM loads no other {speculative.method} while it runs: restart it with {folder}"
         config = speculative.draft_model_config
         used = config.model
-        weights_file = Path(folder) / WEIGHTS
-        refusal = differs(Path(folder), Path(used)) or not_finite(weights_file)
+        weights = dict[str, Tensor]()
+        refusal = differs(Path(folder), Path(used))
+        if not refusal:
+            weights, refusal = read(Path(folder))
+        refusal = first_refusal(refusal)
         if refusal:
             return refusal
         model = self.model_runner.get_draft_model()
@@ -62,7 +66,7 @@ class Swap:
             initialize_layerwise_reload(model)
             config.model = folder  # where vLLM looks for a mask of DFlash
             try:
-                model.load_weights(read_weights(weights_file).items())
+                model.load_weights(weights.items())
             finally:
                 config.model = used
                 finalize_layerwise_reload(model, config)
@@ -93,12 +97,29 @@ def fuse(drafter: Any, fused: dict[str, Tensor]) -> None:
         setattr(drafter, name, copy.copy_(getattr(drafter, name)))
 
 
-def not_finite(file: Path) -> str:
-    """Why the weights in a file cannot be used: some are NaN or infinite; empty if none is."""
-    for name, weight in read_weights(file).items():
+def read(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """The weights of an exported folder, and why they cannot be used: an empty text if they can."""
+    file = folder / WEIGHTS
+    try:
+        weights = read_weights(file)
+    except (OSError, SafetensorError) as error:
+        return {}, f"{folder} cannot be loaded: {error}"
+    for name, weight in weights.items():
         if not weight.isfinite().all():
-            return f"{file} cannot be loaded: {name} has values that are not finite"
-    return ""
+            why = f"{name} has values that are not finite"
+            return {}, f"{file} cannot be loaded: {why}"
+    return weights, ""
+
+
+def first_refusal(refusal: str) -> str:
+    """Why one of the processes that share each layer refuses a version: all load it, or none.
+
+    They read the folder each for itself, perhaps on other machines.
+    """
+    group = get_tp_group()
+    refusals = [""] * group.world_size
+    torch.distributed.all_gather_object(refusals, refusal, group=group.cpu_group)
+    return next(filter(None, refusals), "")
 
 
 @torch.no_grad()
