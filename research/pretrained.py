@@ -1,4 +1,4 @@
-"""Measures drafters on the pretrained target `smollm2`: `docs/measurements/pretrained.md`.
+"""Measures drafters on the pretrained target `smollm2`: the tables of `docs/measurements/pretrained.md`.
 
     python -m research.pretrained [--questions 640] [--drafters wren,eagle2] [--steps 2000] [--runs DIR]
 
@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 
@@ -86,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--decoded", default="float32,bfloat16")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/measurements/pretrained.md")
-    )
+    parser.add_argument("--out", type=Path, default=Path("build/pretrained.md"))
     options = parser.parse_args(arguments)
     workspace = Workspace.of(packaged.NAME, options.runs)
     names = options.drafters.split(",")
@@ -109,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     facts = _facts(workspace, evaluations)
     raw = json.dumps(asdict(facts), indent=1)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(f"{raw}\n")
     options.out.write_text(page(facts))
     say(f"wrote {options.out}")
@@ -315,9 +314,9 @@ def page(facts: Facts) -> str:
     shares = [row.cpu_share for row in facts.rows if row.cpu_share]
     return f"""# A pretrained language model
 
-`python -m research.pretrained` makes the data, trains, measures and writes this page; the raw numbers are in
-[pretrained.json](pretrained.json). The target is `smollm2` (SmolLM2-135M-Instruct, four bits, dequantised).
-Its visual tokens carry no information: *on images* is about context that is of no use.
+`python -m research.pretrained` makes the data, trains, measures and writes these tables. The target is
+`smollm2` (SmolLM2-135M-Instruct, four bits, dequantised). Its visual tokens carry no information: *on images*
+is about context that is of no use.
 
 {facts.responses} responses with {facts.response_tokens:,} tokens to questions that the target wrote;
 {facts.prompts} held-out prompts, tree `{facts.tree}`, {facts.threads} thread(s), {facts.hardware}.
@@ -366,17 +365,25 @@ def _table(rows: Sequence[Row]) -> str:
             f"{row.temperature:g}",
             f"{row.steps}",
             f"{row.cpu_seconds:.0f}" if row.cpu_seconds else "-",
-            f"{row.tau:.2f}",
+            _with_interval(row, "tau"),
             *taus,
             alpha,
             f"{row.cycle:.2f}",
             f"{row.draft:.0f} + {row.verify:.0f}",
             f"{row.plain:.0f}",
-            f"{row.speedup:.2f}",
+            _with_interval(row, "speedup"),
             f"{row.cpu_speedup:.2f}" if row.cpu_speedup else "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _with_interval(row: Row, figure: Literal["tau", "speedup"]) -> str:
+    """A figure with its 95% interval over prompts."""
+    text = f"{getattr(row, figure):.2f}"
+    if interval := row.intervals.get(figure):
+        text += f" ({interval['low']:.2f}-{interval['high']:.2f})"
+    return text
 
 
 def _growth(greedy: Sequence[Row], tokens_each: float) -> str:

@@ -168,7 +168,7 @@ def pretrained_row(drafter: str, **values: Any) -> pretrained.Row:
         "cpu_seconds": 320.0,
         "tau": 1.75,
         "tau_by_kind": {"text": 1.75},
-        "intervals": {},
+        "intervals": {"tau": {"low": 1.5, "high": 2.0}},
         "alpha": [0.5, 0.25, 0.125],
         "cycle": 1.25,
         "draft": 20.0,
@@ -207,8 +207,8 @@ def test_the_page_of_the_pretrained_target_shows_both_dtypes_and_names_the_load(
         pretrained_row("wren.s0"), pretrained_row("wren.s0", dtype="bfloat16", tau=1.5)
     )
     row = (
-        "| `wren.s0` | float32 | 0 | 150 | 320 | 1.75 | 1.75 | - | .50 .25 .12 | 1.25 | 20 + 60 | 64 "
-        "| 1.50 | - |"
+        "| `wren.s0` | float32 | 0 | 150 | 320 | 1.75 (1.50-2.00) | 1.75 | - | .50 .25 .12 | 1.25 "
+        "| 20 + 60 | 64 | 1.50 | - |"
     )
     assert row in lines
     page = " ".join(lines)
