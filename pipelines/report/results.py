@@ -132,7 +132,8 @@ class DrafterResult:
     def over_seeds(self) -> tuple[object, ...]:
         """Results of drafters that differ in their seeds alone have the same, by their names."""
         match = SEEDED.fullmatch(self.drafter)
-        return match[1] if match else self.drafter, *self._settings
+        name = match[1] if match else self.drafter
+        return name, match is not None, *self._settings
 
     @property
     def facts(self) -> dict[str, Any]:
