@@ -93,7 +93,7 @@ test-families: setup build/torchvision  ## every model family through the whole 
 test-engine:  ## vLLM against our decoder and our capture; sets both environments up at once
 	$(MAKE) --jobs 2 setup engine build/torchvision
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/engines/serving.py tests/engines/blocks.py tests/engines/capturing.py \
-		tests/engines/killing.py tests/engines/evaluating.py
+		tests/engines/killing.py tests/engines/evaluating.py tests/engines/answering.py
 	PYTHONPATH=$(CURDIR)/build/torchvision $(BIN)/python -m pytest -n 2 tests/engines/families.py
 
 test-engine-names: setup  ## what our code uses of vLLM against its WHEELS, as source; WHEELS=vllm: the newest
