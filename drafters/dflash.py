@@ -292,10 +292,9 @@ class DFlash(FrequentTokens, Drafter):
         elif config.mask >= info.vocab_size:
             last = info.vocab_size - 1
             raise DataError(f"mask={config.mask}: the target has tokens 0 to {last}")
-        size = min(config.draft_vocab or info.vocab_size, info.vocab_size)
-        offset_K = torch.zeros(size, dtype=torch.long)
-        self.register_buffer("d2t", offset_K if config.draft_vocab else None)
+        self.register_vocabulary(config.draft_vocab)
         if config.markov:
+            size = info.vocab_size if self.d2t is None else len(self.d2t)
             self.markov_in = nn.Embedding(info.vocab_size, config.markov)
             self.markov_out = nn.Linear(config.markov, size, bias=False)
             nn.init.zeros_(self.markov_out.weight)

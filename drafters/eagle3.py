@@ -127,9 +127,8 @@ class Eagle3(FrequentTokens, Drafter):
             unbiased, kv_heads=config.kv_heads, inputs=2 * info.hidden_size
         )
         self.norm = RMSNorm(info.hidden_size, info.rms_norm_eps)
-        size = min(config.draft_vocab, info.vocab_size)
-        self.lm_head = nn.Linear(info.hidden_size, size, bias=False)
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+        self.register_vocabulary(config.draft_vocab)
+        self.lm_head = nn.Linear(info.hidden_size, len(self.d2t), bias=False)
 
     def condition(self, batch: Batch, cache: KVCache) -> None:
         """Visual tokens enter as [visual embedding ; fused states before it].

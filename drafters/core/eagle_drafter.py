@@ -53,9 +53,7 @@ class EagleDrafter(FrequentTokens, Drafter, ABC):
 
     def __init__(self, config: EagleConfig, info: TargetInfo, head: Head) -> None:
         super().__init__(config, info, head)
-        size = min(config.draft_vocab, info.vocab_size)
-        offset_K = torch.zeros(size, dtype=torch.long)
-        self.register_buffer("d2t", offset_K if size else None)
+        self.register_vocabulary(config.draft_vocab)
         self.block = EagleBlock(info, kv_heads=config.kv_heads)
 
     @property

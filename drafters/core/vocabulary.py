@@ -7,7 +7,7 @@ from bisect import bisect_left
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import TargetInfo
@@ -33,7 +33,7 @@ class DraftVocabulary(Protocol):
         ...
 
 
-class FrequentTokens:
+class FrequentTokens(nn.Module):
     """A draft vocabulary of the most frequent tokens of the training responses."""
 
     info: TargetInfo
@@ -42,6 +42,12 @@ class FrequentTokens:
     """Draft id k is target id k + d2t[k], as published: a buffer. None: all tokens."""
     _head_KD: Tensor | None = None
     """The rows of `lm_head_VD` for the draft vocabulary; None: not copied yet."""
+
+    def register_vocabulary(self, tokens: int) -> None:
+        """Make room for the ids of so many tokens of the target, at most all; 0: score all of them."""
+        size = min(tokens, self.info.vocab_size)
+        offset_K = torch.zeros(size, dtype=torch.long)
+        self.register_buffer("d2t", offset_K if size else None)
 
     @property
     def vocabulary_K(self) -> Tensor | None:
@@ -54,22 +60,21 @@ class FrequentTokens:
     @property
     def head_KD(self) -> Tensor:
         """The target's LM head for the draft vocabulary."""
-        head_VD = self.lm_head_VD
-        if self.d2t is None:
-            return head_VD
         copied_KD = self._head_KD
-        if copied_KD is None or not _alike(copied_KD, head_VD):
-            vocabulary_K = self.d2t + torch.arange(len(self.d2t), device=head_VD.device)
-            # A training step cannot use what was copied in inference mode.
-            with torch.inference_mode(False):
-                copied_KD = head_VD[vocabulary_K]
-            self._head_KD = copied_KD
-        return copied_KD
+        if copied_KD is not None and _alike(copied_KD, self.lm_head_VD):
+            return copied_KD
+        vocabulary_K = self.vocabulary_K
+        if vocabulary_K is None:
+            return self.lm_head_VD
+        # A training step cannot use what was copied in inference mode.
+        with torch.inference_mode(False):
+            self._head_KD = self.lm_head_VD[vocabulary_K]
+        return self._head_KD
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Load weights, and with them another draft vocabulary."""
         self._head_KD = None
-        return super().load_state_dict(*arguments, **options)  # type: ignore[misc]
+        return super().load_state_dict(*arguments, **options)
 
     def choose_vocabulary(self, count_V: Tensor) -> None:
         """The most frequent tokens; those that never occur by id."""

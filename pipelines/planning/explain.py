@@ -497,17 +497,17 @@ class _Evidence:
         """Each drafted token scores the whole vocabulary, where that is a large part of a step."""
         if self.result is None:
             return
-        if self.trained.description["config"].get("draft_vocab") != 0:
-            return
         evaluation = self.result.evaluation
+        scores_all = self.trained.description["config"].get("draft_vocab") == 0
+        if not scores_all or not evaluation.calibrations:
+            return
         target = self.trained.description["target"]
         tokens = int(target["vocab_size"])
         bytes_each = 4 if evaluation.dtype == "float32" else 2
         head_bytes = tokens * int(target["hidden_size"]) * bytes_each
-        for calibration in evaluation.calibrations[:1]:
-            if head_bytes < HEAD * calibration.step_bytes:
-                continue
-            share = head_bytes / calibration.step_bytes
+        step_bytes = evaluation.calibrations[0].step_bytes
+        if step_bytes and head_bytes >= HEAD * step_bytes:
+            share = head_bytes / step_bytes
             yield Symptom(
                 f"each drafted token scores all {tokens:,} tokens, {share:.0%} of what a plain step reads",
                 self._train(f"--force --set draft_vocab={max(1, tokens // 4)}"),

@@ -121,15 +121,21 @@ def test_all_formats_have_the_verdict_of_an_honest_evaluation(
     assert found.status["speedup"] == pytest.approx(1.5, rel=0.02)
 
 
+def with_cpu_share(share: float) -> Measurement:
+    """A measurement that had this share of the CPU."""
+
+    def beside_others(prompt: PromptResult) -> PromptResult:
+        plain = replace(prompt.plain, cpu_seconds=share * prompt.plain.seconds)
+        own = replace(prompt.drafted, cpu_seconds=share * prompt.drafted.seconds)
+        return replace(prompt, plain=plain, drafted=own)
+
+    return changed(of_two_sets(measured(noise=0.05)), beside_others)
+
+
 def test_no_speedup_beside_other_programs_is_bold(
     workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def disturbed(one: PromptResult) -> PromptResult:
-        plain = replace(one.plain, cpu_seconds=0.3 * one.plain.seconds)
-        own = replace(one.drafted, cpu_seconds=0.3 * one.drafted.seconds)
-        return replace(one, plain=plain, drafted=own)
-
-    save("wren", changed(of_two_sets(measured(noise=0.05)), disturbed))
+    save("wren", with_cpu_share(0.3))
     found = Formats(workspace, capsys)
     assert found.answer.level == "none"
     assert found.latex.count("textbf") == 3  # tau
@@ -144,12 +150,7 @@ def test_no_speedup_beside_other_programs_is_bold(
 def test_no_speedup_by_the_clock_is_bold_where_cpu_seconds_rank(
     workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def shared(one: PromptResult) -> PromptResult:
-        plain = replace(one.plain, cpu_seconds=0.8 * one.plain.seconds)
-        own = replace(one.drafted, cpu_seconds=0.8 * one.drafted.seconds)
-        return replace(one, plain=plain, drafted=own)
-
-    save("wren", changed(of_two_sets(measured(noise=0.05)), shared))
+    save("wren", with_cpu_share(0.8))
     found = Formats(workspace, capsys)
     assert found.answer.ranking.speed == "cpu_speedup"
     assert found.latex.count("textbf") == 3  # tau
