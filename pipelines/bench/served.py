@@ -100,7 +100,8 @@ def evaluate_server(
     are not finite, or when all its requests failed; DataError when a prompt cannot be sent.
     """
     check_title(server.name or "")
-    prepared = prepared or questions(workspace, settings, prompts_file)
+    if not prepared:
+        prepared = questions(_chosen(workspace, settings, prompts_file), settings)
     measuring = _measure(workspace, server, settings, prepared, on_prompt, on_failure)
     return asyncio.run(measuring)
 
@@ -169,13 +170,17 @@ async def _measure(
     return evaluation
 
 
-def questions(
+def _chosen(
     workspace: Workspace, settings: Settings, prompts_file: Path | None
-) -> list[Question]:
-    """The held-out prompts; DataError when one cannot be sent, or a server cannot take the settings."""
+) -> list[Prompt]:
+    """The held-out prompts; DataError on wrong settings."""
     settings.check()
     file = prompts_file or workspace.prompts
-    chosen = held_out(file, settings.limit, workspace.model)
+    return held_out(file, settings.limit, workspace.model)
+
+
+def questions(chosen: Sequence[Prompt], settings: Settings) -> list[Question]:
+    """The prompts as they are sent; DataError when one cannot be, or a server cannot take the settings."""
     for temperature in settings.temperatures:
         if temperature > HIGHEST_TEMPERATURE:
             raise DataError(
@@ -214,10 +219,8 @@ def evaluate_drafters(
     """
     check_environment("vllm")
     # Once for all, before a server starts.
-    prepared = questions(workspace, settings, prompts_file)
-    chosen = held_out(
-        prompts_file or workspace.prompts, settings.limit, workspace.model
-    )
+    chosen = _chosen(workspace, settings, prompts_file)
+    prepared = questions(chosen, settings)
     leak_of = leaks(workspace, drafters, chosen)
     weights_of = {drafter.name: drafter.weights for drafter in drafters}
     dtype = settings.how.get("dtype", "auto")
