@@ -34,6 +34,7 @@ from vlmdistill.pipelines.bench.records import Measurement
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.demo import chats, scenes, wording
+from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.traffic.harvest import dataset_of, harvest
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -153,20 +154,33 @@ def serve(model: str, folder: Path, rounds: Sequence[str]) -> None:
                             "image_url": {"url": f"{start + at}.png"},
                         },
                     )
-                choice = {
-                    "message": {"role": "assistant", "content": response.text},
-                    "finish_reason": response.finish,
-                    "token_ids": [int(one) for one in response.ids],
-                }
-                body = {"choices": [choice], "usage": {"prompt_tokens": prompt.length}}
-                sent = {
-                    "messages": [{"role": "user", "content": parts}],
-                    "temperature": 0,
-                }
                 when = SECONDS_2026 + 86400 * number + start + at
-                lines.append({"time": when, "request": sent, "response": body})
+                asked_parts = [{"role": "user", "content": parts}]
+                lines.append(exchange(asked_parts, prompt, response, when))
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
         say(f"served {name}: {len(lines)} requests")
+
+
+def exchange(
+    messages: Sequence[Any],
+    prompt: EncodedPrompt,
+    response: EncodedResponse,
+    when: float,
+) -> dict[str, Any]:
+    """The line of a server's log for a greedy response; `when` in Unix seconds."""
+    choice = {
+        "message": {"role": "assistant", "content": response.text},
+        "finish_reason": response.finish,
+        "token_ids": [int(token) for token in response.ids],
+    }
+    return {
+        "time": when,
+        "request": {"messages": messages, "temperature": 0},
+        "response": {
+            "choices": [choice],
+            "usage": {"prompt_tokens": prompt.length},
+        },
+    }
 
 
 def prepare(

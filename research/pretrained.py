@@ -8,12 +8,14 @@ prompts. Finished work is not repeated. `--dtype` is that of the target and of t
 decoded with the target in each of `--decoded`.
 
 `--growth` trains its drafter again on fewer samples, in as many steps: how `tau` grows with data. `--whole`
-trains its drafters again without a draft vocabulary.
+trains its drafters again without a draft vocabulary. Tau of every training of an EAGLE-like drafter is also
+counted on all held-out prompts without decoding (`research.trial`); `--temperatures ""` decodes nothing.
 """
 
 import argparse
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,19 +23,29 @@ from pathlib import Path
 from typing import Any, Literal
 
 import polars as pl
+import torch
 
 from research import say
 from research.methods import cpu_seconds, train_missing
+from research.trial import count
+from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.core.batch import Head
+from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
 from vlmdistill.drafters.core.tree import Tree
+from vlmdistill.drafters.decoding import hardware
 from vlmdistill.drafters.training.run import Run
 from vlmdistill.pipelines import flow, train
 from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
+from vlmdistill.pipelines.cluster.reporting import check_failed
+from vlmdistill.pipelines.data.features.capture_store import CaptureStore
+from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.prompts.self_asked import questions
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.demo import files
 from vlmdistill.pipelines.targets.checkpoints import packaged
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
@@ -49,6 +61,9 @@ WHOLE = "whole"
 """In the names of drafters without a draft vocabulary."""
 POINTS = 3
 """The amounts of data that a line needs."""
+THREADS = 1
+MOST_PROMPTS = 1000
+"""Held-out prompts on which tau is counted."""
 HELD_OUT = 0.1
 """The share of the samples that validates."""
 EVERY = 6
@@ -100,12 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = [*_runs(workspace, names, options)]
     train_missing(workspace, options.jobs, runs)
     names = [run.out.name for run in runs]
+    counts = _counts(workspace, names, options)
     evaluations = [
         evaluation
         for dtype in options.decoded.split(",")
+        if options.temperatures
         for evaluation in _evaluations(workspace, names, dtype, options)
     ]
-    facts = _facts(workspace, evaluations)
+    facts = _facts(workspace, evaluations, counts, options)
     raw = json.dumps(asdict(facts), indent=1)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(f"{raw}\n")
@@ -202,12 +219,72 @@ def _evaluations(
         max_new_tokens=options.eval_tokens,
         limit=options.limit,
         trees=(Tree.parse(options.tree),),
-        threads=1,
+        threads=THREADS,
         how=Options(dtype=dtype),
     )
     drafters = open_drafters(workspace, names)
     kept = evaluate.kept(workspace, drafters, settings)
     return kept or evaluate.evaluate(workspace, drafters, settings, title=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """Tau of a training at temperature 0, counted without decoding."""
+
+    drafter: str
+    tau: float
+    low: float
+    high: float
+    tau_by_kind: Mapping[str, float]
+
+
+def _counts(
+    workspace: Workspace, names: Sequence[str], options: argparse.Namespace
+) -> list[Count]:
+    """Those of EAGLE-like drafters, on the target's greedy responses to all held-out prompts."""
+    store = _greedy(workspace, names, options)
+    head = Head.of(store.head())
+    keys = sorted(store.keys())
+    rows = list[Count]()
+    for name in names:
+        drafter = checkpoint.load(workspace.drafter(name), head, store.info)
+        if not isinstance(drafter, EagleDrafter):
+            continue
+        measurement = count(drafter, store, keys)
+        result = figures(measurement)
+        by_kind = measurement.by(lambda prompt: prompt.kind)
+        rows.append(
+            Count(
+                drafter=name,
+                tau=result.tau,
+                low=result.intervals["tau"].low,
+                high=result.intervals["tau"].high,
+                tau_by_kind={kind: figures(part).tau for kind, part in by_kind.items()},
+            )
+        )
+        say(f"counted {name}: tau {result.tau:.2f}")
+    return rows
+
+
+def _greedy(
+    workspace: Workspace, names: Sequence[str], options: argparse.Namespace
+) -> Store:
+    """The target's greedy responses to the held-out prompts, with the features of all drafters."""
+    root = workspace.root / "greedy"
+    prompts = evaluate.held_out(workspace.prompts, MOST_PROMPTS, workspace.model)
+    methods = sorted({re.split(r"[.-]", name)[0] for name in names})
+    job = CaptureJob(
+        workspace=workspace,
+        prompts=prompts,
+        responses=root / "responses",
+        store=CaptureStore(root / "features"),
+        settings=CaptureSettings(drafters=methods, dtype="float32"),
+        sampling=SamplingSettings(max_new_tokens=options.eval_tokens, temperature=0.0),
+        workers=WorkerOptions(workers=0, load=Options(dtype=options.dtype)),
+    )
+    done = flow.capture_features(job)
+    check_failed(done.failed, len(prompts), allowed=0.0)
+    return Store.open(str(root / "features"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,16 +362,21 @@ class Facts:
     responses: int
     response_tokens: int
     rows: Sequence[Row]
+    counts: Sequence[Count]
 
 
-def _facts(workspace: Workspace, evaluations: Sequence[Evaluation]) -> Facts:
-    first = evaluations[0]
+def _facts(
+    workspace: Workspace,
+    evaluations: Sequence[Evaluation],
+    counts: Sequence[Count],
+    options: argparse.Namespace,
+) -> Facts:
     lengths = [len(response.ids) for response in dataset.read(workspace.responses)]
     return Facts(
-        hardware=first.hardware,
-        threads=first.threads,
-        tree=str(first.tree),
-        prompts=len(first.keys),
+        hardware=hardware.of(torch.device("cpu")).name,
+        threads=THREADS,
+        tree=options.tree,
+        prompts=len(evaluations[0].keys) if evaluations else 0,
         responses=len(lengths),
         response_tokens=sum(lengths),
         rows=[
@@ -302,24 +384,38 @@ def _facts(workspace: Workspace, evaluations: Sequence[Evaluation]) -> Facts:
             for evaluation in evaluations
             for measurement in evaluation.temperatures
         ],
+        counts=counts,
     )
 
 
 def page(facts: Facts) -> str:
     """The results as Markdown."""
-    greedy = [row for row in facts.rows if row.temperature == 0]
-    same = sum(row.identical for row in greedy)
-    ties = sum(row.near_tie for row in greedy)
-    total = sum(row.compared for row in greedy)
-    shares = [row.cpu_share for row in facts.rows if row.cpu_share]
-    return f"""# A pretrained language model
+    parts = [
+        f"""# A pretrained language model
 
 `python -m research.pretrained` makes the data, trains, measures and writes these tables. The target is
 `smollm2` (SmolLM2-135M-Instruct, four bits, dequantised). Its visual tokens carry no information: *on images*
 is about context that is of no use.
 
-{facts.responses} responses with {facts.response_tokens:,} tokens to questions that the target wrote;
-{facts.prompts} held-out prompts, tree `{facts.tree}`, {facts.threads} thread(s), {facts.hardware}.
+{facts.responses} responses with {facts.response_tokens:,} tokens to questions that the target wrote; tree
+`{facts.tree}`, {facts.threads} thread(s), {facts.hardware}.
+"""
+    ]
+    if facts.rows:
+        parts.append(_decoded(facts))
+    if facts.counts:
+        parts.append(_counted(facts.counts))
+    return "\n".join(parts)
+
+
+def _decoded(facts: Facts) -> str:
+    """What was measured by decoding."""
+    greedy = [row for row in facts.rows if row.temperature == 0]
+    same = sum(row.identical for row in greedy)
+    ties = sum(row.near_tie for row in greedy)
+    total = sum(row.compared for row in greedy)
+    shares = [row.cpu_share for row in facts.rows if row.cpu_share]
+    return f"""{facts.prompts} held-out prompts:
 
 {_table(facts.rows)}
 
@@ -330,6 +426,23 @@ from a near-tie on). The process had {statistics.mean(shares):.0%} of a CPU: oth
 
 {_growth(greedy, facts.response_tokens / facts.responses)}
 """
+
+
+def _counted(counts: Sequence[Count]) -> str:
+    """Tau of all trainings, without decoding."""
+    lines = ["| drafter | tau, counted | on text | on images |", "|---|---|---|---|"]
+    for row in sorted(counts, key=lambda row: -row.tau):
+        taus = [
+            f"{row.tau_by_kind[kind]:.2f}" if kind in row.tau_by_kind else "-"
+            for kind in ("text", "image")
+        ]
+        cells = [
+            f"`{row.drafter}`",
+            f"{row.tau:.2f} ({row.low:.2f}-{row.high:.2f})",
+            *taus,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(["## Tau of all trainings, counted\n", *lines, ""])
 
 
 TITLES = (
@@ -402,13 +515,13 @@ def _growth(greedy: Sequence[Row], tokens_each: float) -> str:
         if len({row.samples for row in rows}) < POINTS:
             continue
         tokens = [row.samples * tokens_each for row in rows]
-        for row, count in zip(rows, tokens, strict=True):
+        for row, amount in zip(rows, tokens, strict=True):
             name = f"`{row.drafter}`"
             lines.append(
-                f"| {name} | {row.samples} | {count:,.0f} | {row.steps} | {row.tau:.2f} |"
+                f"| {name} | {row.samples} | {amount:,.0f} | {row.steps} | {row.tau:.2f} |"
             )
         fit = statistics.linear_regression(
-            [math.log10(count) for count in tokens], [row.tau for row in rows]
+            [math.log10(amount) for amount in tokens], [row.tau for row in rows]
         )
         million, ten = (fit.intercept + fit.slope * power for power in (6, 7))
         fits.append(

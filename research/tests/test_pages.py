@@ -1,6 +1,7 @@
 """What the pages of benchmarks say of made-up measurements."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -186,7 +187,9 @@ def pretrained_row(drafter: str, **values: Any) -> pretrained.Row:
     return pretrained.Row(drafter=drafter, **row)
 
 
-def pretrained_page(*rows: pretrained.Row) -> list[str]:
+def pretrained_page(
+    *rows: pretrained.Row, counts: Sequence[pretrained.Count] = ()
+) -> list[str]:
     """The lines of a page."""
     facts = pretrained.Facts(
         hardware="CPU",
@@ -196,6 +199,7 @@ def pretrained_page(*rows: pretrained.Row) -> list[str]:
         responses=190,
         response_tokens=19_000,
         rows=rows,
+        counts=counts,
     )
     return pretrained.page(facts).splitlines()
 
@@ -229,3 +233,17 @@ def test_growth_with_data_is_a_line_over_the_logarithm_of_the_tokens() -> None:
     page = " ".join(lines)
     assert "adds 0.25 for ten times the tokens" in page
     assert "1.92 at a million tokens and 2.17 at ten million" in page
+
+
+def test_counted_tau_is_shown_for_every_training_also_where_nothing_was_decoded() -> (
+    None
+):
+    values: dict[str, Any] = {"low": 1.25, "high": 1.75, "tau_by_kind": {"text": 1.5}}
+    counts = [
+        pretrained.Count(drafter="eagle2.s0", tau=1.25, **values),
+        pretrained.Count(drafter="eagle2.s1", tau=1.5, **values),
+    ]
+    lines = pretrained_page(counts=counts)
+    best = lines.index("| `eagle2.s1` | 1.50 (1.25-1.75) | 1.50 | - |")
+    assert lines[best + 1] == "| `eagle2.s0` | 1.25 (1.25-1.75) | 1.50 | - |"
+    assert not any("held-out prompts:" in line for line in lines)
