@@ -39,6 +39,7 @@ from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSetti
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.flow import ProgressBar
+from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.traffic.harvest import EVAL_SHARE, harvest
 from vlmdistill.pipelines.traffic.logs import unread_line
 from vlmdistill.pipelines.traffic.policy import Policy
@@ -261,9 +262,18 @@ class _Round:
             responses=self.workspace.responses,
             store=store,
             settings=CaptureSettings(drafters=[self.method]),
-            workers=WorkerOptions(workers=self.how.workers, engine=engine),  # type: ignore[arg-type]
+            workers=WorkerOptions(
+                workers=self.how.workers,
+                engine=engine,  # type: ignore[arg-type]
+                load=self._target_options(),
+            ),
         )
         flow.capture_features(job, bar=self.bar)
+
+    def _target_options(self) -> Options:
+        """How the target runs: in the dtype of the states that the store holds."""
+        store = Store.find(self.workspace.features)
+        return Options(dtype=store.record.head.dtype) if store else Options()
 
     def _choose(self, view: str) -> Store | None:
         """Fix the samples of the round: those that are new to the base, and a share of all others.
@@ -378,7 +388,9 @@ class _Round:
     ) -> tuple[Evaluation, Evaluation]:
         """Candidate and base on the same prompts, in one process."""
         settings = evaluate.Settings(
-            limit=len(prompts), max_new_tokens=self.how.max_new_tokens
+            limit=len(prompts),
+            max_new_tokens=self.how.max_new_tokens,
+            how=self._target_options(),
         )
         with (
             self.workspace.staging() as folder,

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.pipelines.traffic.conftest import asked, write
 from tests.traffic.conftest import fresh
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.description import describe, trained_on
 from vlmdistill.pipelines import flow, train
-from vlmdistill.pipelines.bench import evaluate
+from vlmdistill.pipelines.bench import evaluate, records
 from vlmdistill.pipelines.data.prompts import prompt_table
+from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.traffic import adapt as traffic
 from vlmdistill.pipelines.traffic.adapt import Adaptation, adapt
@@ -135,3 +137,22 @@ def test_killed_after_any_stage_a_round_goes_on_and_ends_as_if_it_was_not(
     keys = [one.key for one in prompt_table.read(workspace.prompts)]
     assert len(keys) == len(set(keys))
     assert not (workspace.drafter("hawk.adapt") / "plan.json").exists()
+
+
+def test_a_round_runs_the_target_in_the_dtype_of_the_store(
+    workspace: Workspace, log: Path, tmp_path: Path
+) -> None:
+    questions = [
+        {"messages": asked(f"Name {number} colours.")["messages"]}
+        for number in range(4)
+    ]
+    import_prompts([str(write(tmp_path / "new.jsonl", questions))], workspace.prompts)
+    where = ["--model", "demo-small", "--runs", str(workspace.root.parent)]
+    capture = ["features", "--for", "eagle2", "--workers", "0", "--max-new-tokens", "8"]
+    assert main([*capture, "--target-dtype", "bfloat16", *where]) == 0
+    finished = adapt(workspace, "hawk", how(log, steps=12))
+    store = Store.open(workspace.features)
+    assert store.record.head.dtype == "bfloat16"
+    assert len(store.keys()) == 4 + finished.facts["harvest"]["train"]
+    evaluations = [records.read(file) for file in records.files_in(workspace.reports)]
+    assert {evaluation.dtype for evaluation in evaluations} == {"bfloat16"}
