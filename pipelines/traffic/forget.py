@@ -36,13 +36,15 @@ from vlmdistill.stores.backends.clock import beyond, mark
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.backends.remote import remove_unsent
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.manifest import COMMITS, STORE
+from vlmdistill.stores.manifest import ANNEXES, COMMITS, STORE
 from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
 
 PARTS = ("prompts", "responses", "reports", "traffic")
 """Of a workspace, which may hold texts."""
+NO_STORES = ("features", "drafters", "images", MEDIA)
+"""Folders of a workspace at a URL in which no other store is looked for."""
 PAGES = "*.html"  # in the folder of reports
 CLOCK = ".clock"  # its time is that of the last deletion
 SKEW = 86400.0  # seconds by which clocks of machines may differ
@@ -178,7 +180,7 @@ def _now(workspace: Workspace, dry_run: bool) -> float:
 def _require_no_links(workspace: Workspace) -> None:
     """DataError on a link below the parts, each of which may itself be one to a folder."""
     folders = [workspace.root / name for name in (*PARTS[1:], MEDIA, "features")]
-    folders += [*_others(workspace, STORE), *_others(workspace, dataset.SETTINGS)]
+    folders += [*_other_stores(workspace), *_other_responses(workspace)]
     inside = [path for folder in folders for path in folder.rglob("*")]
     links = [path for path in (workspace.prompts, *inside) if path.is_symlink()]
     if links:
@@ -194,7 +196,8 @@ def _expire(
     """Delete old samples, and what killed writers have left in the stores; keys, and bytes of both."""
     keys = set[str]()
     size = 0
-    for path in (workspace.features, *map(str, _others(workspace, STORE))):
+    paths = [workspace.features, *map(str, _other_stores(workspace))]
+    for path in (*paths, *_stores_at_url(workspace)):
         store = Store.find(path)
         if store is None:
             continue
@@ -210,16 +213,48 @@ def _remove_responses(
 ) -> int:
     """Remove the responses to prompts with these keys; their number."""
     count = dataset.remove(workspace.responses, keys, dry_run=dry_run)
-    for folder in _others(workspace, dataset.SETTINGS):
+    for folder in _other_responses(workspace):
         with only_writer(folder):
             count += dataset.remove(folder, keys, dry_run=dry_run)
     return count
 
 
-def _others(workspace: Workspace, record: str) -> list[Path]:
-    """Folders in the workspace with a record of this name, of `--out` or `--store`, beside its own."""
-    folders = {file.parent for file in workspace.root.glob(f"*/{record}")}
-    return sorted(folders - {workspace.responses, workspace.root / "features"})
+def _other_responses(workspace: Workspace) -> list[Path]:
+    """Folders of responses in the workspace, of `--out`, beside its own."""
+    return sorted(_folders_with(workspace, dataset.SETTINGS) - {workspace.responses})
+
+
+def _other_stores(workspace: Workspace) -> list[Path]:
+    """Stores in the workspace's folder, of `--store` and copies, beside its own."""
+    own = workspace.root / "features"
+    return sorted(
+        folder
+        for folder in _folders_with(workspace, STORE) - {own}
+        if ANNEXES not in folder.relative_to(workspace.root).parts
+    )
+
+
+def _folders_with(workspace: Workspace, record: str) -> set[Path]:
+    """The folders in the workspace that have a file of this name."""
+    # Each is searched by itself, as it may be a link. Hidden ones are this program's own.
+    folders = [path for path in workspace.root.glob("[!.]*") if path.is_dir()]
+    return {file.parent for folder in folders for file in folder.rglob(record)}
+
+
+def _stores_at_url(workspace: Workspace) -> list[str]:
+    """The same at the URL, if the workspace is at one."""
+    if not workspace.parts:
+        return []
+    remote = workspace.parts.remote
+    # The largest folders have no stores, or are the workspace's own.
+    names = {*remote.list_names("")} - {*PARTS, *NO_STORES}
+    stores = list[str]()
+    for name in sorted(names):
+        for file in remote.list_files(name):
+            *folders, leaf = file.split("/")
+            if leaf == STORE and ANNEXES not in folders:
+                stores.append("/".join([workspace.parts.url, name, *folders]))
+    return stores
 
 
 @dataclass(frozen=True)
@@ -263,7 +298,7 @@ class _ShownPrompts:
 def _remove_left_over(workspace: Workspace) -> list[Path]:
     """Remove the files that killed runs have left outside of the store; the folders of running ones."""
     paths = left_over(workspace.root, f"{workspace.prompts.stem}.")
-    folders = [workspace.responses, *_others(workspace, dataset.SETTINGS)]
+    folders = [workspace.responses, *_other_responses(workspace)]
     folders += [workspace.traffic, workspace.reports, workspace.reports / "served"]
     for folder in folders:
         paths += left_over(folder)

@@ -447,12 +447,32 @@ def test_responses_and_stores_under_other_names_in_the_workspace_lose_it_too(
     workspace: Workspace,
 ) -> None:
     root = workspace.root
-    shutil.copytree(workspace.responses, root / "greedy")
-    shutil.copytree(workspace.features, root / "int8")
+    for folder in (root, root / "of" / "june"):
+        shutil.copytree(workspace.responses, folder / "greedy")
+        shutil.copytree(workspace.features, folder / "int8")
     forgotten = forget(workspace, 30 * DAY)
-    assert (forgotten.responses, forgotten.samples) == (6, 2)
-    assert dataset.keys(root / "greedy") == dataset.keys(workspace.responses)
-    assert len(Store.open(root / "int8")) == 1
+    assert (forgotten.responses, forgotten.samples) == (9, 2)
+    for folder in (root, root / "of" / "june"):
+        left = dataset.keys(folder / "greedy")
+        assert left == dataset.keys(workspace.responses)
+        assert len(Store.open(folder / "int8")) == 1
+
+
+def test_other_stores_at_the_url_of_the_workspace_lose_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / "cache"))
+    here = Workspace.of("demo-small", f"memory://{tmp_path.name}/runs")
+    assert here.parts
+    paths = [f"{here.parts.url}/{name}" for name in ("features", "int8", "of/june")]
+    for path in paths:
+        with make(path).writer("a") as writer:
+            for number, when in enumerate((OLD, NEW)):
+                writer.add(sample(number, time=int(when)))
+    with here:
+        assert forget(here, 30 * DAY).samples == 1
+    for path in paths:
+        assert Store.open(path).keys() == {"k0001"}
 
 
 @pytest.mark.parametrize(
