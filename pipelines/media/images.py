@@ -24,6 +24,7 @@ HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
 PAGED = ("TIFF", "GIF", "WEBP", "PNG", "AVIF")  # that may hold several pictures
 SUBFILE_TYPE = 254
 """Tag of TIFF 6.0, page 36: bit 0 says "a reduced-resolution version"."""
+STRIP = 2**20  # pixels that are converted at once
 ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -129,11 +130,35 @@ def upright(image: Image.Image, mode: str = "RGB") -> Image.Image:
     """
     with decoding():
         image.load()
-    turn, bits = _turn(image), _eight_bits(image)
-    with decoding():
-        picture = _on_white(bits) if mode == "RGB" else bits.convert(mode)
-    picture.info = {}  # else the next reader might rotate it again
+    turn = _turn(image)
+    picture = Image.new(mode, image.size)
+    for top, strip in _strips(image, mode):
+        picture.paste(strip, (0, top))
     return picture if turn is None else picture.transpose(turn)
+
+
+def require_whole(image: Image.Image) -> None:
+    """OSError if an image is damaged, or of a form that `upright` does not read. No copy is made."""
+    with decoding():
+        image.load()
+    for _ in _strips(image, "RGB"):
+        pass
+
+
+def _strips(image: Image.Image, mode: str) -> Iterator[tuple[int, Image.Image]]:
+    """The rows of a loaded image in `mode`, a few at a time, and where they begin.
+
+    A conversion has several copies of its pixels, and a file of a megabyte may have 179 million.
+    """
+    # Pillow scales a PPM to 16 bits.
+    is_ppm = image.mode == "I" and image.format == "PPM"
+    height = max(1, STRIP // max(1, image.width))
+    for top in range(0, image.height, height):
+        with decoding():
+            strip = image.crop((0, top, image.width, min(top + height, image.height)))
+        bits = _eight_bits(strip, is_ppm)
+        with decoding():
+            yield top, _on_white(bits) if mode == "RGB" else bits.convert(mode)
 
 
 def pages(image: Image.Image) -> int:
@@ -178,9 +203,8 @@ def _on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    # `convert` would clip brighter pixels at 255. Pillow scales a PPM to 16 bits.
-    is_ppm = image.mode == "I" and image.format == "PPM"
+def _eight_bits(image: Image.Image, is_ppm: bool) -> Image.Image:
+    # `convert` would clip brighter pixels at 255.
     if is_ppm or image.mode.startswith("I;16"):
         pixels_HW = np.asarray(image).astype(np.uint32)
         grey = Image.fromarray(((pixels_HW + 128) // 257).astype(np.uint8))

@@ -1,7 +1,9 @@
 """Find the images and videos of prompts, check that they decode, and hash their content."""
 
+import contextlib
 import errno
 import io
+import threading
 import unicodedata
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from vlmdistill.pipelines.media.images import (
     name_of,
     open_image,
     require_one_page,
-    upright,
+    require_whole,
 )
 from vlmdistill.pipelines.media.urls import address, at_hand, copy_of, is_url
 from vlmdistill.stores.backends.local import atomic_write
@@ -25,6 +27,8 @@ from vlmdistill.stores.errors import DataError, lone_surrogate
 
 Media = str | bytes  # a path from the row, or the content of the file
 THREADS = 8
+LARGE = 2**24  # pixels of an image of which one is decoded at a time
+LARGE_IMAGE = threading.Lock()
 
 
 class BadRowError(Exception):
@@ -209,8 +213,17 @@ def _decode(path: Path) -> None:
         raise OSError("the file is empty")
     with open_image(path) as image:
         require_one_page(image)
+        is_large = image.width * image.height > LARGE
+    # It may take a thousand times its bytes.
+    with LARGE_IMAGE if is_large else contextlib.nullcontext():
+        _decode_pixels(path)
+
+
+def _decode_pixels(path: Path) -> None:
+    """The same of an image of one page. Its pixels are freed when this returns."""
+    with open_image(path) as image:
         # A JPEG is read fully, but decoded at an eighth of its size.
         small = (max(1, image.width // 8), max(1, image.height // 8))
         with decoding():
             image.draft("RGB", small)
-        upright(image)
+        require_whole(image)

@@ -4,6 +4,8 @@ import base64
 import io
 import struct
 import sys
+import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -13,8 +15,14 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
 from tests import tiny
-from vlmdistill.pipelines.media import frames, images
-from vlmdistill.pipelines.media.images import MediaError, read_image, upright
+from vlmdistill.pipelines.media import frames, images, resolver
+from vlmdistill.pipelines.media.images import (
+    MediaError,
+    read_image,
+    require_whole,
+    upright,
+)
+from vlmdistill.pipelines.media.resolver import MediaResolver
 from vlmdistill.stores.schema import Array
 
 TURNED = {
@@ -208,3 +216,52 @@ def test_no_frame_of_an_animation_is_read_as_an_image(tmp_path: Path) -> None:
     first.save(tmp_path / "a.gif", save_all=True, append_images=[second])
     with pytest.raises(MediaError, match="2 pages or frames"):
         read_image(tmp_path / "a.gif")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I;16"])
+def test_a_picture_is_converted_a_few_rows_at_once(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    if mode == "I;16":
+        picture = Image.fromarray(rng.integers(0, 2**16, (31, 47), np.uint16))
+    else:
+        picture = Image.fromarray(rng.integers(0, 256, (31, 47, 4), np.uint8))
+        picture = picture.convert(mode)
+    at_once = upright(picture)
+    monkeypatch.setattr(images, "STRIP", 100)
+    converted: list[int] = []
+    on_white = images._on_white
+
+    def counted(image: Image.Image) -> Image.Image:
+        converted.append(image.width * image.height)
+        return on_white(image)
+
+    monkeypatch.setattr(images, "_on_white", counted)
+    np.testing.assert_array_equal(np.asarray(upright(picture)), np.asarray(at_once))
+    require_whole(picture)
+    assert max(converted) <= 100
+    assert sum(converted) == 2 * 31 * 47
+
+
+def test_large_pictures_of_an_import_are_decoded_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolver, "LARGE", 100)
+    for number in range(6):
+        tiny.picture(40, 30, seed=number).save(tmp_path / f"{number}.png")
+    running = threading.Semaphore(1)
+    overlaps: list[bool] = []
+
+    def decoded(_: Image.Image) -> None:
+        alone = running.acquire(blocking=False)
+        overlaps.append(not alone)
+        time.sleep(0.01)
+        if alone:
+            running.release()
+
+    monkeypatch.setattr(resolver, "require_whole", decoded)
+    names = [f"{number}.png" for number in range(6)]
+    parts = [({"type": "image", "media": name}, [tmp_path]) for name in names]
+    MediaResolver(None, tmp_path / "kept").check_all(parts)
+    assert overlaps == [False] * 6
