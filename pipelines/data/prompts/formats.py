@@ -45,6 +45,7 @@ CONVERSATIONS = ("conversations", "conversation")
 OTHER_TURNS = ("items", "texts", "prompt")  # hold turns, or something else
 TURN_KEYS = {"role", "from", "user", "human", "assistant"}
 """Keys of a turn, or of a pair of turns."""
+QUESTION_COLUMNS = {*columns.QUESTIONS, MESSAGES, *CONVERSATIONS}
 SYSTEM_COLUMN = columns.SYSTEM[0]
 CHAT_URLS = ("chat/completions", "/responses")
 """Ends of the URLs that a batch's requests may have."""
@@ -227,6 +228,8 @@ class _FormatSearch:
             return
         try:
             row_format = format_of(row.value)
+            if row_format is None:
+                _require_no_question(row.value)
         except BadRowError as error:
             self.damaged = self.damaged or (row, error)
             return
@@ -317,9 +320,21 @@ def _turns_of(row: Columns, ask: str | None) -> Turns:
     row_format = format_of(row)
     if row_format is not None:
         return row_format.turns(row)
+    _require_no_question(row)
     if ask and has_media(row):
         return Questions().turns({**row, "question": ask})
     raise _no_conversation(row)
+
+
+def _require_no_question(row: Columns) -> None:
+    """BadRowError if a column of a row without turns is named after questions, and holds some."""
+    for name, value in row.items():
+        plain = str(name).strip().lower()
+        if value and {plain, plain.removesuffix("s")} & QUESTION_COLUMNS:
+            raise BadRowError(
+                "question of another form",
+                f"'{name}': give one text in a column question, or turns in a column conversations",
+            )
 
 
 def _no_conversation(row: Columns) -> BadRowError:

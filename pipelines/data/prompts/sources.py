@@ -3,6 +3,7 @@
 A bad row is yielded with its problem; a file that cannot be read raises DataError.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -39,7 +40,7 @@ def check(source: str, hub: bool) -> Path:
         raise DataError(
             "the name of a source is empty: give a file, a folder or a dataset"
         )
-    if lone_surrogate(str(path)) or lone_surrogate(str(path.resolve())):
+    if lone_surrogate(str(path)) or lone_surrogate(os.path.realpath(path)):
         raise DataError(f"{source}: the name is not UTF-8: rename the file")
     is_local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)
     if path.exists() or (hub and not is_local):

@@ -223,6 +223,11 @@ def _media_part(item: Mapping[str, Any], kind: Kind, media: RowMedia) -> Part:
     key = next((key for key in keys if item.get(key)), None)
     if key is None:
         return media.part_without_file(kind, item)
+    if isinstance(item.get("text"), str) and item["text"].strip():
+        raise BadRowError(
+            f"text beside the {kind} of a part",
+            f"{item['text'][:40]!r}: write it as a part of its own",
+        )
     content = item[key]
     value = {"bytes": content} if key == "bytes" else content
     other_keys = {name: item[name] for name in item if item[name] != content}

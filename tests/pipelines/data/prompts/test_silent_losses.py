@@ -714,3 +714,45 @@ def test_questions_in_a_file_of_an_archive_are_named(tmp_path: Path, out: Path) 
             import_prompts([archive], out)
         asked = import_prompts([archive], out, choices=Choices(ask="What?"))
         assert sum(asked.skipped.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"question": ["What?", "Where?"]},
+        {"questions": ["What?"]},
+        {"Question ": "What?"},
+        {"conversations": [["What?", "A wall."]]},
+    ],
+)
+def test_a_question_that_cannot_be_read_is_not_replaced_by_that_of_ask(
+    out: Path, column: dict[str, Any]
+) -> None:
+    row = {"image": "1.jpg", **column}
+    name = next(iter(column))
+    with pytest.raises(DataError, match=f"another form: '{name}'"):
+        imported(out, row)
+    summary = imported(out, {"image": "1.jpg", "question": ""}, row, ask="Describe it.")
+    assert summary.added == 1
+    assert summary.skipped == {"question of another form": 1}
+
+
+def test_a_text_beside_the_image_of_a_part_is_not_lost(out: Path) -> None:
+    row = {
+        "messages": [
+            {"role": "user", "content": [{"image": "1.jpg", "text": "What is this?"}]}
+        ]
+    }
+    assert refused(out, row) == (
+        "text beside the image of a part",
+        "'What is this?': write it as a part of its own",
+    )
+
+
+def test_a_source_that_is_a_link_to_itself_does_not_exist(
+    tmp_path: Path, out: Path
+) -> None:
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to(loop)
+    with pytest.raises(DataError, match=r"there is no file .*loop\.jsonl"):
+        import_prompts([str(loop)], out)
