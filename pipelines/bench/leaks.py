@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Final
 
@@ -36,9 +37,8 @@ SIDE: Final = 16  # pixels of a thumbnail
 ALIKE: Final = 0.2
 """How far two thumbnails may differ, as a share of how far the pixels of one are from their mean.
 
-Of the demo's images, which all show shapes on noise, two different ones differ by 0.3 at least. The same one
-saved as JPEG at a quality of 75 differs by 0.09 at most, one without its first column by 0.1, and one of half
-the size by 0.17.
+Of the demo's images, which all show shapes on noise, two different ones differ by 0.28 at least. The same one
+saved as JPEG at a quality of 75 differs by 0.08 at most, and one of a quarter of the size by 0.1.
 """
 CROWD: Final = 3  # images that look like one, from which on details decide
 NEAREST: Final = (
@@ -48,8 +48,13 @@ DETAIL_SIDE: Final = 64  # pixels of a thumbnail with details
 COPIED: Final = 0.45
 """How far details of a copy may differ, as a share of the median over images that look alike.
 
-Of 80 forms, pages of text or screens with other content, the nearest two differ by 0.57 of it at least, JPEGs
-at a quality of 75 by 0.35 at most, images without their first column by 0.31.
+Of 80 forms with other content, the nearest two differ by 0.52 of it at least; JPEGs at a quality of 75 by
+0.24 at most, images of half the size by 0.32, those without their first column by 0.13.
+"""
+RECODED: Final = 1.5
+"""How far details of a copy may differ, in times what saving the image as a JPEG at a quality of 75 changes.
+
+Scaled copies differ by up to 1.5 of it; other scenes, forms, pages of text and screens by 2.7 at least.
 """
 
 Pixels = npt.NDArray[np.uint8]
@@ -174,7 +179,21 @@ def _copies(file: Path, shown: _Images, trained: _Images) -> list[Path]:
         if other in details
     }
     farthest = COPIED * float(np.median([*distance_of.values()]))
+    # All of a crowd may be copies, unless evaluated images are as near.
+    of_saving = RECODED * _loss_of_saving(file)
+    if all(distance_of.get(other, math.inf) > of_saving for other in relatives):
+        farthest = max(farthest, of_saving)
     return [other for other in copies if distance_of.get(other, math.inf) <= farthest]
+
+
+def _loss_of_saving(file: Path) -> float:
+    """How far the details of an image differ from those of the same one as a JPEG at a quality of 75."""
+    with large_images(), open_image(file) as image:
+        whole = upright(image)
+    saved = BytesIO()
+    whole.save(saved, "JPEG", quality=75)
+    with Image.open(saved) as recoded:
+        return _distance(_small(whole, DETAIL_SIDE), _small(recoded, DETAIL_SIDE))
 
 
 def _distance(pixel_D: Pixels, other_D: Pixels) -> float:
@@ -210,9 +229,14 @@ def _thumbnail(file: Path, side: int) -> Pixels | None:
     with suppress(OSError, Image.DecompressionBombError), open_image(file) as image:
         # A JPEG is decoded at a fraction of its size.
         image.draft("RGB", (4 * side, 4 * side))
-        small = upright(image).resize((side, side), Image.Resampling.BOX)
-        return np.asarray(small, np.uint8).reshape(-1)
+        return _small(upright(image), side)
     return None
+
+
+def _small(image: Image.Image, side: int) -> Pixels:
+    """The pixels of a small copy; unlike those of a box filter, they hardly depend on the image's size."""
+    small = image.resize((side, side), Image.Resampling.LANCZOS)
+    return np.asarray(small, np.uint8).reshape(-1)
 
 
 def _images(prompt: Prompt) -> list[Path]:

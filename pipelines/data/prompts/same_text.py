@@ -7,6 +7,8 @@ from typing import Final
 MEANT: Final = frozenset("#%&*/@\\")
 """Signs that Unicode counts as punctuation, and that are not."""
 BEFORE_NUMBER: Final = re.compile(r"[-\N{EN DASH}](?=\s*\d)")
+BETWEEN_WORDS: Final = re.compile(r"(?<!\d) | (?!\d)")
+"""A blank that does not divide two numbers."""
 
 
 def folded(text: str) -> str:
@@ -17,7 +19,7 @@ def folded(text: str) -> str:
     normal = unicodedata.normalize("NFKC", text).casefold()
     with_minus = BEFORE_NUMBER.sub("\N{MINUS SIGN}", normal)
     kept = "".join(map(_without_punctuation, with_minus))
-    return " ".join(kept.split())
+    return BETWEEN_WORDS.sub("", " ".join(kept.split()))
 
 
 def _without_punctuation(sign: str) -> str:
