@@ -103,7 +103,7 @@ def read(reports: Path) -> Kept:
 
 
 def last_of_each(reports: Path) -> dict[str, list[DrafterResult]]:
-    """The results of the last evaluation of each drafter; of other evaluations only the headings are read.
+    """The results of the last evaluation of each drafter; of other runs only the headings are read.
 
     DataError if a JSON file among the reports is not an evaluation.
     """
@@ -112,14 +112,17 @@ def last_of_each(reports: Path) -> dict[str, list[DrafterResult]]:
     for heading, _ in headed_files:
         before = last_measured.get(heading.drafter, "")
         last_measured[heading.drafter] = max(before, heading.measured)
-    last = [
+    # With the other drafters of a run, which may contradict one of it.
+    last_runs = {*last_measured.values()}
+    of_last_runs = [
         records.read(file)
         for heading, file in headed_files
-        if heading.measured == last_measured[heading.drafter]
+        if heading.measured in last_runs
     ]
     results: dict[str, list[DrafterResult]] = {name: [] for name in last_measured}
-    for result in of_drafters(last):
-        results[result.drafter].append(result)
+    for result in of_drafters(of_last_runs):
+        if result.evaluation.measured == last_measured[result.drafter]:
+            results[result.drafter].append(result)
     return results
 
 

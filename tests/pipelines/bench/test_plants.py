@@ -32,6 +32,7 @@ from vlmdistill.pipelines.bench.records import (
     Stock,
 )
 from vlmdistill.pipelines.bench.sampled import RANKS, prompt_seed, ranks, surprise
+from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.comparison import drifts, group, rank
 from vlmdistill.pipelines.report.page import read
@@ -697,6 +698,19 @@ def test_a_selection_hides_no_other_record_of_a_run(
     assert answers(found)[0].level == "none"
     (found,) = read(workspace, where=["name = 'first'"]).groups
     assert "msd at temperature 0 is one of 2" in str(found.facts)
+
+
+def test_a_later_evaluation_hides_no_other_record_of_a_run(
+    workspace: Workspace, save: Save
+) -> None:
+    """`status` and `explain` show the last evaluation of each drafter, as `report` does."""
+    at = measured(noise=0.05)
+    save("wren", at)
+    save("sparrow", with_own_steps(at, lambda one: 1.2))
+    save("sparrow", at, stem="later", measured="2026-01-03 00:00:00")
+    last = selection.last_of_each(workspace.reports)
+    assert [bool(result.beside) for result in last["wren"]] == [True]
+    assert [bool(result.beside) for result in last["sparrow"]] == [False]
 
 
 @pytest.mark.parametrize("slower", [1.12, 1.14, 1.2, 1.5])
