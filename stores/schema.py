@@ -9,7 +9,7 @@ import json
 import re
 import time
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -313,8 +313,26 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def content_hash(value: Any) -> str:
     """Sixteen hex digits over the canonical JSON of a value: equal content, equal hash."""
-    text = json.dumps(value, sort_keys=True, default=str, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _digits(hashlib.sha256(_canonical(value).encode()))
+
+
+def content_hashes(shared: Any, values: Iterable[Any]) -> list[str]:
+    """`content_hash([shared, value])` of each value; `shared`, which may be large, is read once."""
+    begun = hashlib.sha256(f"[{_canonical(shared)},".encode())
+    hashes = []
+    for value in values:
+        whole = begun.copy()
+        whole.update(f"{_canonical(value)}]".encode())
+        hashes.append(_digits(whole))
+    return hashes
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str, separators=(",", ":"))
+
+
+def _digits(hashed: "hashlib._Hash") -> str:
+    return hashed.hexdigest()[:16]
 
 
 def utc(moment: float) -> str:

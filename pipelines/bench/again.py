@@ -22,7 +22,7 @@ from vlmdistill.pipelines.cluster.processes import Processes
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.stores.progress import Progress
-from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.schema import content_hash, content_hashes
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -74,9 +74,8 @@ def repeated_prompts(evaluation: Evaluation) -> Iterator[RepeatedPrompt]:
     """
     for measurement in evaluation.temperatures:
         seconds = [prompt.turn.seconds for prompt in measurement.prompts]
-        numbers = sorted(
-            range(len(seconds)), key=lambda number: content_hash([seconds, number])
-        )
+        hashes = content_hashes(seconds, range(len(seconds)))
+        numbers = sorted(range(len(seconds)), key=hashes.__getitem__)
         for number in sorted(numbers[:PROMPTS]):
             key = measurement.prompts[number].key
             yield RepeatedPrompt(measurement.temperature, number, key)
