@@ -450,7 +450,7 @@ def _slow_responses(measurement: Measurement) -> Iterator[str]:
     """
     groups = measurement.by(LABELS["kind"])
     if len(groups) > 1:
-        groups["every"] = measurement
+        groups["all"] = measurement
     for kind, group in groups.items():
         ratio = _Ratio.of_steps(group.prompts)
         if ratio.is_above(SLOW_STEP):

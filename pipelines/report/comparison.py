@@ -298,7 +298,10 @@ class Group:
             checks.append(_Check("plain decoding", greedy[0].figures.plain_lossless))
         checked = [check for check in checks if check.count.total]
         if not checked:
-            text = "Losslessness was not checked: nothing was decoded at temperature 0."
+            reason = "nothing was decoded at temperature 0"
+            if greedy:
+                reason = "no response was compared with the target's own"
+            text = f"Losslessness was not checked: {reason}."
             return Verdict("unchecked", f"{text} {self.sampled}".rstrip())
         return self._verdict_on(checked)
 

@@ -47,6 +47,7 @@ TURN_KEYS = {"role", "from", "user", "human", "assistant"}
 """Keys of a turn, or of a pair of turns."""
 QUESTION_COLUMNS = {*columns.QUESTIONS, MESSAGES, *CONVERSATIONS}
 SYSTEM_COLUMN = columns.SYSTEM[0]
+AUDIO = ("audio", "audios")
 CHAT_URLS = ("chat/completions", "/responses")
 """Ends of the URLs that a batch's requests may have."""
 
@@ -295,6 +296,7 @@ def conversation(
     media.place_numbered()
     first_user = users[0]
     first_user["content"] = media.parts_without_placeholder() + first_user["content"]
+    _require_no_audio(located_turns.row)
     unread = _unread(located_turns, media)
     parts = [part for message in messages for part in message["content"]]
     if not any(part["type"] in KINDS for part in parts):
@@ -376,6 +378,13 @@ def _unread(located_turns: Turns, media: RowMedia) -> Unread:
         unread.look_into(in_order, located_turns.row)
     unread.extend(media.unread)
     return unread
+
+
+def _require_no_audio(row: Columns) -> None:
+    """BadRowError if a row has sound beside its text, which no target hears."""
+    for name in AUDIO:
+        if isinstance(row.get(name), str | bytes | list | Mapping) and row[name]:
+            raise BadRowError("audio", f"'{name}': prompts have images and videos")
 
 
 def _require_nothing_hidden(
