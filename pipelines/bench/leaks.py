@@ -189,11 +189,11 @@ def _copies(file: Path, shown: _Images, trained: _Images) -> list[Path]:
 def _loss_of_saving(file: Path) -> float:
     """How far the details of an image differ from those of the same one as a JPEG at a quality of 75."""
     with large_images(), open_image(file) as image:
-        whole = upright(image)
+        original = upright(image)
     saved = BytesIO()
-    whole.save(saved, "JPEG", quality=75)
+    original.save(saved, "JPEG", quality=75)
     with Image.open(saved) as recoded:
-        return _distance(_small(whole, DETAIL_SIDE), _small(recoded, DETAIL_SIDE))
+        return _distance(_small(original, DETAIL_SIDE), _small(recoded, DETAIL_SIDE))
 
 
 def _distance(pixel_D: Pixels, other_D: Pixels) -> float:
