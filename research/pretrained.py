@@ -27,7 +27,7 @@ import torch
 
 from research import say
 from research.methods import cpu_seconds, train_missing
-from research.trial import count
+from research.trial import count, greedy_store
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.batch import Head
 from vlmdistill.drafters.core.eagle_drafter import EagleDrafter
@@ -39,9 +39,6 @@ from vlmdistill.pipelines.bench import evaluate
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.cluster.pool import WorkerOptions
-from vlmdistill.pipelines.cluster.reporting import check_failed
-from vlmdistill.pipelines.data.features.capture_store import CaptureStore
-from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.prompts.self_asked import questions
 from vlmdistill.pipelines.data.responses import dataset
@@ -270,21 +267,13 @@ def _greedy(
     workspace: Workspace, names: Sequence[str], options: argparse.Namespace
 ) -> Store:
     """The target's greedy responses to the held-out prompts, with the features of all drafters."""
-    root = workspace.root / "greedy"
-    prompts = evaluate.held_out(workspace.prompts, MOST_PROMPTS, workspace.model)
-    methods = sorted({re.split(r"[.-]", name)[0] for name in names})
-    job = CaptureJob(
-        workspace=workspace,
-        prompts=prompts,
-        responses=root / "responses",
-        store=CaptureStore(root / "features"),
-        settings=CaptureSettings(drafters=methods, dtype="float32"),
-        sampling=SamplingSettings(max_new_tokens=options.eval_tokens, temperature=0.0),
-        workers=WorkerOptions(workers=0, load=Options(dtype=options.dtype)),
+    return greedy_store(
+        workspace,
+        evaluate.held_out(workspace.prompts, MOST_PROMPTS, workspace.model),
+        sorted({re.split(r"[.-]", name)[0] for name in names}),
+        SamplingSettings(max_new_tokens=options.eval_tokens, temperature=0.0),
+        WorkerOptions(workers=0, load=Options(dtype=options.dtype)),
     )
-    done = flow.capture_features(job)
-    check_failed(done.failed, len(prompts), allowed=0.0)
-    return Store.open(str(root / "features"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,14 +421,10 @@ def _counted(counts: Sequence[Count]) -> str:
     """Tau of all trainings, without decoding."""
     lines = ["| drafter | tau, counted | on text | on images |", "|---|---|---|---|"]
     for row in sorted(counts, key=lambda row: -row.tau):
-        taus = [
-            f"{row.tau_by_kind[kind]:.2f}" if kind in row.tau_by_kind else "-"
-            for kind in ("text", "image")
-        ]
         cells = [
             f"`{row.drafter}`",
             f"{row.tau:.2f} ({row.low:.2f}-{row.high:.2f})",
-            *taus,
+            *_taus_by_kind(row),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(["## Tau of all trainings, counted\n", *lines, ""])
@@ -467,10 +452,6 @@ def _table(rows: Sequence[Row]) -> str:
     """All rows, the best drafter of each temperature and dtype first."""
     lines = [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
     for row in sorted(rows, key=lambda row: (row.temperature, row.dtype, -row.tau)):
-        taus = [
-            f"{row.tau_by_kind[kind]:.2f}" if kind in row.tau_by_kind else "-"
-            for kind in ("text", "image")
-        ]
         alpha = " ".join(f"{share:.2f}"[1:] for share in row.alpha[:3])
         cells = [
             f"`{row.drafter}`",
@@ -479,7 +460,7 @@ def _table(rows: Sequence[Row]) -> str:
             f"{row.steps}",
             f"{row.cpu_seconds:.0f}" if row.cpu_seconds else "-",
             _with_interval(row, "tau"),
-            *taus,
+            *_taus_by_kind(row),
             alpha,
             f"{row.cycle:.2f}",
             f"{row.draft:.0f} + {row.verify:.0f}",
@@ -489,6 +470,12 @@ def _table(rows: Sequence[Row]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _taus_by_kind(row: Row | Count) -> list[str]:
+    """The cells of tau on text and on images."""
+    taus = [row.tau_by_kind.get(kind) for kind in ("text", "image")]
+    return ["-" if tau is None else f"{tau:.2f}" for tau in taus]
 
 
 def _with_interval(row: Row, figure: Literal["tau", "speedup"]) -> str:

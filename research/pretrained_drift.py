@@ -22,7 +22,6 @@ from research.drift import exchange
 from vlmdistill.pipelines.targets.checkpoints import packaged
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.traffic.adapt import Adaptation, adapt
-from vlmdistill.pipelines.workspace.versions import DrafterRound
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 REQUESTED_AT = 1.79e9
@@ -104,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_new_tokens=options.eval_tokens,
     )
     drafter_round = adapt(workspace, options.drafter, adaptation, say=say)
-    write(drafter_round, options.out)
+    record = json.dumps(msgspec.to_builtins(drafter_round), indent=1)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(f"{record}\n")
     say(f"wrote {options.out}: {drafter_round.why}")
 
 
@@ -130,12 +131,6 @@ def _answered(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         answers = zip(batch, prompts, responses, strict=True)
         for number, (messages, prompt, response) in enumerate(answers, start):
             yield exchange(messages, prompt, response, REQUESTED_AT + number)
-
-
-def write(drafter_round: DrafterRound, out: Path) -> None:
-    """Keep the record of the round."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(msgspec.to_builtins(drafter_round), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,13 @@ from vlmdistill.pipelines.bench.records import (
     PromptResult,
     Turn,
 )
+from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.cluster.processes import FunctionDone
 from vlmdistill.pipelines.cluster.reporting import check_failed
 from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.demo import files
 from vlmdistill.pipelines.demo.clips import patches_for
@@ -331,23 +333,36 @@ class Trial:
         They are float32, as decoding has them: near-ties of a drafter fall otherwise in bfloat16.
         """
         workspace = self.at(length)
-        root = workspace.root / "greedy"
+        sampling = SamplingSettings(max_new_tokens=LONGEST, temperature=0.0)
         prompts = evaluate.held_out(workspace.prompts, self.limit, self.base.model)
-        job = CaptureJob(
-            workspace=workspace,
-            prompts=prompts,
-            responses=root / "responses",
-            store=CaptureStore(root / "features"),
-            settings=CaptureSettings(drafters=TRAINED, dtype="float32"),
-            sampling=SamplingSettings(max_new_tokens=LONGEST, temperature=0.0),
-        )
-        done = flow.capture_features(job)
-        check_failed(done.failed, len(prompts), allowed=0.0)
-        return Store.open(str(root / "features"))
+        return greedy_store(workspace, prompts, TRAINED, sampling)
 
     def _beside(self, folder: str, name: str) -> Path:
         """A record of a drafter. It is not in the drafter's folder, which training replaces."""
         return self.at(0).drafter(f"{folder}.training") / f"{name}.json"
+
+
+def greedy_store(
+    workspace: Workspace,
+    prompts: Sequence[Prompt],
+    drafters: Sequence[str],
+    sampling: SamplingSettings,
+    workers: WorkerOptions | None = None,
+) -> Store:
+    """The responses to prompts, in the folder `greedy`, with the drafters' features in float32."""
+    root = workspace.root / "greedy"
+    job = CaptureJob(
+        workspace=workspace,
+        prompts=prompts,
+        responses=root / "responses",
+        store=CaptureStore(root / "features"),
+        settings=CaptureSettings(drafters=drafters, dtype="float32"),
+        sampling=sampling,
+        workers=workers or WorkerOptions(),
+    )
+    done = flow.capture_features(job)
+    check_failed(done.failed, len(prompts), allowed=0.0)
+    return Store.open(str(root / "features"))
 
 
 @torch.no_grad()

