@@ -361,6 +361,8 @@ class _Trainer:
             self._validate_if_due(stage)
             if position.total % self.run.save_every == 0:
                 self._save()
+            if position.total % cpu.TRIM_EVERY == 0:
+                cpu.trim()
             if self._is_over(stage):
                 break
             began, cpu_began = time.perf_counter(), time.process_time()

@@ -1,4 +1,7 @@
-"""Training on a CPU multiplies float32 matrices as exactly as torch does by default."""
+"""Training on a CPU: products as exact as torch's own, and memory that does not grow."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,3 +27,33 @@ def test_the_setting_of_torch_returns_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), cpu.tuned():
         raise ZeroDivisionError
     assert cpu.MATMUL.fp32_precision == before
+
+
+FREED = """
+import re
+from pathlib import Path
+import torch
+from vlmdistill.drafters.training import cpu
+
+def resident():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) >> 10
+
+with cpu.tuned():
+    before = resident()
+    block = torch.ones(64 << 18)
+    del block
+    kept = resident() - before
+    cpu.trim()
+    print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux")
+def test_freed_memory_is_kept_until_it_is_trimmed() -> None:
+    script = subprocess.run(
+        [sys.executable, "-c", FREED], capture_output=True, text=True, check=True
+    )
+    kept, trimmed = map(int, script.stdout.split())
+    assert kept > 60  # MiB: the next block finds its pages
+    assert trimmed < 4

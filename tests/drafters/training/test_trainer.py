@@ -22,6 +22,7 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.checkpoints import checkpoint
 from vlmdistill.drafters.core.config import ModelConfig
 from vlmdistill.drafters.core.settings import from_dict, override, to_dict
+from vlmdistill.drafters.training import cpu
 from vlmdistill.drafters.training.progress import TrainingProgress
 from vlmdistill.drafters.training.saved import Position
 from vlmdistill.drafters.training.schedule import Schedule
@@ -321,6 +322,18 @@ def test_the_number_of_steps_is_known_from_the_first_on(
     assert [one.step for one in seen] == [*range(1, len(seen) + 1)]
     assert abs(seen[0].total - len(seen)) <= (0 if settings == ("steps=12",) else 2)
     assert seen[-1].total >= len(seen)
+
+
+def test_a_long_training_returns_freed_memory_again_and_again(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = list[int]()
+    steps = list[int]()
+    monkeypatch.setattr(cpu, "TRIM_EVERY", 4)
+    monkeypatch.setattr(cpu, "trim", lambda: returned.append(steps[-1]))
+    training = plan(store, tmp_path / "out", settings=("steps=9",))
+    train(training, lambda progress: steps.append(progress.step))
+    assert returned == [4, 8]
 
 
 def test_the_number_of_steps_counts_that_images_come_in(
