@@ -1,4 +1,4 @@
-"""Commands as processes of their own, which die where they publish a file, and marked bytes on a disk."""
+"""Commands as processes of their own, which die where they publish a file."""
 
 import multiprocessing
 import os
@@ -8,26 +8,19 @@ import signal
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from s3fs import S3FileSystem
 
-from tests.pipelines.traffic.conftest import asked, data_url, said, write
 from vlmdistill.cli.main import main
 from vlmdistill.stores.backends.remote import Remote
 
 PUBLISHING = ("rename", "replace", "link", "unlink")  # functions of `os`
 SENDING = ("create", "replace", "_put", "remove")  # methods of a remote backend
-MARK = "Zebedee bounces past the roundabout"
-ANSWER = "There is a marmalade machine behind the carousel, and it is number {}."
 HASHES = re.compile(r"[0-9a-f]{8,}|[0-9]{4,}[0-9-]*")
-DAY = 86400
-EXCHANGES = 24
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.pipelines.traffic.imported"])
 
@@ -87,6 +80,17 @@ class Disk:
         target = self.folder.with_name(name)
         shutil.copytree(self.folder, target)
         return Disk(target, self.bucket)
+
+    def elsewhere(self, name: str) -> "Disk":
+        """The disk of another machine, which has nothing yet but the same bucket."""
+        other = Disk(self.folder.with_name(name), self.bucket)
+        other.sees(self)
+        return other
+
+    def sees(self, other: "Disk") -> None:
+        """What another machine has done with the bucket."""
+        shutil.rmtree(self.folder / "bucket", ignore_errors=True)
+        shutil.copytree(other.folder / "bucket", self.folder / "bucket")
 
     def run(self, *command: str, die: int = 0, after: bool = False) -> int:
         """The exit status of a command, which is killed at the publication of that number."""
@@ -159,54 +163,3 @@ def _run(
     (folder / "publications").write_text("\n".join(published))
     sys.stdout.flush()
     os._exit(status)
-
-
-def marked_log(folder: Path, first: int = 0) -> Path:
-    """Exchanges of 40 days ago, half of them with an image, every text of which has a mark."""
-    when = time.time() - 40 * DAY
-    lines = [
-        {
-            "time": when + number,
-            "request": asked(
-                f"Tell me if {MARK} {number}.", data_url(number) if number % 2 else None
-            ),
-            "response": said(ANSWER.format(number)),
-        }
-        for number in range(first, first + EXCHANGES)
-    ]
-    return write(folder / "day.jsonl", lines)
-
-
-def marks(encode: Callable[[str], Sequence[int]]) -> list[bytes]:
-    """What must not be found: the texts, their tokens, and the images, also in a page."""
-    texts = [MARK, ANSWER.partition("{}")[0].strip()]
-    tokens = [
-        np.asarray(encode(f"- {text}")[3:-1], np.int32).tobytes() for text in texts
-    ]
-    return [*(text.encode() for text in texts), *tokens, b"data:image", b"IHDR"]
-
-
-def found(folder: Path, sought: Sequence[bytes]) -> list[str]:
-    """The files below a folder that hold one of these, compressed or not."""
-    return [
-        str(file.relative_to(folder))
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-        and any(mark in content for content in _contents(file) for mark in sought)
-    ]
-
-
-def _contents(file: Path) -> Iterator[bytes]:
-    """The bytes of a file and, of a table, its texts."""
-    content = file.read_bytes()
-    yield content
-    if "tokens" in file.parts:  # of a store: a row of four numbers for each
-        yield np.frombuffer(content[: len(content) // 16 * 16], np.int32)[::4].tobytes()
-    if content.startswith(b"PAR1") and content.endswith(b"PAR1"):
-        import pyarrow.parquet as pq
-
-        yield str(pq.read_table(file).to_pylist()).encode()
-    if content.startswith(b"ARROW1") and content.endswith(b"ARROW1"):
-        import pyarrow as pa
-
-        yield str(pa.ipc.open_file(file).read_all().to_pylist()).encode()

@@ -18,7 +18,7 @@ import pytest
 
 from tests.cli.test_full_disk import full
 from tests.pipelines.bench.made_up import evaluation, measured, shown
-from tests.pipelines.traffic import killing
+from tests.pipelines.traffic import marks
 from tests.pipelines.traffic.conftest import ANSWER, asked, data_url, said, write
 from tests.stores.samples import make, sample
 from vlmdistill.cli.main import main
@@ -534,7 +534,7 @@ def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
         copies.mkdir()
         for number, name in enumerate(names):
             (copies / f"{number}").write_bytes(files.cat_file(name))
-        return [names[int(number)] for number in killing.found(copies, [b"Zebedee"])]
+        return [names[int(number)] for number in marks.found(copies, [b"Zebedee"])]
 
     own = write(
         tmp_path / "own.jsonl", [{"messages": [{"role": "user", "content": "Mine?"}]}]
@@ -550,9 +550,7 @@ def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
     with on("a") as a:  # what it has is moved aside
         import_prompts([str(own)], a.prompts)
     assert at_url()
-    assert any(
-        ".aside-" in name for name in killing.found(tmp_path / "a", [b"Zebedee"])
-    )
+    assert any(".aside-" in name for name in marks.found(tmp_path / "a", [b"Zebedee"]))
     Remote(f"{a.parts.url if a.parts else ''}/responses").create(
         "files/killed", b"Zebedee"
     )
@@ -565,11 +563,11 @@ def test_at_a_url_nothing_stays_of_the_version_before_nor_of_what_came_too_late(
         a.parts.remote.release(sending)
         assert forget(a, 30 * DAY).prompts == 0
     assert not at_url()
-    assert not killing.found(tmp_path / "a", [b"Zebedee"])
+    assert not marks.found(tmp_path / "a", [b"Zebedee"])
     with on("b") as b:
         assert forget(b, 30 * DAY).prompts == 0
         assert len(prompt_table.read(b.prompts)) == 1
-    assert not killing.found(tmp_path / "b", [b"Zebedee"])
+    assert not marks.found(tmp_path / "b", [b"Zebedee"])
 
 
 def test_at_a_url_a_capture_that_sleeps_during_a_deletion_keeps_nothing_of_it(
