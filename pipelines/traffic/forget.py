@@ -43,7 +43,9 @@ from vlmdistill.stores.store import Store
 
 PARTS = ("prompts", "responses", "reports", "traffic")
 """Of a workspace, which may hold texts."""
-NO_STORES = ("features", "drafters", "images", MEDIA)
+NO_TRAFFIC = ("drafters", "images")
+"""Folders of a workspace whose files `forget` leaves, and which may have links."""
+NO_STORES = ("features", MEDIA, *NO_TRAFFIC)
 """Folders of a workspace at a URL in which no other store is looked for."""
 PAGES = "*.html"  # in the folder of reports
 CLOCK = ".clock"  # its time is that of the last deletion
@@ -178,9 +180,8 @@ def _now(workspace: Workspace, dry_run: bool) -> float:
 
 
 def _require_no_links(workspace: Workspace) -> None:
-    """DataError on a link below the parts, each of which may itself be one to a folder."""
-    folders = [workspace.root / name for name in (*PARTS[1:], MEDIA, "features")]
-    folders += [*_other_stores(workspace), *_other_responses(workspace)]
+    """DataError on a link below a folder of the workspace, which may itself be one."""
+    folders = [path for path in _folders(workspace) if path.name not in NO_TRAFFIC]
     inside = [path for folder in folders for path in folder.rglob("*")]
     links = [path for path in (workspace.prompts, *inside) if path.is_symlink()]
     if links:
@@ -236,9 +237,13 @@ def _other_stores(workspace: Workspace) -> list[Path]:
 
 def _folders_with(workspace: Workspace, record: str) -> set[Path]:
     """The folders in the workspace that have a file of this name."""
-    # Each is searched by itself, as it may be a link. Hidden ones are this program's own.
-    folders = [path for path in workspace.root.glob("[!.]*") if path.is_dir()]
-    return {file.parent for folder in folders for file in folder.rglob(record)}
+    inside = [file for folder in _folders(workspace) for file in folder.rglob(record)]
+    return {file.parent for file in (*workspace.root.glob(record), *inside)}
+
+
+def _folders(workspace: Workspace) -> list[Path]:
+    """The folders of the workspace, each of which may be a link; hidden ones are this program's own."""
+    return [path for path in workspace.root.glob("[!.]*") if path.is_dir()]
 
 
 def _stores_at_url(workspace: Workspace) -> list[str]:

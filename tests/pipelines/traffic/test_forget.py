@@ -1,6 +1,7 @@
 """Deletion by age: nothing of a forgotten request is in any file of the workspace, and the rest is whole."""
 
 import base64
+import gzip
 import os
 import shutil
 import tempfile
@@ -34,6 +35,7 @@ from vlmdistill.pipelines.flow import capture_features
 from vlmdistill.pipelines.report import page
 from vlmdistill.pipelines.traffic.forget import Forgotten, forget
 from vlmdistill.pipelines.traffic.harvest import MEDIA, harvest
+from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.workspace import parts
 from vlmdistill.pipelines.workspace.trained import open_drafters
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -297,6 +299,22 @@ def held_out(tmp_path: Path) -> Workspace:
     return here
 
 
+def test_rotated_logs_bring_nothing_back_that_is_older_than_the_policy_allows(
+    held_out: Workspace, tmp_path: Path
+) -> None:
+    forget(held_out, 30 * DAY)
+    log = tmp_path / "log.jsonl"
+    rotated = tmp_path / "rotated"
+    rotated.mkdir()
+    (rotated / "log.jsonl.2.gz").write_bytes(gzip.compress(log.read_bytes()))
+    log.rename(rotated / "log.jsonl.1")
+    made = harvest(held_out, [str(rotated)], Policy(max_age="30d"))
+    assert (made.kept, made.known, made.dropped) == (0, 3, {"too old": 3})
+    assert "log.jsonl.1" in made.other_files
+    assert not raw(held_out, "Zebedee")
+    assert harvest(held_out, [str(rotated)]).kept == 3  # without it, they come back
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_an_evaluation_that_runs_meanwhile_shows_no_deleted_prompt(
     held_out: Workspace, stopped: bool
@@ -450,8 +468,10 @@ def test_responses_and_stores_under_other_names_in_the_workspace_lose_it_too(
     for folder in (root, root / "of" / "june"):
         shutil.copytree(workspace.responses, folder / "greedy")
         shutil.copytree(workspace.features, folder / "int8")
+    shutil.copytree(workspace.responses, root, dirs_exist_ok=True)
     forgotten = forget(workspace, 30 * DAY)
-    assert (forgotten.responses, forgotten.samples) == (9, 2)
+    assert (forgotten.responses, forgotten.samples) == (12, 2)
+    assert dataset.keys(root) == dataset.keys(workspace.responses)
     for folder in (root, root / "of" / "june"):
         left = dataset.keys(folder / "greedy")
         assert left == dataset.keys(workspace.responses)
@@ -490,6 +510,25 @@ def test_a_link_to_what_would_stay_is_no_success(
     elsewhere.rename(linked)
     assert forget(workspace, 30 * DAY).prompts == 3
     assert not raw(workspace, "Zebedee")
+
+
+def test_a_link_to_responses_in_a_folder_below_is_no_success(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    shutil.copytree(workspace.responses, tmp_path / "june")
+    (workspace.root / "of").mkdir()
+    (workspace.root / "of" / "june").symlink_to(tmp_path / "june")
+    with pytest.raises(DataError, match="symbolic link"):
+        forget(workspace, 30 * DAY)
+
+
+def test_links_are_allowed_where_no_traffic_is(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    for folder in ("drafters", "images"):
+        (workspace.root / folder).mkdir()
+        (workspace.root / folder / "elsewhere").symlink_to(tmp_path)
+    assert forget(workspace, 30 * DAY).prompts == 3
 
 
 def test_a_part_may_be_a_link_to_a_folder(workspace: Workspace, tmp_path: Path) -> None:
