@@ -110,7 +110,7 @@ def _wrong_prompts(evaluation: Evaluation) -> Iterator[str]:
     asked, measured = set(evaluation.asked), set(evaluation.keys)
     if missing := sorted(asked - measured):
         yield f"{len(missing)} of {len(asked)} prompts were not measured: {_some(missing)}"
-    if asked and (others := sorted(measured - asked)):
+    if others := sorted(measured - asked):
         yield f"{len(others)} prompts were measured that were not to be: {_some(others)}"
     counts = Counter(evaluation.keys)
     if repeated := sorted(key for key, count in counts.items() if count > 1):

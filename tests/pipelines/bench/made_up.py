@@ -192,6 +192,7 @@ def evaluation(
         for n in range(3)
     ]
     stages = (TrainedStage(name="text", epochs=2.5, hops=1),)
+    temperatures = temperatures or (measured(0.0), measured(1.0))
     fields: dict[str, Any] = {
         "format": FORMAT,
         "name": name,
@@ -213,7 +214,7 @@ def evaluation(
         "max_new_tokens": 256,
         "seed": 0,
         "measured": "2026-01-02 03:04:05",
-        "temperatures": temperatures or (measured(0.0), measured(1.0)),
+        "temperatures": temperatures,
         "leak": Leak(samples=4200),
         "weights": None,
         "machine": MACHINE,
@@ -221,7 +222,7 @@ def evaluation(
         "attention": "sdpa",
         "compiled": False,
         "thinking": "",
-        "asked": (),
+        "asked": tuple(prompt.key for prompt in temperatures[0].prompts),
         "calibrations": (),
     }
     made = Evaluation(**{**fields, **changes})

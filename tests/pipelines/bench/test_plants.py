@@ -627,6 +627,7 @@ def test_prompts_that_were_not_to_be_measured_or_twice_are_a_failure() -> None:
     keys = tuple(one.key for one in at.prompts)
     assert not audit.failures(evaluation("wren", at, asked=keys))
     assert audit.failures(evaluation("wren", at, asked=keys[:8]))
+    assert audit.failures(evaluation("wren", at, asked=()))
     twice = replace(at, prompts=(*at.prompts, *at.prompts[:4]))
     assert audit.failures(evaluation("wren", twice))
 
