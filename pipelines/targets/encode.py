@@ -22,6 +22,12 @@ from vlmdistill.stores.schema import Span
 
 Messages = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length"]
+MESSAGE_KEYS = ("role", "content")
+PART_KEYS = {
+    "text": ("type", "text"),
+    "image": ("type", "image", "path", "digest"),
+    "video": ("type", "video", "path", "digest", "fps", "frames"),
+}
 NOT_VISUAL = (
     "input_ids",
     "attention_mask",
@@ -103,8 +109,8 @@ def encode(
     "path" or "image": a path or a PIL image} or {"type": "video", "path" or "video": a
     file, a folder, an array or a list of images}; a video may have the "fps" or the number
     of "frames" to sample it by, and a part with a "path" the "digest" of its file.
-    DataError names the part that cannot be used; it is a MediaError if a file cannot be
-    read, or has another digest.
+    DataError names the part or the key that cannot be used; it is a MediaError if a file
+    cannot be read, or has another digest.
     """
     videos = VideoSampler(family.name, getattr(processor, "video_processor", None))
     try:
@@ -238,6 +244,7 @@ def _turn(message: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         raise DataError(
             f"a message needs a role and a content, not {str(message)[:80]}"
         )
+    _require_known(message, MESSAGE_KEYS)
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     parts = [_part(part, videos) for part in content]
@@ -247,6 +254,7 @@ def _turn(message: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
 def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
     match part:
         case {"type": "text", "text": str(text)}:
+            _require_known(part, PART_KEYS["text"])
             return {"type": "text", "text": text}
         case {"type": "image", "image": source} | {"type": "image", "path": source}:
             read = {"type": "image", "image": read_image(_local(source, part))}
@@ -258,7 +266,22 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
                 f"{str(part)[:80]}"
             )
     check_unchanged(part)
+    _require_known(part, PART_KEYS[part["type"]])
     return read
+
+
+def _require_known(holder: Mapping[str, Any], keys: Collection[str]) -> None:
+    """DataError if a message or a part has a value that the target would not see."""
+    unknown = [
+        str(name)
+        for name, value in holder.items()
+        if value is not None and name not in keys
+    ]
+    if unknown:
+        raise DataError(
+            f"a message has '{', '.join(unknown)}', which targets do not read: leave it "
+            f"out, or use {', '.join(keys)}"
+        )
 
 
 def _local(source: Any, part: Mapping[str, Any]) -> Any:

@@ -106,6 +106,8 @@ def test_other_modes_and_orientations_are_read(
         ([{"type": "image"}], "{'type': 'image'}"),
         ([{"type": "text", "text": 5}], "'text': 5"),
         (None, "role"),
+        ([{"type": "text", "text": "x", "image": "a.png"}], "'image'"),
+        ([{"type": "image", "image": Image.new("RGB", (9, 9)), "index": 0}], "'index'"),
         ("look: <|image_pad|>", "placeholder"),
         ("half \ud83d of an emoji", "position 6"),
         ("x" * 1100, "1024"),
@@ -118,6 +120,15 @@ def test_unusable_content_is_refused(
     with pytest.raises(DataError) as caught:
         target.encode([{"role": "user", "content": content}])
     assert said in str(caught.value)
+
+
+def test_a_key_of_a_message_that_is_not_read_is_refused(
+    target: VisionLanguageTarget,
+) -> None:
+    message = {"role": "user", "content": "hello"}
+    assert target.encode([{**message, "name": None}]).length
+    with pytest.raises(DataError, match="'images', which targets do not read"):
+        target.encode([{**message, "images": ["a.png"]}])
 
 
 def test_a_message_that_is_not_a_mapping(target: VisionLanguageTarget) -> None:
