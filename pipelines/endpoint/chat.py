@@ -11,11 +11,15 @@ from PIL import Image, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from vlmdistill.pipelines.endpoint.gate import ApiError
-from vlmdistill.pipelines.media.images import large_images, open_image, upright
+from vlmdistill.pipelines.media.images import (
+    MAX_PIXELS,
+    large_images,
+    open_image,
+    upright,
+)
 
 # Not all formats that Pillow reads: for EPS it starts Ghostscript.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MAX_PIXELS = 64 * 1024**2  # all images of a request together; 200 MB once decoded
 MIN_PIXELS = 512**2  # that an image counts as: processors enlarge a smaller one
 MAX_STOP = 256
 """Characters of a stop string: as many are searched after each piece of text."""

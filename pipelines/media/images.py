@@ -24,6 +24,8 @@ HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1")
 PAGED = ("TIFF", "GIF", "WEBP", "PNG", "AVIF")  # that may hold several pictures
 SUBFILE_TYPE = 254
 """Tag of TIFF 6.0, page 36: bit 0 says "a reduced-resolution version"."""
+MAX_PIXELS = 64 * 1024**2
+"""Of an image, 270 MB once decoded; a processor takes several times that."""
 STRIP = 2**20  # pixels that are converted at once
 ORIENTATION = 0x0112  # tag of EXIF 2.3, section 4.6.4
 TURNS = {
@@ -75,12 +77,27 @@ def decoding() -> Iterator[None]:
         yield
     except (OSError, MemoryError):
         raise
+    except Image.DecompressionBombError:  # it has twice as many as Pillow warns of
+        raise OSError(
+            f"its pixels are too many: make them at most {MAX_PIXELS}"
+        ) from None
     except Exception as error:
         raise OSError(str(error) or type(error).__name__) from error
 
 
 def open_image(file: Any, formats: tuple[str, ...] | None = None) -> Image.Image:
-    """Open an image, in one of Pillow's `formats` or any; OSError if that is impossible."""
+    """Open an image, in one of Pillow's `formats` or any; OSError if it cannot be, or is too large."""
+    image = _opened(file, formats)
+    if image.width * image.height > MAX_PIXELS:
+        image.close()
+        raise OSError(
+            f"{image.width} x {image.height} pixels are too many: make them at most {MAX_PIXELS}"
+        )
+    return image
+
+
+def _opened(file: Any, formats: tuple[str, ...] | None) -> Image.Image:
+    """Open an image of any size; OSError if that is impossible."""
     if isinstance(file, str | Path):
         file = regular(file)
     try:

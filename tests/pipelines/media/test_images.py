@@ -265,3 +265,10 @@ def test_large_pictures_of_an_import_are_decoded_one_at_a_time(
     parts = [({"type": "image", "media": name}, [tmp_path]) for name in names]
     MediaResolver(None, tmp_path / "kept").check_all(parts)
     assert overlaps == [False] * 6
+
+
+@pytest.mark.parametrize("side", [8200, 13400])
+def test_an_image_of_too_many_pixels_is_refused(tmp_path: Path, side: int) -> None:
+    Image.new("1", (side, side)).save(tmp_path / "large.png")
+    with pytest.raises(MediaError, match="too many: make them at most 67108864"):
+        read_image(tmp_path / "large.png")
