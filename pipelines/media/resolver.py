@@ -135,7 +135,7 @@ class MediaResolver:
             return BadRowError(
                 f"{kind} of another spelling", f"{media}: there is {similar}"
             )
-        searched_paths = " and ".join(dict.fromkeys(map(str, paths)))
+        searched_paths = " and ".join(dict.fromkeys(map(_described, paths)))
         return BadRowError(f"missing {kind}", searched_paths)
 
     def _copy_of(self, kind: str, url: str) -> Path | BadRowError:
@@ -155,6 +155,11 @@ class MediaResolver:
             with atomic_write(path) as file:
                 file.write_bytes(data)
         return path
+
+
+def _described(path: Path) -> str:
+    """A path that leads to no file, with what it is a link to."""
+    return f"{path} (a link to {path.readlink()})" if path.is_symlink() else str(path)
 
 
 def _usable(kind: str, path: Path) -> Path | BadRowError | None:

@@ -54,8 +54,11 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
     if not _has_choices(question, choices):
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
     history = _list(row.get(HISTORY))
-    turns = [*_earlier_turns(history), *_round("\n".join(lines), _reference(row))]
-    read = {*questions, *details, *REFERENCES, *choice_columns}
+    reference = _reference(row)
+    turns = [*_earlier_turns(history), *_round("\n".join(lines), reference)]
+    read = {*questions, *details, *choice_columns}
+    if reference:  # else a response of another form is one that is not read
+        read.update(REFERENCES)
     if history:
         read.add(HISTORY)
     return turns, read
@@ -132,9 +135,19 @@ def _choices(row: Row) -> tuple[dict[str, str], Sequence[str]]:
         return _without_letters(choices), [*lists]
     by_column = _texts_and_numbers(row, tuple(LETTERS))
     if LETTERS[0] in by_column:  # else a column that happens to have such a name
+        _require_no_gap([*by_column])
         return by_column, [*by_column]
     _require_no_choices(row)
     return {}, []
+
+
+def _require_no_gap(letters: list[str]) -> None:
+    """BadRowError if columns named by letters are not those of at least two choices, from A on."""
+    if len(letters) < 2 or letters != [*LETTERS[: len(letters)]]:
+        raise BadRowError(
+            "choices",
+            f"columns {', '.join(letters)}: give A, B and so on without a gap, or rename them",
+        )
 
 
 def _without_letters(choices: Sequence[str]) -> dict[str, str]:
@@ -227,15 +240,24 @@ def _is_pair(item: Any) -> bool:
     return all(isinstance(text, str) for text in item)
 
 
-def _reference(row: Row) -> Any:
-    """The dataset's own response, the first one of a list."""
-    reference = next((row[name] for name in REFERENCES if row.get(name)), None)
-    return reference[0] if isinstance(reference, list) else reference
+def _reference(row: Row) -> str:
+    """The dataset's own response: the first text in its columns; empty if there is none."""
+    texts = (_first_text(row.get(name)) for name in REFERENCES)
+    return next(filter(None, texts), "")
 
 
-def _round(question: str, reference: Any) -> list[Turn]:
-    """A question and, if the dataset has it as text, its response."""
+def _first_text(response: Any) -> str:
+    """The text of a response, or of the first of a list; VQA and SQuAD have it in an object."""
+    if isinstance(response, list):
+        response = response[0] if response else ""
+    if isinstance(response, Mapping):
+        return _first_text(response.get("answer") or response.get("text"))
+    return response if isinstance(response, str) and response.strip() else ""
+
+
+def _round(question: str, response: str) -> list[Turn]:
+    """A question and, if there is one, its response."""
     turns: list[Turn] = [{"role": "user", "content": question}]
-    if isinstance(reference, str) and reference.strip():
-        turns.append({"role": "assistant", "content": reference})
+    if response.strip():
+        turns.append({"role": "assistant", "content": response})
     return turns

@@ -255,9 +255,10 @@ class _FormatSearch:
             row, problem = self.damaged
             raise DataError(f"{self.source}: {row}: {problem}")
         if self.has_media:
-            but = f" ({self.unread_row})" if self.unread_row else ""
             raise DataError(
-                f"{self.source} has images and no questions{but}: ask one, --ask 'Describe the image.'"
+                f"{self.source} has images and no column of questions "
+                f"({self.unread_row or self.first_row}): rename the one that has them to question, or ask "
+                "one, --ask 'Describe the image.'"
             )
         raise DataError(
             f"{self.source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a "
@@ -329,14 +330,27 @@ def _turns_of(row: Columns, ask: str | None) -> Turns:
 
 
 def _require_no_question(row: Columns) -> None:
-    """BadRowError if a column of a row without turns is named after questions, and holds some."""
+    """BadRowError if a column of a row without turns is named after questions, or has such keys."""
     for name, value in row.items():
-        plain = str(name).strip().lower()
-        if value and {plain, plain.removesuffix("s")} & QUESTION_COLUMNS:
+        if value and (_is_of_questions(name) or _has_questions(value)):
             raise BadRowError(
                 "question of another form",
                 f"'{name}': give one text in a column question, or turns in a column conversations",
             )
+
+
+def _is_of_questions(name: Any) -> bool:
+    plain = str(name).strip().lower()
+    return not {plain, plain.removesuffix("s")}.isdisjoint(QUESTION_COLUMNS)
+
+
+def _has_questions(value: Any) -> bool:
+    """Whether a value is a list of objects with questions, or an object with a list of them."""
+    if isinstance(value, Mapping):
+        lists = [name for name, items in value.items() if isinstance(items, list)]
+        return any(map(_is_of_questions, lists))
+    first = value[0] if isinstance(value, list) else None
+    return isinstance(first, Mapping) and any(map(_is_of_questions, first))
 
 
 def _no_conversation(row: Columns) -> BadRowError:
@@ -357,7 +371,11 @@ def _with_system(located_turns: Turns) -> Turns:
 
 
 def _system_content(values: Sequence[Any]) -> Any:
-    """The content of a system turn: texts as its lines; if some are lists of parts, all as parts."""
+    """The content of a system turn: texts as its lines; if some are lists of parts, all as parts.
+
+    Equal ones are one.
+    """
+    values = [value for i, value in enumerate(values) if value not in values[:i]]
     if all(isinstance(value, str) for value in values):
         return "\n".join(values)
     lists = (value if isinstance(value, list) else [value] for value in values)

@@ -117,15 +117,33 @@ def _without_dates(batch: Any) -> Any:
 def python_rows(table: Any) -> list[dict[str, Any]]:
     """The rows of an Arrow table or batch. Text of the type `arrow.json` becomes the value that it says.
 
-    `datasets` has this type for columns with values of several types. ValueError if one cannot be read.
+    `datasets` has this type for columns with values of several types. ValueError if one cannot be read. A
+    number in single precision is the shortest one that is rounded to it: 1.2, not 1.2000000476837158.
     """
-    rows: list[dict[str, Any]] = table.to_pylist()
+    rows: list[dict[str, Any]] = _in_double_precision(table).to_pylist()
     for column in table.schema:
         if not _holds_json(column.type):
             continue
         for row in rows:
             row[column.name] = _without_json(row[column.name], column.type)
     return rows
+
+
+def _in_double_precision(table: Any) -> Any:
+    """A table whose columns of float32, or of lists of it, are cast as they are written."""
+    import pyarrow as pa
+
+    for position, column in enumerate(table.schema):
+        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        number = column.type.value_type if is_list else column.type
+        if not pa.types.is_float32(number):
+            continue
+        text, double = pa.string(), pa.float64()
+        if is_list:
+            text, double = pa.large_list(text), pa.large_list(double)
+        numbers = table.column(position).cast(text).cast(double)
+        table = table.set_column(position, column.name, numbers)
+    return table
 
 
 def _holds_json(kind: Any) -> bool:

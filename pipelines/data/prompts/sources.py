@@ -45,6 +45,8 @@ def check(source: str, hub: bool) -> Path:
     is_local = source.startswith((".", "/", "~")) or source.lower().endswith(FILES)
     if path.exists() or (hub and not is_local):
         return path
+    if path.is_symlink():
+        raise DataError(f"there is no file {source}: it is a link to {path.readlink()}")
     hint = "" if is_local else " (a Hugging Face dataset by name: add --format hf)"
     # `glob` finds nothing in a folder that does not exist or cannot be read.
     siblings = [sibling.name for sibling in path.parent.glob("*")]

@@ -483,6 +483,11 @@ def test_a_system_column_is_the_system_prompt_unless_there_is_one(out: Path) -> 
     assert imported(out, row).unread_columns == {"system": 1}
 
 
+def test_equal_system_columns_are_one_prompt(out: Path) -> None:
+    row = {"question": "What?", "system": "Be brief.", "system_prompt": "Be brief."}
+    assert texts(one(out, row)) == [("system", "Be brief."), ("user", "What?")]
+
+
 def test_a_system_prompt_may_be_parts(out: Path) -> None:
     parts = [
         {"type": "text", "text": "Be brief."},

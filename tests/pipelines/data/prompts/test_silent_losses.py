@@ -761,3 +761,73 @@ def test_a_source_that_is_a_link_to_itself_does_not_exist(
     loop.symlink_to(loop)
     with pytest.raises(DataError, match=r"there is no file .*loop\.jsonl"):
         import_prompts([str(loop)], out)
+
+
+def test_a_response_in_an_object_is_read_and_one_of_another_form_is_counted(
+    out: Path,
+) -> None:
+    question = {"question": "What is this?"}
+    vqa = {**question, "answers": [{"answer": "a wall", "answer_id": 1}]}
+    assert one(out, vqa).reference == "a wall"
+    squad = {**question, "answers": {"text": ["a wall"], "answer_start": [3]}}
+    assert one(out.with_name("squad.parquet"), squad).reference == "a wall"
+    nested = {**question, "answers": [["a wall"]]}
+    summary = imported(out.with_name("nested.parquet"), nested)
+    assert summary.unread_columns == {"answers": 1}
+
+
+@pytest.mark.parametrize("letters", ["AC", "A", "ABD"])
+def test_columns_of_choices_have_no_gap(out: Path, letters: str) -> None:
+    row = {"question": "Which?", **dict.fromkeys(letters, "red")}
+    reason, detail = refused(out, row)
+    assert (reason, ", ".join(letters) in detail) == ("choices", True)
+
+
+def test_numbers_in_single_precision_are_as_they_were_written(
+    tmp_path: Path, out: Path
+) -> None:
+    columns = {
+        "question": pa.array(["Which?"]),
+        "hint": pa.array([0.1], pa.float32()),
+        "choices": pa.array([[1.2, 2.5]], pa.list_(pa.float32())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    import_prompts([str(tmp_path / "rows.parquet")], out)
+    (prompt,) = read(out)
+    assert texts(prompt) == [("user", "Which?\n0.1\nA. 1.2\nB. 2.5")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is this? ![](1.jpg)",
+        "![a cat](https://example.org/1.jpg?x=1)\nWhat is this?",
+        "Is ![](data:image/png;base64,iVBORw0KGgo=) a cat?",
+    ],
+)
+def test_an_image_in_markdown_is_not_left_out(out: Path, text: str) -> None:
+    assert refused(out, said(text, "A wall."))[0] == "image in the text"
+    quoted = "Fix my page:\n```\n![a cat](1.jpg)\n```"
+    assert imported(out.with_name("code.parquet"), said(quoted, "Done.")).added == 1
+    link = "What is behind ![this](page.html)"
+    assert imported(out.with_name("link.parquet"), said(link, "A page.")).added == 1
+
+
+@pytest.mark.parametrize("ask", [None, "Describe the image."])
+def test_questions_beside_an_image_are_not_replaced_by_that_of_ask(
+    out: Path, ask: str | None
+) -> None:
+    pairs = [{"question": "What is this?", "answer": "A wall."}]
+    with pytest.raises(DataError, match="'qa_pairs': give one text in a column"):
+        imported(out, {"image": "1.jpg", "qa_pairs": pairs}, ask=ask)
+    with pytest.raises(DataError, match=r"columns image, text.*rename the one"):
+        imported(out, {"image": "1.jpg", "text": "What is this?"})
+
+
+def test_a_link_to_nothing_is_named_with_its_end(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(DataError, match=r"no file .*: it is a link to nowhere\.jsonl"):
+        import_prompts([str(tmp_path / "rows.jsonl")], out)
+    (tmp_path / "a.jpg").symlink_to("nowhere.jpg")
+    reason, detail = refused(out, {"image": "a.jpg", "question": "What is this?"})
+    assert (reason, detail[-23:]) == ("missing image", "(a link to nowhere.jpg)")
