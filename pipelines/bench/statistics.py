@@ -66,11 +66,11 @@ MOST_PROMPTS = 0.9  # on this share of `FEWEST` prompts or more.
 SHORT = 16  # tokens of a response up to which it may well equal another prompt's
 COPIES = 0.1  # share of the prompts whose responses equal each other
 DRIFT = 1.25  # ratio of two calibrations of one evaluation above which they differ
-WAITING = 0.8
-"""A drafter's CPU seconds over elapsed ones below which it waits, where plain decoding
-does not."""
 BUSY = 0.9  # CPU seconds over elapsed seconds below which other programs had the CPU
 MOSTLY = 0.5  # likewise, below which speeds are those of other programs
+WAITING = 0.8
+"""A drafter's share of the CPU over plain decoding's, below which it waits,"""
+SLEEPING = 0.95  # and the inverse, below which plain decoding does.
 
 Floats = npt.NDArray[np.float64]
 Rate = Literal[
@@ -170,7 +170,7 @@ class Figures:
     """Drafted tokens that the response has and no cycle accepted: 0 unless acceptance
     is broken."""
     cpu_share: float | None
-    """Of the elapsed seconds, both decoders; None on a GPU."""
+    """Of the elapsed seconds, of the decoder that had less of it; None on a GPU."""
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
@@ -214,14 +214,14 @@ def figures(measurement: Measurement) -> Figures:
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
         budget=_budget(prompts, rate_values["tau"]),
         missed=sum(response.missed for response in drafted),
-        cpu_share=cpu_share_of([*drafted, *plain]),
+        cpu_share=_lower_cpu_share(plain, drafted),
         accounted=_accounted(drafted),
         plain_accounted=_accounted(plain),
         lossless=_checks(drafted),
         plain_lossless=_checks(plain),
         sections=tuple(_sections(prompts)),
     )
-    doubts = (*_doubts(unjudged), *_cheaper(prompts), *_waiting(plain, drafted))
+    doubts = (*_doubts(unjudged), *_cheaper(prompts), *_waiting(prompts))
     of_responses = (*_at_last_position(prompts), *_equal_responses(prompts))
     warnings = (*doubts, *_warnings(unjudged), *of_responses)
     return replace(unjudged, doubts=doubts, warnings=warnings)
@@ -552,6 +552,14 @@ def cpu_share_of(decoded: Sequence[DecodingCounts]) -> float | None:
     return _ratio(sum(cpu_seconds), sum(response.seconds for response in decoded))
 
 
+def _lower_cpu_share(
+    plain: Sequence[Decoding], drafted: Sequence[Decoding]
+) -> float | None:
+    """Of the side that had the CPU for less of its time: the sides alternate, and both are compared."""
+    shares = [cpu_share_of(plain), cpu_share_of(drafted)]
+    return min((share for share in shares if share is not None), default=None)
+
+
 def _doubts(rated: Figures) -> Iterator[str]:
     """Reasons to doubt the speedup."""
     sides = (("", rated.lossless), (" of plain decoding", rated.plain_lossless))
@@ -600,20 +608,45 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
                 break
 
 
-def _waiting(plain: Sequence[Decoding], drafted: Sequence[Decoding]) -> Iterator[str]:
-    """A drafter waits, though no other program has the CPU: as for work that is done elsewhere."""
-    share, plain_share = cpu_share_of(drafted), cpu_share_of(plain)
-    if share is None or plain_share is None or is_busy(plain_share):
-        return
-    if share < WAITING:
+def _waiting(prompts: Sequence[PromptResult]) -> Iterator[str]:
+    """One side waits, on more prompts than by chance: other programs take the CPU from both alike."""
+    drafted = _Share.of([prompt.drafted for prompt in prompts])
+    plain = _Share.of([prompt.plain for prompt in prompts])
+    if drafted.is_far_below(plain, WAITING):
         yield (
-            f"the drafter had the CPU for {share:.0%} of its time, and plain decoding for "
-            f"{plain_share:.0%}: it waits for work that no CPU seconds count"
+            f"the drafter had the CPU for {drafted.pooled:.0%} of its time, and plain decoding for "
+            f"{plain.pooled:.0%}: it waits for work that no CPU seconds count"
+        )
+    if plain.is_far_below(drafted, SLEEPING):
+        yield (
+            f"plain decoding had the CPU for {plain.pooled:.0%} of its time, and the drafter for "
+            f"{drafted.pooled:.0%}: it sleeps, which makes it slower by the clock alone"
         )
 
 
+@dataclass(frozen=True)
+class _Share:
+    """The share of its time in which a side had the CPU; all 0 on a GPU."""
+
+    pooled: float
+    share_P: Floats
+
+    @classmethod
+    def of(cls, decoded: Sequence[Decoding]) -> "_Share":
+        shares = [cpu_share_of([response]) or 0.0 for response in decoded]
+        return cls(cpu_share_of(decoded) or 0.0, np.array(shares))
+
+    def is_far_below(self, other: "_Share", limit: float) -> bool:
+        """Whether it is below this part of the other's, which has the CPU."""
+        if is_busy(other.pooled) or self.pooled >= limit * other.pooled:
+            return False
+        is_known_P = other.share_P > 0
+        ratio_P = self.share_P[is_known_P] / other.share_P[is_known_P]
+        return is_cheaper(ratio_P, limit, is_shared=False)
+
+
 def is_cheaper(ratio_P: Floats, share: float, *, is_shared: bool) -> bool:
-    """Whether ratios of seconds are below a share more often than by chance: a sign test.
+    """Whether ratios of both sides are below a share more often than by chance: a sign test.
 
     The order of the sides rotates, so that by chance a ratio is as often above the inverse of the share.
     """

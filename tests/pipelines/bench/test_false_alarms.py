@@ -1,7 +1,8 @@
 """How often honest evaluations are doubted, in simulations of quiet, uneven and busy machines.
 
 An uneven one is virtual, on a busy host: a program has its CPU for all of the time, and its CPU seconds vary
-by a seventh from response to response, as was measured on one. On a busy machine, CPU seconds vary with the
+by a seventh from response to response, as was measured on one. On a disturbed machine, others seldom have the
+CPU, but then for long. On a busy machine, CPU seconds vary with the
 caches, slowly and from step to step. Other programs take slices of time whose lengths are heavy-tailed: their
 variance is infinite.
 """
@@ -61,6 +62,7 @@ class Load:
 
 QUIET = Load(drift=0.03, step=0.05, work=0.1, slices=0.5)
 UNEVEN = Load(drift=0.08, step=0.15, work=0.2, slices=0.5)
+DISTURBED = Load(drift=0.05, step=0.08, work=0.15, slices=0.3, seconds=0.1)
 BUSY = Load(drift=0.12, step=0.12, work=0.35, slices=60)
 
 
@@ -324,7 +326,11 @@ def alarms(made: Evaluation) -> set[str]:
     return {re.sub(r"[\d.,]+|image|text|every", "#", text)[:60] for text in texts}
 
 
-@pytest.mark.parametrize("load", [QUIET, UNEVEN, BUSY], ids=["quiet", "uneven", "busy"])
+@pytest.mark.parametrize(
+    "load",
+    [QUIET, UNEVEN, DISTURBED, BUSY],
+    ids=["quiet", "uneven", "disturbed", "busy"],
+)
 @pytest.mark.parametrize(("number", "length"), [(8, 24), (49, LENGTH), (100, LENGTH)])
 def test_honest_evaluations_are_seldom_doubted(
     number: int, length: int, load: Load, monkeypatch: pytest.MonkeyPatch

@@ -515,19 +515,53 @@ def test_a_warm_up_of_every_prompt_is_in_doubt() -> None:
     assert any("decoded twice" in text for text in audit.doubts_of_run(made))
 
 
+def with_shares(plain: float, own: float) -> Change:
+    """Shares of the CPU of both sides."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        shared = replace(one.plain, cpu_seconds=plain * one.plain.seconds)
+        return drafted(
+            replace(one, plain=shared), cpu_seconds=own * one.drafted.seconds
+        )
+
+    return planted
+
+
 def test_a_drafter_that_waits_for_work_elsewhere_is_in_doubt() -> None:
     """Its CPU seconds would rank it."""
+    honest = changed(measured(), with_shares(0.98, 0.97))
+    assert not doubted(evaluation("wren", honest))
+    planted = changed(measured(), with_shares(0.98, 0.5))
+    assert doubted(evaluation("wren", planted))
 
-    def with_share(share: float) -> Change:
-        def planted(one: PromptResult) -> PromptResult:
-            plain = replace(one.plain, cpu_seconds=0.98 * one.plain.seconds)
-            own = replace(one.drafted, cpu_seconds=share * one.drafted.seconds)
-            return replace(one, plain=plain, drafted=own)
 
-        return planted
+@pytest.mark.parametrize("count", [8, 24])
+@pytest.mark.parametrize("share", [0.98 / 1.1, 0.98 / 2])
+def test_plain_decoding_that_sleeps_is_in_doubt(share: float, count: int) -> None:
+    """In each tenth step, for the time of a step or of ten."""
+    made = changed(measured(count=count), with_shares(share, 0.98))
+    assert doubted(evaluation("wren", made))
 
-    assert not doubted(evaluation("wren", changed(measured(), with_share(0.97))))
-    assert doubted(evaluation("wren", changed(measured(), with_share(0.5))))
+
+def test_one_long_slice_of_another_program_is_no_sleep() -> None:
+    """It takes a quarter of the time of a side, on two prompts."""
+    for shares in ((0.03, 0.98), (0.98, 0.03)):
+        at = measured(count=8)
+        first, second, *others = map(with_shares(0.98, 0.98), at.prompts)
+        uneven = with_shares(*shares)
+        prompts = (uneven(first), uneven(second), *others)
+        made = evaluation("wren", replace(at, prompts=prompts))
+        assert not doubted(made)
+
+
+@pytest.mark.parametrize(("plain", "own"), [(0.88, 0.95), (0.95, 0.88)])
+def test_a_side_that_shares_the_cpu_is_compared_in_cpu_seconds(
+    plain: float, own: float
+) -> None:
+    """One side lost more than a tenth of its time, and both together less."""
+    made = evaluation("wren", changed(measured(), with_shares(plain, own)))
+    (ranking,) = rank([made])
+    assert ranking.speed == "cpu_speedup"
 
 
 def test_a_lone_record_that_is_faster_than_the_machine_is_in_doubt() -> None:
