@@ -261,6 +261,7 @@ def _served_facts(result: "ServerResult") -> Any:
     facts = asdict(result.figures)
     facts["name"] = result.evaluation.name
     facts["software"] = asdict(result.evaluation.software)
+    facts["not_ranked"] = result.no_speedup
     return without_nulls(facts)
 
 

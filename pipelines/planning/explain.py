@@ -84,7 +84,9 @@ class Explanation:
 
     drafter: str
     method: str
-    tau: float | None  # of the last evaluation at its lowest temperature; None: none
+    tau: (
+        float | None
+    )  # of the last evaluation at its lowest temperature; None also if in doubt
     speedup: float | None  # None also if it is in doubt
     acceptance: tuple[float, ...]  # by drafted token, in that evaluation
     acceptance_by_kind: Mapping[str, float]  # of the first drafted token
@@ -107,10 +109,11 @@ def explain(workspace: Workspace, name: str) -> Explanation:
     evidence = _Evidence(workspace, trained, Description.of(trained), coldest, last)
     figures = coldest.figures if coldest else None
     is_doubted = coldest is not None and bool(doubt_of(coldest))
+    is_counted = coldest is not None and not coldest.wrong_counts
     return Explanation(
         drafter=name,
         method=trained.method,
-        tau=figures.tau if figures else None,
+        tau=figures.tau if figures and is_counted else None,
         speedup=figures.speedup if figures and not is_doubted else None,
         acceptance=figures.alpha if figures else (),
         acceptance_by_kind=evidence.first_by_kind,
@@ -482,7 +485,7 @@ class _Evidence:
 
     def _cost(self) -> Iterator[Symptom]:
         """A good tau that does not pay."""
-        if self.result is None:
+        if self.result is None or self.result.no_speedup:
             return
         figures = self.result.figures
         if figures.decode_speedup >= 1 or not figures.calls:

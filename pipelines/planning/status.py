@@ -195,8 +195,10 @@ def _drafter(
     coldest = min(latest, key=lambda result: result.temperature, default=None)
     shown = coldest.facts if coldest else {}
     doubt = doubt_of(coldest) if coldest else ""
-    if doubt:
+    if coldest and doubt:
         shown["speedup"] = None
+        if coldest.wrong_counts:
+            shown["tau"] = None
         remarks.append(f"no speedup: {doubt}")
     steps = training.get("saved_step", training.get("steps", 0))
     return DrafterStatus(

@@ -148,8 +148,10 @@ def _compare(results: Sequence[DrafterResult]) -> bool:
 
 
 def _by_name(ranking: Ranking, names: Sequence[str]) -> dict[str, DrafterResult]:
-    """The results of these drafters, in this order."""
-    results = {result.name: result for result in ranking.results}
+    """The results of these drafters without doubts, in this order."""
+    results = {
+        result.name: result for result in ranking.results if not result.no_speedup
+    }
     return {name: results[name] for name in names if name in results}
 
 

@@ -104,7 +104,11 @@ class Line:
 def acceptance(ranking: Ranking, styles: Styles) -> Chart | None:
     """Acceptance per position; None if nothing was drafted."""
     lines = [
-        Line(result.name, styles[result.name], list(enumerate(result.figures.alpha, 1)))
+        Line(
+            result.count_label,
+            styles[result.name],
+            [*enumerate(result.figures.alpha, 1)],
+        )
         for result in ranking.results
         if result.figures.alpha
     ]
@@ -280,8 +284,8 @@ def _tau_mark(
     values.append(ideal)
     points.append((x, y_of(ideal)))
     note += f", ideal {ideal:.2f}"
-    name = result.name
-    return Series(name, styles[name], values, points, tuple(spans), note)
+    style = styles[result.name]
+    return Series(result.label, style, values, points, tuple(spans), note)
 
 
 def pareto(
@@ -335,7 +339,11 @@ def _front(
     def least_memory_first(result: DrafterResult) -> tuple[float, float]:
         return megabytes[result.name], -result.figures.speedup
 
-    known = [result for result in ranking.ranked if result.name in megabytes]
+    known = [
+        result
+        for result in ranking.results
+        if result.name in megabytes and not result.no_speedup
+    ]
     best = 1.0
     corners = [(0.0, best)]
     for result in sorted(known, key=least_memory_first):
@@ -358,7 +366,7 @@ def _memory_mark(
         spans = (_upright(y_of, interval, x),)
     note = f"{memory:.2f} MB, speedup {speedup:.2f}"
     values, points = [memory, speedup], [(x, y_of(speedup))]
-    return Series(result.name, styles[result.name], values, points, spans, note)
+    return Series(result.label, styles[result.name], values, points, spans, note)
 
 
 def _megabytes(result: DrafterResult) -> float | None:
@@ -390,7 +398,7 @@ def _bars(
             spans = (_across(x_of, interval, top + 35),)
         note = f"{values[0]:.2f} ({values[1]:.2f})"
         style = styles[result.name]
-        series.append(Series(result.name, style, values, points, spans, note))
+        series.append(Series(result.label, style, values, points, spans, note))
     ticks = _placed(sorted({1.0, *_ticks(0, end)}), x_of)
     height = BAR * len(series) + 30
     key = f"bar: {bar}, 95% interval; diamond, and in parentheses: {mark}"
@@ -401,30 +409,27 @@ def _stack(
     title: str, ranking: Ranking, styles: Styles, phases: tuple[str, ...]
 ) -> Chart | None:
     """A bar for each drafter, of the milliseconds of each phase; a cycle has a line at a plain step."""
-    stacks = {}
-    plain_steps = {}
-    for result in ranking.results:
-        if not result.figures.calls:
-            continue
-        stacks[result.name] = [*milliseconds(result, phases).values()]
-        if phases == CYCLE:
-            plain_steps[result.name] = 1e3 * result.figures.budget.plain_step
-    if not stacks:
+    results = [result for result in ranking.results if result.figures.calls]
+    if not results:
         return None
-    totals = [sum(stack) for stack in stacks.values()]
-    end = max(1e-3, *totals, *plain_steps.values()) * MARGIN
+    stacks = [[*milliseconds(result, phases).values()] for result in results]
+    plain_steps = []
+    if phases == CYCLE:
+        plain_steps = [1e3 * result.figures.budget.plain_step for result in results]
+    end = max(1e-3, *map(sum, stacks), *plain_steps) * MARGIN
     x_of = _scale(0, end, *BAR_ENDS)
     series = []
-    for number, (name, stack) in enumerate(stacks.items()):
+    for number, (result, stack) in enumerate(zip(results, stacks, strict=True)):
         top = BAR * number
         ends = [x_of(sum(stack[:count])) for count in range(len(stack) + 1)]
         line: tuple[Span, ...] = ()
-        if name in plain_steps:
-            x = x_of(plain_steps[name])
+        if plain_steps:
+            x = x_of(plain_steps[number])
             line = (((x, top + 17), (x, top + 36)),)
         note = f"{sum(stack):.2f} ms"
         bars = list(pairwise(ends))
-        series.append(Series(name, styles[name], stack, bars, line, note))
+        style = styles[result.name]
+        series.append(Series(result.label, style, stack, bars, line, note))
     ticks = _placed(_ticks(0, end, least=1e-4), x_of)
     height = BAR * len(series) + 30
     legend = tuple(phase.replace("_", " ") for phase in phases)

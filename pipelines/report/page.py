@@ -33,7 +33,7 @@ from vlmdistill.pipelines.report.chart_files import (
 )
 from vlmdistill.pipelines.report.charts import Chart, Curve
 from vlmdistill.pipelines.report.comparison import Group, differing, group
-from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
+from vlmdistill.pipelines.report.results import DrafterResult, ServerResult, marked
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
 from vlmdistill.pipelines.report.templates import script_hash, source
 from vlmdistill.pipelines.report.trainings import TrainingRun
@@ -260,7 +260,8 @@ def _so_far(evaluation: Interim) -> list[tuple[str, float, Figures]]:
     """The figures of an unfinished evaluation, with drafter and temperature."""
     rows = []
     for (drafter, temperature), prompts in measurements(evaluation.decoded).items():
-        rows.append((drafter, temperature, figures(prompts)))
+        rated = figures(prompts)
+        rows.append((marked(drafter, rated.doubts), temperature, rated))
     return rows
 
 

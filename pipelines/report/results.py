@@ -29,6 +29,7 @@ SEEDED: Final = re.compile(r"(.+)\.s(\d+)")
 """The name of a drafter, and the number of its seed."""
 DISTURBED: Final = "other programs had most of the CPU"
 REPEATED: Final = "repeated evaluations"
+MARK: Final = " (in doubt)"
 SHOWN: Final = ("drafter", "T", "prompts", "tau", "speedup", "in doubt")
 Speed = Literal["faster", "slower", "equal", "unknown"]
 
@@ -212,6 +213,24 @@ class DrafterResult:
         return [*self.unranked, DISTURBED] if self.disturbed else self.unranked
 
     @property
+    def wrong_counts(self) -> list[str]:
+        """Why not even its counts, such as tau, say how good its drafter is; some of `no_speedup`."""
+        from vlmdistill.pipelines.bench import audit  # which imports torch
+
+        lossy = [] if self.evaluation.lossless else ["it is not lossless"]
+        return [*lossy, *self.failures, *audit.leaked(self.evaluation)]
+
+    @property
+    def label(self) -> str:
+        """Its name beside a speedup or a time, in a table or a chart."""
+        return marked(self.name, self.no_speedup)
+
+    @property
+    def count_label(self) -> str:
+        """Its name beside counts alone."""
+        return marked(self.name, self.wrong_counts)
+
+    @property
     def warnings(self) -> list[str]:
         """Problems of its figures."""
         prefix = f"{self.name} at temperature {self.temperature:g}"
@@ -235,6 +254,11 @@ class DrafterResult:
             name: replace(self, measurement=measurement, beside=doubts)
             for name, measurement in self.measurement.by(label).items()
         }
+
+
+def marked(name: str, doubts: Sequence[str]) -> str:
+    """A name beside numbers: with a mark if these are in doubt."""
+    return name + MARK if doubts else name
 
 
 class Results(list[DrafterResult]):

@@ -44,7 +44,7 @@ def _parameters(result: DrafterResult) -> str:
 
 
 COLUMNS: dict[str, Column] = {
-    "drafter": lambda result: result.name,
+    "drafter": lambda result: result.label,
     "T": _temperature,
     "tau": _rate_column("tau"),
     "accepted": _rate_column("accepted"),
@@ -83,7 +83,7 @@ def calibrations(results: Sequence[DrafterResult]) -> list[list[str]]:
     rows = [header]
     for result in calibrated:
         errors = result.figures.calibration[:count]
-        row = [result.name, _temperature(result)]
+        row = [result.count_label, _temperature(result)]
         row += [f"{error:.3f}" for error in errors]
         row += [UNKNOWN] * (count - len(errors))
         rows.append(row)
@@ -99,7 +99,7 @@ def budgets(results: Sequence[DrafterResult]) -> list[list[str]]:
             continue
         *cycle, _ = charts.milliseconds(result, charts.CYCLE).values()
         numbers = [*cycle, 1e3 * budget.plain_step, budget.ideal]
-        row = [result.name, _temperature(result)]
+        row = [result.label, _temperature(result)]
         rows.append(row + [f"{number:.2f}" for number in numbers])
     return rows if len(rows) > 1 else []
 
@@ -133,13 +133,13 @@ def _keys(result: DrafterResult) -> tuple[str, ...]:
 
 def _part_row(name: str, part: DrafterResult) -> list[str]:
     figures = part.figures
-    row = [part.name, _temperature(part), name, str(figures.prompts)]
+    row = [part.label, _temperature(part), name, str(figures.prompts)]
     row += [rate(figures, "tau"), rate(figures, "accepted"), rate(figures, "speedup")]
     return row
 
 
 def _response_row(result: DrafterResult, part: SectionRates) -> list[str]:
-    row = [result.name, _temperature(result), part.section, str(part.prompts)]
+    row = [result.count_label, _temperature(result), part.section, str(part.prompts)]
     row += [cell(part.tau), cell(part.accepted), UNKNOWN]
     return row
 

@@ -24,6 +24,7 @@ from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.report.results import Results
+from vlmdistill.pipelines.report.tables import divided, result_rows
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 Plant = Callable[[Save, Measurement], object]
@@ -74,6 +75,10 @@ PLANTS: dict[str, Plant] = {
 }
 
 
+OF_SPEED = ("baseline", "one set", "beside")
+"""Plants that leave the counts as they are."""
+
+
 class Formats:
     """What each format says of wren."""
 
@@ -93,6 +98,18 @@ class Formats:
         self.csv = [row for row in rows if row["drafter"] == "wren"]
         facts = json.loads(said("report", "--format", "json"))
         self.json = [row for row in facts["rows"] if row["name"] == "wren"]
+        page = read(workspace)
+        charts = page.views[0].charts
+        self.charts = [
+            series.name
+            for drawn in charts.values()
+            for chart in drawn
+            for series in chart.series
+            if series.name.startswith("wren")
+        ]
+        self.speeds = [row[0] for row in result_rows(page.groups[0].results)]
+        self.parts = [row[0] for row in divided(page.groups[0].results)]
+        self.page = page.html
         (self.status,) = json.loads(said("status", "--json"))["drafters"]
 
 
@@ -108,6 +125,13 @@ def test_no_format_has_a_verdict_that_another_withdraws(
     assert "1.5" not in found.latex  # the speedup
     assert all(row["not_ranked"] for row in [*found.csv, *found.json])
     assert found.status["speedup"] is None
+    counts = ("wren (in doubt)", "wren") if plant in OF_SPEED else ("wren (in doubt)",)
+    assert set(found.charts) == {*counts}
+    assert "wren (in doubt)" in found.speeds
+    assert {"wren (in doubt)", "msd (in doubt)"} >= {*found.parts}
+    assert "</svg> wren (in doubt)" in found.page
+    assert "</svg> wren\n" not in found.page
+    assert (found.status["tau"] is None) == (plant not in OF_SPEED)
 
 
 def test_all_formats_have_the_verdict_of_an_honest_evaluation(
@@ -118,6 +142,8 @@ def test_all_formats_have_the_verdict_of_an_honest_evaluation(
     assert found.answer.level == "sure"
     assert found.latex.count("textbf") == 6
     assert not any(row["not_ranked"] for row in [*found.csv, *found.json])
+    assert {*found.charts, *found.speeds, *found.parts} == {"wren"}
+    assert "(in doubt)" not in found.page
     assert found.status["speedup"] == pytest.approx(1.5, rel=0.02)
 
 

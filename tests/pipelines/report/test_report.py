@@ -94,7 +94,8 @@ def test_page_shows_what_was_measured(workspace: Workspace, save: Save) -> None:
 
 def test_charts_of_time_and_of_trees(workspace: Workspace, save: Save) -> None:
     save("sparrow@chain-4", measured(0.0))  # 0.9 s in 32 cycles, after 0.1 s
-    save("sparrow@30-3-8", measured(0.0, calls=26), tree="30-3-8")
+    more = measured(0.0, calls=26, passes=26, accepted=78)
+    save("sparrow@30-3-8", more, tree="30-3-8")
     labels = Page(make(workspace).page).attributes("aria-label", "svg")
     (cycle,) = [
         label for label in labels if label.startswith("Milliseconds of a cycle")
@@ -368,7 +369,7 @@ def test_rows_of_each_kind_and_dataset_add_up(
         mine = [
             row
             for row in rows
-            if row[""].strip() == one.name and row["T"] == f"{one.temperature:g}"
+            if row[""].strip() == one.label and row["T"] == f"{one.temperature:g}"
         ]
         assert (
             sum(int(row["prompts"].replace(",", "")) for row in mine)
