@@ -33,6 +33,10 @@ from vlmdistill.pipelines.targets.embedded import ignorance
 
 SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
 NAMED: Final = 4  # leaders that a sentence names
+MANY: Final = 3  # ranked drafters, the best of which is partly so by chance
+CHANCE: Final = (
+    "Chance favours the best of several: its own interval does not cover that."
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class Ranking:
             sentences = [f"{prefix}, no drafter is ranked."]
         else:
             sentences = [f"{prefix}{self._lead}", *self._beside_plain]
+            if len(self.ranked) >= MANY and not self.disturbed:
+                sentences.append(CHANCE)
         return " ".join([*sentences, *self._left_out])
 
     @property

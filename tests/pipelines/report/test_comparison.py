@@ -230,3 +230,15 @@ def test_intervals_have_their_coverage_also_for_few_prompts() -> None:
         ).intervals["speedup"]
         covered.append(interval.low <= 1.5 <= interval.high)
     assert 0.9 <= np.mean(covered) <= 0.99
+
+
+@pytest.mark.parametrize(("drafters", "said"), [(2, False), (3, True)])
+def test_that_chance_favours_the_best_of_several_is_said(
+    drafters: int, said: bool
+) -> None:
+    made = [
+        evaluation(f"d{number}", measured(noise=0.2, seed=number))
+        for number in range(drafters)
+    ]
+    (ranking,) = rank(made)
+    assert ("Chance favours the best" in ranking.text) == said
