@@ -31,7 +31,7 @@ def packed(text: str, ids: list[int], kind: str) -> bytes:
         sink = pa.BufferOutputStream()
         with pa.CompressedOutputStream(sink, kind) as stream:
             stream.write(plain)
-        return b"before" + sink.getvalue().to_pybytes()
+        return b"before" + bytes(sink.getvalue())
     return plain
 
 
@@ -44,7 +44,7 @@ def table(text: str, ids: list[int], kind: str) -> bytes:
     else:
         with pa.ipc.new_file(sink, columns.schema) as writer:
             writer.write_table(columns)
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue())
 
 
 @pytest.mark.parametrize("kind", ["json", "zip", *TABLES, *STREAMS])
