@@ -81,6 +81,11 @@ class Recommendation:
         rankings = {"all prompts": self.ranking, **self.kinds}
         return {kind: _by_name(ranking, names) for kind, ranking in rankings.items()}
 
+    def prompts_of(self, column: str) -> int:
+        """How many prompts a column of `columns` is of."""
+        ranking = self.kinds.get(column, self.ranking)
+        return ranking.results[0].figures.prompts
+
     @property
     def _unusable(self) -> bool:
         return self.broken or self.ranking.disturbed or not self.ranking.leaders
@@ -103,16 +108,19 @@ class Recommendation:
         return {
             kind: ranking
             for kind, ranking in self.kinds.items()
-            if ranking.against_plain == "faster"
+            if ranking.against_plain == "faster" and not ranking.disturbed
         }
 
     def _slower(self, kind: Ranking) -> bool:
-        """Whether all drafters to use are slower than plain decoding on these prompts."""
+        """Whether all drafters to use are slower than plain decoding on these prompts, without doubts."""
         if kind.against_plain == "faster":
             return False
         leaders = {result.name for result in self.ranking.leaders}
         used = [result for result in kind.results if result.name in leaders]
-        return all(result.against_plain(kind.speed) == "slower" for result in used)
+        return all(
+            result.against_plain(kind.speed) == "slower" and not result.no_speedup
+            for result in used
+        )
 
 
 def answers(group: Group) -> list[Recommendation]:

@@ -7,8 +7,9 @@ import pytest
 
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import in_sequence, measured, shown
+from tests.pipelines.bench.test_plants import changed
 from tests.pipelines.report.html_page import Page, make
-from vlmdistill.pipelines.bench.records import Measurement
+from vlmdistill.pipelines.bench.records import Measurement, PromptResult
 from vlmdistill.pipelines.report.answer import Recommendation, answers
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -111,6 +112,27 @@ def test_no_answer_without_the_cpu(workspace: Workspace, save: Save) -> None:
         "No verdict: other programs had the CPU",
         {},
     )
+
+
+@pytest.mark.parametrize(
+    ("speedups", "headline"),
+    [((1.8, 0.7), "Perhaps wren"), ((0.8, 1.8), "Plain decoding is faster")],
+)
+def test_no_answer_for_a_kind_without_the_cpu(
+    workspace: Workspace, save: Save, speedups: tuple[float, float], headline: str
+) -> None:
+    def with_shares(one: PromptResult) -> PromptResult:
+        share = 0.3 if one.kind == "text" else 0.98
+        plain = replace(one.plain, cpu_seconds=share * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=share * one.drafted.seconds)
+        return replace(one, plain=plain, drafted=own)
+
+    save("wren", changed(mixed(*speedups), with_shares))
+    answer = first(workspace)
+    assert answer.headline == headline
+    if answer.columns:
+        assert not answer.columns["text"]
+        assert "text (8)" in Page(make(workspace).page).text
 
 
 def test_an_answer_beside_a_warning_is_a_guess(
