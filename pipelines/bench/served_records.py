@@ -25,7 +25,7 @@ from vlmdistill.pipelines.bench.statistics import (
     Interval,
     Rate,
     alpha,
-    is_cheaper,
+    is_often_below,
     rates_with_intervals,
 )
 from vlmdistill.pipelines.streaming.pieces import Amount
@@ -397,7 +397,7 @@ def _faster_first_text(
         ]
     )
     share = CHEAP[0]
-    if is_cheaper(ratio_P, share, is_shared=False):
+    if is_often_below(ratio_P, share, is_shared=False):
         yield (
             f"at temperature {load.temperature:g}, on {(ratio_P < share).sum()} of {len(ratio_P)} prompts, "
             f"the first text comes in less than {share:.0%} of the baseline's time: unless the first tokens "

@@ -600,7 +600,7 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
     for work, seconds in works.items():
         ratio_P = np.array([own / plain for own, plain in seconds if plain])
         for share in CHEAP:
-            if is_cheaper(ratio_P, share, is_shared=is_shared):
+            if is_often_below(ratio_P, share, is_shared=is_shared):
                 yield (
                     f"on {(ratio_P < share).sum()} of {len(ratio_P)} prompts, the drafter's {work} takes "
                     f"less than {share:.0%} of the time that plain decoding's takes for the same work"
@@ -642,13 +642,13 @@ class _Share:
             return False
         is_known_P = other.share_P > 0
         ratio_P = self.share_P[is_known_P] / other.share_P[is_known_P]
-        return is_cheaper(ratio_P, limit, is_shared=False)
+        return is_often_below(ratio_P, limit, is_shared=False)
 
 
-def is_cheaper(ratio_P: Floats, share: float, *, is_shared: bool) -> bool:
-    """Whether ratios of both sides are below a share more often than by chance: a sign test.
+def is_often_below(ratio_P: Floats, share: float, *, is_shared: bool) -> bool:
+    """Whether one side's numbers, over the other's, are below a share more often than by chance.
 
-    The order of the sides rotates, so that by chance a ratio is as often above the inverse of the share.
+    A sign test: the order of the sides rotates, so that by chance a ratio is as often above the inverse.
     """
     below = int((ratio_P < share).sum())
     above = int((ratio_P > 1 / share).sum())
