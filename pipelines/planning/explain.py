@@ -84,10 +84,9 @@ class Explanation:
 
     drafter: str
     method: str
-    tau: (
-        float | None
-    )  # of the last evaluation at its lowest temperature; None also if in doubt
-    speedup: float | None  # None also if it is in doubt
+    tau: float | None
+    """Of the last evaluation at its lowest temperature; None also if it is in doubt."""
+    speedup: float | None  # likewise
     acceptance: tuple[float, ...]  # by drafted token, in that evaluation
     acceptance_by_kind: Mapping[str, float]  # of the first drafted token
     held_out_agreement: tuple[float, ...]  # by hop, of the saved weights

@@ -14,6 +14,7 @@ from vlmdistill.pipelines.report.documents import (
     line,
     served_section,
 )
+from vlmdistill.pipelines.report.results import NOT_LOSSLESS
 from vlmdistill.pipelines.report.seeds import (
     MARK,
     OverSeeds,
@@ -89,7 +90,7 @@ class _Method:
     """A method at one temperature."""
 
     lossless: bool = True
-    consistent: bool = True  # its counts do not contradict each other
+    sound: bool = True  # but for losslessness, its counts are not in doubt
     ranked: bool = True
     quiet: bool = True  # other programs had no part of the CPU
     cells: dict[str, _Cell] = field(default_factory=dict)  # by set
@@ -173,7 +174,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             methods = by_temperature.setdefault(result.temperature, {})
             method = methods.setdefault(names.get(result.name, result.name), _Method())
             method.lossless &= result.evaluation.lossless
-            method.consistent &= not result.failures
+            method.sound &= not {*result.wrong_counts} - {NOT_LOSSLESS}
             method.ranked &= not result.unranked
             method.quiet &= not is_busy(result.figures.cpu_share)
             if result.name not in names:
@@ -222,7 +223,7 @@ def _caption(group: "Group", by_temperature: dict[float, _Methods]) -> str:
     dagger = ""
     if not all(method.lossless for method in every_method):
         dagger = LOSSY
-    if not all(method.consistent for method in every_method):
+    if not all(method.sound for method in every_method):
         dagger = UNSOUND
     return (
         rf"Tokens per call ($\tau$) and speedup over plain decoding of {escaped(target)}{at_temperature} "
@@ -270,7 +271,7 @@ def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
     is_quiet = all(method.quiet for method in methods.values())
     rows = []
     for name, method in methods.items():
-        dagger = "" if method.lossless and method.consistent else DAGGER
+        dagger = "" if method.lossless and method.sound else DAGGER
         row = [escaped(name) + dagger]
         for number, cell in enumerate(cells[name]):
             bold = best[number] if method.ranked else _Printed()
@@ -326,7 +327,7 @@ def _intervals(groups: "Sequence[Group]") -> Iterator[str]:
     for name, results in _sets(groups):
         for result in results:
             figures = result.figures
-            facts = [name, result.name, f"{result.temperature:g}"]
+            facts = [name, result.label, f"{result.temperature:g}"]
             facts.append(f"{figures.prompts}")
             facts += [rate(figures, "tau"), rate(figures, "speedup")]
             yield f"% {line(' | '.join(facts))}"

@@ -22,6 +22,7 @@ from vlmdistill.pipelines.bench.statistics import (
     Figures,
     SectionRates,
     figures,
+    is_disturbed,
 )
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
 from vlmdistill.pipelines.report import charts, seeds, selection, tables, trainings
@@ -33,7 +34,12 @@ from vlmdistill.pipelines.report.chart_files import (
 )
 from vlmdistill.pipelines.report.charts import Chart, Curve
 from vlmdistill.pipelines.report.comparison import Group, differing, group
-from vlmdistill.pipelines.report.results import DrafterResult, ServerResult, marked
+from vlmdistill.pipelines.report.results import (
+    DISTURBED,
+    DrafterResult,
+    ServerResult,
+    marked,
+)
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
 from vlmdistill.pipelines.report.templates import script_hash, source
 from vlmdistill.pipelines.report.trainings import TrainingRun
@@ -261,7 +267,10 @@ def _so_far(evaluation: Interim) -> list[tuple[str, float, Figures]]:
     rows = []
     for (drafter, temperature), prompts in measurements(evaluation.decoded).items():
         rated = figures(prompts)
-        rows.append((marked(drafter, rated.doubts), temperature, rated))
+        doubts = [*rated.doubts]
+        if is_disturbed(rated.cpu_share):
+            doubts.append(DISTURBED)
+        rows.append((marked(drafter, doubts), temperature, rated))
     return rows
 
 

@@ -28,6 +28,8 @@ E = TypeVar("E", Evaluation, ServedEvaluation)
 SEEDED: Final = re.compile(r"(.+)\.s(\d+)")
 """The name of a drafter, and the number of its seed."""
 DISTURBED: Final = "other programs had most of the CPU"
+NOT_LOSSLESS: Final = "it is not lossless"
+NOT_ACCEPTED: Final = "right tokens were not accepted"
 REPEATED: Final = "repeated evaluations"
 MARK: Final = " (in doubt)"
 SHOWN: Final = ("drafter", "T", "prompts", "tau", "speedup", "in doubt")
@@ -199,8 +201,7 @@ class DrafterResult:
     @cached_property
     def unranked(self) -> list[str]:
         """Why no verdict rests on it: failures, then doubts; empty if it is ranked."""
-        lossy = [] if self.evaluation.lossless else ["it is not lossless"]
-        return [*lossy, *self.failures, *self.doubts]
+        return [*self._lossy, *self.failures, *self.doubts]
 
     @property
     def disturbed(self) -> bool:
@@ -217,8 +218,17 @@ class DrafterResult:
         """Why not even its counts, such as tau, say how good its drafter is; some of `no_speedup`."""
         from vlmdistill.pipelines.bench import audit  # which imports torch
 
-        lossy = [] if self.evaluation.lossless else ["it is not lossless"]
-        return [*lossy, *self.failures, *audit.leaked(self.evaluation)]
+        broken = [NOT_ACCEPTED] if self.figures.missed else []
+        return [
+            *self._lossy,
+            *self.failures,
+            *broken,
+            *audit.leaked(self.evaluation),
+        ]
+
+    @property
+    def _lossy(self) -> list[str]:
+        return [] if self.evaluation.lossless else [NOT_LOSSLESS]
 
     @property
     def label(self) -> str:

@@ -49,7 +49,7 @@ class ShownPrompt:
 
     prompt: str
     media: list[dict[str, str]]
-    responses: dict[float, list[tuple[str, ShownResponse]]] = field(
+    responses: dict[float, list[tuple[DrafterResult, ShownResponse]]] = field(
         default_factory=dict
     )
     replays: list[Replay] = field(default_factory=list)
@@ -111,7 +111,7 @@ def samples(group: Group, own: OwnFiles) -> list[ShownPrompt]:
                 prompts[response.key] = ShownPrompt(response.prompt, media)
             prompt = prompts[response.key]
             at_temperature = prompt.responses.setdefault(result.temperature, [])
-            at_temperature.append((result.name, response))
+            at_temperature.append((result, response))
             replay = _replay(result, response)
             if replay is not None:
                 prompt.replays.append(replay)
@@ -126,7 +126,7 @@ def _replay(result: DrafterResult, response: ShownResponse) -> Replay | None:
         if prompt.key == response.key:
             drafted = Playback(response.pieces, prompt.drafted)
             plain = Playback(response.plain, prompt.plain)
-            return Replay(result.name, result.temperature, drafted, plain)
+            return Replay(result.label, result.temperature, drafted, plain)
     return None
 
 

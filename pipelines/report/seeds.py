@@ -77,6 +77,11 @@ class SeededDrafter:
         return not any(result.unranked for result in self.results.values())
 
     @cached_property
+    def has_wrong_counts(self) -> bool:
+        """Whether not even the counts of some seed can be relied on."""
+        return any(result.wrong_counts for result in self.results.values())
+
+    @cached_property
     def disturbed(self) -> bool:
         """Whether other programs had most of the CPU at some seed."""
         return any(result.disturbed for result in self.results.values())
@@ -132,7 +137,7 @@ class OverSeeds:
         if drafter.mismatch:
             return False
         if rate == "tau":
-            return True
+            return not drafter.has_wrong_counts
         return drafter.ranked and not drafter.disturbed
 
     def best(self, rate: Rate) -> SeededDrafter | None:

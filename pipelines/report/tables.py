@@ -17,7 +17,7 @@ from vlmdistill.pipelines.bench.statistics import (
     SectionRates,
 )
 from vlmdistill.pipelines.report import charts
-from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
+from vlmdistill.pipelines.report.results import DrafterResult, ServerResult, marked
 
 Column = Callable[[DrafterResult], str]
 CALIBRATED = 8  # drafted tokens whose calibration is shown
@@ -160,7 +160,8 @@ def _server_row(result: ServerResult) -> list[str]:
     speedup = UNKNOWN if result.no_speedup else cell(load.speedup, interval)
     identical = f"{load.identical}/{load.compared}" if load.compared else UNKNOWN
     against_baseline = [speedup, identical]
-    return _run_row(result.evaluation.name, load, load.server, against_baseline)
+    name = marked(result.evaluation.name, result.no_speedup)
+    return _run_row(name, load, load.server, against_baseline)
 
 
 def _baseline_row(result: ServerResult, baseline: RunFigures) -> list[str]:

@@ -461,7 +461,9 @@ def test_what_a_served_drafter_has_seen_is_said(
     result = ServerResult(served_evaluation(load, **changes), load)
     assert bool(result.warnings) == (text is not None)
     assert text is None or text in result.warnings[0]
-    assert (served([result])[0][8] != "-") == has_speedup
+    row = served([result])[0]
+    assert row[0] == ("in-vllm" if has_speedup else "in-vllm (in doubt)")
+    assert (row[8] != "-") == has_speedup
     assert bool(result.facts["not_ranked"]) != has_speedup
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import in_sequence, measured
+from tests.pipelines.bench.made_up import PLAIN, TIMED, in_sequence, measured, shown
 from tests.pipelines.bench.test_plants import (
     calibration,
     changed,
@@ -75,7 +75,7 @@ PLANTS: dict[str, Plant] = {
 }
 
 
-OF_SPEED = ("baseline", "one set", "beside")
+OF_SPEED = ("baseline", "beside")
 """Plants that leave the counts as they are."""
 
 
@@ -117,11 +117,13 @@ class Formats:
 def test_no_format_has_a_verdict_that_another_withdraws(
     plant: str, workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    PLANTS[plant](save, of_two_sets(measured(noise=0.05)))
+    timed = shown(pieces=TIMED, plain=PLAIN)
+    PLANTS[plant](save, of_two_sets(measured(noise=0.05, shown=(timed,))))
     found = Formats(workspace, capsys)
     assert found.answer.level == "none"
     assert not found.answer.columns
     assert "textbf" not in found.latex
+    assert ("dag" in found.latex) == (plant not in OF_SPEED)
     assert "1.5" not in found.latex  # the speedup
     assert all(row["not_ranked"] for row in [*found.csv, *found.json])
     assert found.status["speedup"] is None
@@ -130,7 +132,10 @@ def test_no_format_has_a_verdict_that_another_withdraws(
     assert "wren (in doubt)" in found.speeds
     assert {"wren (in doubt)", "msd (in doubt)"} >= {*found.parts}
     assert "</svg> wren (in doubt)" in found.page
-    assert "</svg> wren\n" not in found.page
+    # The table of acceptance has counts alone.
+    assert ("</svg> wren</th>" in found.page) == (plant in OF_SPEED)
+    assert ("</svg> wren <small>T" in found.page) == (plant in OF_SPEED)
+    assert "<option>wren (in doubt), T = 0</option>" in found.page
     assert (found.status["tau"] is None) == (plant not in OF_SPEED)
 
 

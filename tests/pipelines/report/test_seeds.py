@@ -13,7 +13,12 @@ from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from tests.pipelines.report.html_page import Page
 from vlmdistill.cli.main import main
-from vlmdistill.pipelines.bench.records import Evaluation, Measurement, Training
+from vlmdistill.pipelines.bench.records import (
+    Evaluation,
+    Leak,
+    Measurement,
+    Training,
+)
 from vlmdistill.pipelines.bench.statistics import difference, figures
 from vlmdistill.pipelines.report.comparison import rank
 from vlmdistill.pipelines.report.page import make
@@ -136,6 +141,24 @@ def test_drafters_that_do_not_differ_by_their_seed_alone_have_no_mean(
     (found,) = over_seeds(ranking.results)
     (row,) = _rows(found)
     assert row[2:] == [f"5: {why}", "-", "-", "-", "-"]
+
+
+def test_a_mean_of_wrong_counts_is_not_shown() -> None:
+    seen = Leak(samples=9, prompts=tuple(f"k{number}" for number in range(20)))
+    evaluations = [
+        evaluation(
+            f"x.s{seed}",
+            of_seed(30),
+            drafter="sparrow",
+            training=trained(seed),
+            leak=seen if seed == 2 else Leak(samples=9),
+        )
+        for seed in range(3)
+    ]
+    (ranking,) = rank(evaluations)
+    (found,) = over_seeds(ranking.results)
+    (row,) = _rows(found)
+    assert row[2:] == ["3", "-", "-", "-", "-"]
 
 
 def _rows(found: OverSeeds) -> list[list[str]]:

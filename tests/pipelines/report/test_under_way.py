@@ -7,7 +7,8 @@ from typing import Any
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from tests.pipelines.report.html_page import Page, make
-from vlmdistill.pipelines.bench.records import Training
+from tests.pipelines.report.test_agreement import with_cpu_share
+from vlmdistill.pipelines.bench.records import Measurement, Training
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
 from vlmdistill.pipelines.report.page import plot
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -49,10 +50,10 @@ def validation(step: int, *shares: float) -> dict[str, Any]:
     }
 
 
-def decode(workspace: Workspace, prompts: int) -> None:
+def decode(workspace: Workspace, at: Measurement) -> None:
     """An evaluation of 48 prompts with two drafters, so far."""
     writer = Unfinished(workspace.reports, {"made": "up"})
-    for number, one in enumerate(measured(count=prompts).prompts):
+    for number, one in enumerate(at.prompts):
         results = {"sparrow": one, "wren": one}
         writer.add(
             Decoded(
@@ -154,7 +155,7 @@ def test_an_evaluation_under_way_has_figures_and_no_verdict(
     workspace: Workspace, save: Save
 ) -> None:
     save("sparrow")
-    decode(workspace, 12)
+    decode(workspace, measured(count=12))
     page = Page(make(workspace).page)
     assert "12 of 48 prompts decoded" in page.text
     rows = [row for row in page.rows if row.get("prompts") == "12"]
@@ -162,3 +163,14 @@ def test_an_evaluation_under_way_has_figures_and_no_verdict(
     assert all(row["speedup so far"].startswith("1.50\u00d7") for row in rows)
     under_way = page.source[page.source.index('id="under-way"') :]
     assert 'class="answer"' not in under_way[: under_way.index("</section>")]
+
+
+def test_speedups_under_way_beside_other_programs_are_in_doubt(
+    workspace: Workspace, save: Save
+) -> None:
+    save("msd")
+    decode(workspace, with_cpu_share(0.3))
+    page = Page(make(workspace).page)
+    rows = [row for row in page.rows if "speedup so far" in row]
+    names = [row[""].strip() for row in rows]
+    assert names == ["sparrow (in doubt)", "wren (in doubt)"]
