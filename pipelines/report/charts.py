@@ -339,14 +339,14 @@ def _front(
     def least_memory_first(result: DrafterResult) -> tuple[float, float]:
         return megabytes[result.name], -result.figures.speedup
 
-    known = [
+    sound = [
         result
         for result in ranking.results
         if result.name in megabytes and not result.no_speedup
     ]
     best = 1.0
     corners = [(0.0, best)]
-    for result in sorted(known, key=least_memory_first):
+    for result in sorted(sound, key=least_memory_first):
         memory, speedup = megabytes[result.name], result.figures.speedup
         if speedup > best:
             corners += [(memory, best), (memory, speedup)]
