@@ -165,7 +165,7 @@ def require_whole(image: Image.Image) -> None:
 def _strips(image: Image.Image, mode: str) -> Iterator[tuple[int, Image.Image]]:
     """The rows of a loaded image in `mode`, a few at a time, and where they begin.
 
-    A conversion has several copies of its pixels, and a file of a megabyte may have 179 million.
+    A conversion has several copies of its pixels, and a small file may have `MAX_PIXELS`.
     """
     # Pillow scales a PPM to 16 bits.
     is_ppm = image.mode == "I" and image.format == "PPM"

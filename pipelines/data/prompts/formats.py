@@ -345,12 +345,20 @@ def _is_of_questions(name: Any) -> bool:
 
 
 def _has_questions(value: Any) -> bool:
-    """Whether a value is a list of objects with questions, or an object with a list of them."""
-    if isinstance(value, Mapping):
-        lists = [name for name, items in value.items() if isinstance(items, list)]
-        return any(map(_is_of_questions, lists))
-    first = value[0] if isinstance(value, list) else None
-    return isinstance(first, Mapping) and any(map(_is_of_questions, first))
+    """Whether a value is a list of objects with questions, or an object with a list of them.
+
+    Tables give all objects of a column the same keys, some without a value.
+    """
+    is_list = isinstance(value, list)
+    holder = value[0] if is_list else value
+    if not isinstance(holder, Mapping):
+        return False
+    filled = [
+        name
+        for name, item in holder.items()
+        if item and (is_list or isinstance(item, list))
+    ]
+    return any(map(_is_of_questions, filled))
 
 
 def _no_conversation(row: Columns) -> BadRowError:

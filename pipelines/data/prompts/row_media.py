@@ -50,7 +50,7 @@ FOREIGN_PLACEHOLDER = re.compile(
 )
 NAMED_IN_TEXT = re.compile(r"<img>[^<>\n]{1,1000}</img>")  # as in rows of Qwen-VL
 MARKDOWN_IMAGE = re.compile(
-    r"!\[[^\]\n]{0,1000}\]\([ \t]*(?P<file>[^()\s]+)[^()\n]{0,1000}\)"
+    r"!\[[^\]\n]{0,1000}\]\([ \t]*(?P<file>[^()\s]+)(?:[ \t][^()\n]{0,1000})?\)"
 )
 ON_ITS_OWN_LINE = re.compile(
     r"\A\s*(<(?:image|video)>)[ \t]*\r?\n|\n[ \t]*(<(?:image|video)>)\s*\Z"

@@ -178,13 +178,12 @@ def _image_named_in(text: str) -> str:
     """
     if named := NAMED_IN_TEXT.search(text):
         return named[0]
+    first = len(text) - len(text.lstrip())
+    end = len(text.rstrip())
     for image in MARKDOWN_IMAGE.finditer(text):
-        begins, ends = (
-            not text[: image.start()].strip(),
-            not text[image.end() :].strip(),
-        )
         is_data = image["file"].startswith("data:")
-        if (begins or ends or is_data) and media_kind(image["file"]):
+        is_at_an_end = image.start() == first or image.end() == end
+        if (is_at_an_end or is_data) and media_kind(image["file"]):
             return image[0]
     return ""
 

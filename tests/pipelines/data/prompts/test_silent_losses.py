@@ -824,6 +824,20 @@ def test_questions_beside_an_image_are_not_replaced_by_that_of_ask(
         imported(out, {"image": "1.jpg", "text": "What is this?"})
 
 
+def test_objects_without_a_question_are_no_questions(out: Path) -> None:
+    regions = [{"question": None, "name": "a wall"}]
+    row = {"image": "1.jpg", "regions": regions, "qa": {"question": [], "answer": []}}
+    assert imported(out, row, ask="Describe the image.").added == 1
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text", ["![](data:image/png;base64," + "A" * 10**7, "a ![](b.jpg)" * 200_000 + "."]
+)
+def test_long_texts_in_markdown_are_read_in_time(out: Path, text: str) -> None:
+    assert imported(out, said(text, "Done.")).added == 1
+
+
 def test_a_link_to_nothing_is_named_with_its_end(tmp_path: Path, out: Path) -> None:
     (tmp_path / "rows.jsonl").symlink_to("nowhere.jsonl")
     with pytest.raises(DataError, match=r"no file .*: it is a link to nowhere\.jsonl"):
