@@ -51,6 +51,7 @@ CHUNK_ROWS = 256  # whose images are checked together
 CHUNK_BYTES = 2**28  # of texts, and of images in the rows themselves
 STORED_KEYS = ("type", "text", "path", "digest", *SAMPLING)  # of a part
 
+DUPLICATE = "duplicate"  # why a prompt is left out that was made already
 RENAME = "name the column image or video, or images or videos for several"
 
 Turns = Literal["first", "all", "last"]
@@ -167,8 +168,8 @@ def import_prompts(
 ) -> ImportSummary:
     """Import `sources` into the prompts file `out`, adding to what it holds.
 
-    Rows that cannot be used are listed with the reason in `<name>.skipped.jsonl`. DataError if no row can be
-    used. `progress` gets the number of rows read.
+    Rows that cannot be used are listed with the reason in `<name>.skipped.jsonl`. DataError if no row of a
+    source can be used. `progress` gets the number of rows read.
     """
     choices = choices or Choices()
     choices.check()
@@ -191,19 +192,19 @@ def import_rows(
 ) -> ImportSummary:
     """The same with rows that were read before.
 
-    With a `gate`, that no prompt passes is no error.
+    With a `gate`, that no prompt of a source passes is no error.
     """
     with only_writer(out), large_images():
         prompts = {prompt.key: prompt for prompt in read(out)} if out.exists() else {}
         resolver = MediaResolver(choices.images, out.parent / choices.media)
         job = _Import(choices, resolver, progress, prompts, gate or ImportGate())
-        for _, rows, kind in sources:
+        for name, rows, kind in sources:
             if job.room:
-                job.read(rows, kind)
+                job.read(name, rows, kind)
         skipped_file = out.with_suffix(".skipped.jsonl")
         listed = [] if choices.private else job.skipped
         _write_skipped(skipped_file, listed, job.sources)
-        if not job.new and gate is None:
+        if gate is None and (job.unusable or not job.new):
             raise _nothing(sources, job, skipped_file)
         outdated = _outdated(prompts, job.new)
         present = len(prompts.keys() & job.new.keys())
@@ -255,17 +256,18 @@ def _has_changed(part: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
 def _nothing(
     sources: Sequence[Source], job: "_Import", skipped_file: Path
 ) -> DataError:
-    """The error that no row can be used: why, and what may help."""
-    counts = [f"{reason} ({count})" for reason, count in job.reasons.most_common()]
+    """The error that no row of some sources, or of all, can be used: why, and what may help."""
+    reasons = sum(job.unusable.values(), Counter[str]())
+    counts = [f"{reason} ({count})" for reason, count in reasons.most_common()]
     clauses = [", ".join(counts) or "no rows"]
     if job.skipped:
         clauses.append(f"row by row in {skipped_file}")
-    if job.hidden:
+    if job.hidden and not job.new:
         clauses.append(f"images and videos in {', '.join(job.hidden)}: {RENAME}")
     cures = _cures(job.choices)
-    clauses += [text for reason, text in cures.items() if reason in job.reasons]
-    names = ", ".join(name for name, *_ in sources)
-    return DataError(f"nothing to import from {names}: {'; '.join(clauses)}")
+    clauses += [text for reason, text in cures.items() if reason in reasons]
+    names = [*job.unusable] if job.new else [name for name, *_ in sources]
+    return DataError(f"nothing to import from {', '.join(names)}: {'; '.join(clauses)}")
 
 
 def _cures(choices: Choices) -> dict[str, str]:
@@ -310,6 +312,8 @@ class _Import:
     unread: Counter[str] = field(default_factory=Counter)
     hidden: Counter[str] = field(default_factory=Counter)
     unread_files: list[str] = field(default_factory=list)
+    unusable: dict[str, Counter[str]] = field(default_factory=dict)
+    """The sources without a row that can be used, and why; duplicates can be."""
     trimmed: int = 0
     rows: int = 0
 
@@ -330,8 +334,15 @@ class _Import:
         """How many rows were skipped, by reason."""
         return Counter(entry["reason"] for entry in self.skipped)
 
-    def read(self, rows: Iterator[Row], kind: Format) -> None:
+    def read(self, source: str, rows: Iterator[Row], kind: Format) -> None:
         """Take the rows of one source, until the limit."""
+        new, skipped = len(self.new), len(self.skipped)
+        self._take_all(rows, kind)
+        reasons = Counter(entry["reason"] for entry in self.skipped[skipped:])
+        if reasons and len(self.new) == new and DUPLICATE not in reasons:
+            self.unusable[source] = reasons
+
+    def _take_all(self, rows: Iterator[Row], kind: Format) -> None:
         talks = ((row, self._conversation(row, kind)) for row in rows)
         for chunk in self._chunks(talks):
             self.resolver.check_all(
@@ -484,7 +495,7 @@ class _Import:
         if prompt.key in self.new:
             earlier = self.new[prompt.key].prompt
             raise BadRowError(
-                "duplicate",
+                DUPLICATE,
                 f"the same prompt as row {earlier.row} of {Path(earlier.source).name}",
             )
 

@@ -15,7 +15,11 @@ import numpy as np
 
 from vlmdistill.pipelines.data.prompts import sources
 from vlmdistill.pipelines.data.prompts.evaluation_sets import EvaluationSet, Paper
-from vlmdistill.pipelines.data.prompts.importing import Choices, import_rows
+from vlmdistill.pipelines.data.prompts.importing import (
+    DUPLICATE,
+    Choices,
+    import_rows,
+)
 from vlmdistill.pipelines.data.prompts.parquet_rows import python_rows, reading_parquet
 from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
@@ -62,7 +66,7 @@ def import_set(
     choices = Choices(split="eval", by_dataset=True, fps=fps, frames=frames)
     summary = import_rows([(label, rows, "chat")], out, choices, progress)
     lost = dict(summary.skipped)
-    lost.pop("duplicate", None)
+    lost.pop(DUPLICATE, None)
     if lost:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in lost.items())
         count = sum(lost.values())

@@ -838,6 +838,21 @@ def test_long_texts_in_markdown_are_read_in_time(out: Path, text: str) -> None:
     assert imported(out, said(text, "Done.")).added == 1
 
 
+def test_a_source_without_a_usable_row_is_no_success_beside_another(
+    tmp_path: Path, out: Path
+) -> None:
+    good, copy, bad = (tmp_path / f"{name}.json" for name in ("good", "copy", "bad"))
+    good.write_text(json.dumps([TALK]))
+    copy.write_text(json.dumps([TALK, said("", "A wall.")]))
+    bad.write_text(json.dumps([said("", "A wall."), said("Why?", "", "Why?")]))
+    sources = [str(good), str(bad), str(copy)]
+    with pytest.raises(DataError, match=r"from \S*bad\.json: empty turn \(2\)"):
+        import_prompts(sources, out)
+    assert not out.exists()
+    assert import_prompts(sources, out, choices=Choices(limit=1)).added == 1
+    assert import_prompts([str(good), str(copy)], out).present == 1
+
+
 def test_a_link_to_nothing_is_named_with_its_end(tmp_path: Path, out: Path) -> None:
     (tmp_path / "rows.jsonl").symlink_to("nowhere.jsonl")
     with pytest.raises(DataError, match=r"no file .*: it is a link to nowhere\.jsonl"):
