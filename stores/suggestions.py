@@ -17,7 +17,7 @@ OTHER_NAMES = {
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'sparrow'?)` with the known names that are spelled like it, or mean it; else empty."""
-    by_lower_case = {other.lower(): other for other in known if other != name}
+    by_lower_case = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower(), by_lower_case, NEAREST)
     meant = OTHER_NAMES.get(name.lower())
     if meant in by_lower_case:
