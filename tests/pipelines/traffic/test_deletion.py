@@ -231,11 +231,14 @@ def states_at_url(
         yield made
 
 
-def deaths_at_url(name: str, state: State) -> Iterator[tuple[str, int, bool]]:
-    """At which publications a command is killed there, whether after them, and what they were."""
+def killed_at_url(name: str, state: State, copies: str) -> Iterator[tuple[str, Disk]]:
+    """Copies of a disk on which a command was killed, each at a publication, before or after it."""
+    command = {**AT_URL, **AFTER_AT_URL}[name]
     numbers = range(1, len(state.publications) + 1)
     for number in random.Random(name).sample(numbers, min(DEATHS_AT_URL, len(numbers))):
-        yield state.publications[number - 1], number, number % 2 == 0
+        killed = state.disk.copy(f"{name}-{number}-{copies}")
+        killed.run(*command, die=number, after=number % 2 == 0)
+        yield state.publications[number - 1], killed
 
 
 @pytest.mark.skipif(not THOROUGH, reason="the server of objects takes most of the time")
@@ -243,10 +246,7 @@ def deaths_at_url(name: str, state: State) -> Iterator[tuple[str, int, bool]]:
 def test_no_byte_of_it_stays_at_a_url(
     states_at_url: dict[str, State], sought: dict[str, bytes], name: str
 ) -> None:
-    state, command = states_at_url[name], {**AT_URL, **AFTER_AT_URL}[name]
-    for publication, number, after in deaths_at_url(name, state):
-        disk = state.disk.copy(f"{name}-{number}")
-        disk.run(*command, die=number, after=after)
+    for publication, disk in killed_at_url(name, states_at_url[name], "alone"):
         assert disk.run(*FORGET) == 0
         assert not left(disk.folder, sought), publication
 
@@ -256,11 +256,8 @@ def test_no_byte_of_it_stays_at_a_url(
 def test_a_killed_machine_brings_nothing_back_that_another_has_deleted(
     states_at_url: dict[str, State], sought: dict[str, bytes], name: str
 ) -> None:
-    state, command = states_at_url[name], {**AT_URL, **AFTER_AT_URL}[name]
-    for publication, number, after in deaths_at_url(name, state):
-        killed = state.disk.copy(f"{name}-{number}-killed")
-        killed.run(*command, die=number, after=after)
-        other = killed.elsewhere(f"{name}-{number}-other")
+    for publication, killed in killed_at_url(name, states_at_url[name], "killed"):
+        other = killed.elsewhere(f"{killed.folder.name}-other")
         assert other.run(*FORGET) == 0
         assert not left(other.folder, sought), publication
         killed.sees(other)
