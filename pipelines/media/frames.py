@@ -33,6 +33,7 @@ SIGN = r"(?:(?<=[_=])|^)-"  # elsewhere a minus is a separator
 NUMBER = re.compile(rf"((?:{SIGN})?\d+(?:\.\d+)?)")
 WHOLE_NUMBER = re.compile(rf"((?:{SIGN})?\d+)")
 FRACTION = re.compile(r"\d\.(\d+)")
+SAMPLING = ("fps", "frames")  # what a part of a message may say about its video
 GIF_MILLISECONDS = 100  # of a frame without a duration, as in browsers
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vlmdistill.pipelines.media.frames import check_unchanged, media_file
+from vlmdistill.pipelines.media.frames import SAMPLING, check_unchanged, media_file
 from vlmdistill.pipelines.media.images import MediaError, read_image
 from vlmdistill.pipelines.media.urls import is_url
 from vlmdistill.pipelines.targets.batching import out_of_memory
@@ -26,7 +26,7 @@ MESSAGE_KEYS = ("role", "content")
 PART_KEYS = {
     "text": ("type", "text"),
     "image": ("type", "image", "path", "digest"),
-    "video": ("type", "video", "path", "digest", "fps", "frames"),
+    "video": ("type", "video", "path", "digest", *SAMPLING),
 }
 NOT_VISUAL = (
     "input_ids",

@@ -24,10 +24,10 @@ from vlmdistill.pipelines.data.prompts.formats import Format
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportGate, import_rows
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.prompts.row import MOST_BYTES, Row
-from vlmdistill.pipelines.data.prompts.splitting import SAMPLING
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.data.responses.quality import repetition
+from vlmdistill.pipelines.media.frames import SAMPLING
 from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import address

@@ -31,7 +31,6 @@ from vlmdistill.pipelines.data.prompts.row import Row, located
 from vlmdistill.pipelines.data.prompts.row_media import MOST_SAMPLED, Sampling
 from vlmdistill.pipelines.data.prompts.sources import read as read_rows
 from vlmdistill.pipelines.data.prompts.splitting import (
-    SAMPLING,
     Sides,
     content_of,
     require_share,
@@ -41,6 +40,7 @@ from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.media.resolver import BadRowError, MediaResolver
 from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.pipelines.media.frames import SAMPLING
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
@@ -55,6 +55,7 @@ DUPLICATE = "duplicate"  # why a prompt is left out that was made already
 RENAME = "name the column image or video, or images or videos for several"
 
 Turns = Literal["first", "all", "last"]
+NO_ROWS = "no rows"  # of one of several sources, such as a shard after a filter
 Source = tuple[str, Iterator[Row], Format]
 """The name of a source, its rows and their format."""
 Talk = tuple[Row, Conversation | None]

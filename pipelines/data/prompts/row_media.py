@@ -27,7 +27,7 @@ COLUMNS: dict[Kind, tuple[str, str]] = {
 }
 NUMBERED_COLUMN = {kind: re.compile(rf"{kind}_?(\d+)") for kind in KINDS}  # as of MMMU
 FRAME_COUNTS = ("frames", "nframes", "num_frames")
-SAMPLING = ("fps", *FRAME_COUNTS)
+SAMPLING_COLUMNS = ("fps", *FRAME_COUNTS)
 FILE_KEYS = ("source", "path", "url", "bytes")  # of a part; `source` is Anthropic's
 CONTENT_KEYS = ("bytes", "data", "path", "url")  # of an object that is a file
 MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
@@ -185,7 +185,7 @@ class RowMedia:
         self.tagged = has_tags or any(names.values())  # else <image> is ordinary text
         self.columns = {name for kind in KINDS for name in filled[kind]}
         if self._of["video"].media:
-            self.columns |= {*SAMPLING}
+            self.columns |= {*SAMPLING_COLUMNS}
         self.unread = Unread()
 
     def __bool__(self) -> bool:
@@ -238,7 +238,7 @@ class RowMedia:
     def part(self, kind: Kind, keys: Mapping[str, Any], file: MediaFile) -> Part:
         """The part of an image or video, with its own keys but the one of its file."""
         keys = {**file.keys, **keys}
-        used = {"type", "index", *SAMPLING}
+        used = {"type", "index", *SAMPLING_COLUMNS}
         unused = [
             key for key in keys if keys[key] not in (None, "") and key not in used
         ]

@@ -20,11 +20,11 @@ from vlmdistill.pipelines.data.prompts.prompt_table import (
     read,
     write,
 )
+from vlmdistill.pipelines.media.frames import SAMPLING
 from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import content_hash
 
-SAMPLING = ("fps", "frames")  # what a part may say about its video
 TRAIN, EVAL = "!train", "!eval"  # which sort before all hashes
 
 
