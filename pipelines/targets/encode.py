@@ -23,6 +23,11 @@ from vlmdistill.stores.schema import Span
 Messages = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length"]
 MESSAGE_KEYS = ("role", "content")
+ROLES = (
+    "system",
+    "user",
+    "assistant",
+)  # a template drops others, or writes them as they are
 PART_KEYS = {
     "text": ("type", "text"),
     "image": ("type", "image", "path", "digest"),
@@ -244,6 +249,10 @@ def _turn(message: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         raise DataError(
             f"a message needs a role and a content, not {str(message)[:80]}"
         )
+    if message["role"] not in ROLES:
+        raise DataError(
+            f"a message has the role {str(message['role'])[:40]!r}: use {', '.join(ROLES)}"
+        )
     _require_known(message, MESSAGE_KEYS)
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -256,10 +265,10 @@ def _part(part: Mapping[str, Any], videos: VideoSampler) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             _require_known(part, PART_KEYS["text"])
             return {"type": "text", "text": text}
-        case {"type": "image", "image": source} | {"type": "image", "path": source}:
-            read = {"type": "image", "image": read_image(_local(source, part))}
-        case {"type": "video", "video": source} | {"type": "video", "path": source}:
-            read = videos.sample(_local(source, part), part)
+        case {"type": "image", "image": _} | {"type": "image", "path": _}:
+            read = {"type": "image", "image": read_image(_source(part, "image"))}
+        case {"type": "video", "video": _} | {"type": "video", "path": _}:
+            read = videos.sample(_source(part, "video"), part)
         case _:
             raise DataError(
                 "a message part is a text, an image or a video with its path, not "
@@ -284,8 +293,12 @@ def _require_known(holder: Mapping[str, Any], keys: Collection[str]) -> None:
         )
 
 
-def _local(source: Any, part: Mapping[str, Any]) -> Any:
-    """The local copy of an image or video at a URL; any other source as it is."""
+def _source(part: Mapping[str, Any], kind: str) -> Any:
+    """The image or video of a part, of a URL its local copy; DataError if the part has two."""
+    source, path = part.get(kind), part.get("path")
+    if source is not None and path is not None:
+        raise DataError(f"a part has '{kind}' and 'path': give one of them")
+    source = path if source is None else source
     if isinstance(source, str) and is_url(source):
         return media_file({**part, "path": source})
     return source

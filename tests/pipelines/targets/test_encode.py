@@ -108,6 +108,7 @@ def test_other_modes_and_orientations_are_read(
         (None, "role"),
         ([{"type": "text", "text": "x", "image": "a.png"}], "'image'"),
         ([{"type": "text", "text": "x", "index": 0}], "'index'"),
+        ([{"type": "image", "image": "a.png", "path": "b.png"}], "'image' and 'path'"),
         ("look: <|image_pad|>", "placeholder"),
         ("half \ud83d of an emoji", "position 6"),
         ("x" * 1100, "1024"),
@@ -129,6 +130,14 @@ def test_a_key_of_a_message_that_is_not_read_is_refused(
     assert target.encode([{**message, "name": None}]).length
     with pytest.raises(DataError, match="'images', which targets do not read"):
         target.encode([{**message, "images": ["a.png"]}])
+
+
+@pytest.mark.parametrize("role", ["human", "developer", None])
+def test_a_role_that_templates_do_not_know_is_refused(
+    target: VisionLanguageTarget, role: str | None
+) -> None:
+    with pytest.raises(DataError, match="use system, user, assistant"):
+        target.encode([{"role": role, "content": "hello"}])
 
 
 def test_a_message_that_is_not_a_mapping(target: VisionLanguageTarget) -> None:
