@@ -35,6 +35,8 @@ def completed(command: str) -> str:
     if match is None:
         return command
     verb, arguments = match[2], match[3].split()
+    if "--help" in arguments:
+        return command
     written = {NAMES[word] for word in arguments if word in NAMES}
     for name, value in repeated.get({}).get(verb, {}).items():
         if name not in written:
