@@ -72,13 +72,20 @@ def _lettered(
     )
 
 
+def _not_null(value: Any) -> Any:
+    """A value that a template writes; UndefinedError if it is null, which would become the text None."""
+    if value is None:
+        raise jinja2.UndefinedError("a column that is asked about is null")
+    return value
+
+
 def _declarations(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The tables of a TOML file by their names, which become fields of theirs."""
     return {name: {"name": name, **fields} for name, fields in table.items()}
 
 
 _REQUESTS = {name: augmentation.text for name, augmentation in AUGMENTATIONS.items()}
-_TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined)
+_TEMPLATES = jinja2.Environment(undefined=jinja2.StrictUndefined, finalize=_not_null)
 _TEMPLATES.filters["lettered"] = _lettered
 _declared = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")

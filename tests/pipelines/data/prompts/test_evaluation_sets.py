@@ -271,6 +271,12 @@ def test_options_of_sets_need_a_set(option: tuple[str, str], tmp_path: Path) -> 
     assert main(["eval", "lookahead", "--runs", str(tmp_path), *option]) == 2
 
 
+def test_a_question_that_is_null_is_not_the_word_none(tmp_path: Path) -> None:
+    asking(f"data/{SHARD}", question=None, answer="14")(tmp_path)
+    with pytest.raises(DataError, match=r"not the published one \(.* null"):
+        imported("chartqa@msd", tmp_path, tmp_path / "prompts.parquet")
+
+
 def test_a_column_of_several_types_holds_what_its_json_says(tmp_path: Path) -> None:
     chartqa(tmp_path)
     file = tmp_path / f"data/{SHARD}"
