@@ -53,6 +53,10 @@ CHAT_URLS = ("chat/completions", "/responses")
 
 
 @dataclass(frozen=True)
+class NoRowsError(DataError):
+    """A source has no rows at all."""
+
+
 class Conversation:
     """Turns with known roles. Image and video parts hold `media` (path or bytes), not checked yet."""
 
@@ -260,7 +264,8 @@ class _FormatSearch:
                 f"({self.unread_row or self.first_row}): rename the one that has them to question, or ask "
                 "one, --ask 'Describe the image.'"
             )
-        raise DataError(
+        refusal = DataError if self.first_row else NoRowsError
+        raise refusal(
             f"{self.source}: no row has 'conversations' (LLaVA, ShareGPT), 'messages' (chat) or a "
             f"'question': {self.first_row or 'it has no rows'}. `vlmdistill prompts --help` shows a row of "
             "each format"

@@ -17,7 +17,11 @@ from typing import Any, Literal
 from vlmdistill.pipelines.data.prompts import augment, formats
 from vlmdistill.pipelines.data.prompts.augment import Augmentation, Message
 from vlmdistill.pipelines.data.prompts.folders import UnreadFileError, walk
-from vlmdistill.pipelines.data.prompts.formats import Conversation, Format
+from vlmdistill.pipelines.data.prompts.formats import (
+    Conversation,
+    Format,
+    NoRowsError,
+)
 from vlmdistill.pipelines.data.prompts.hidden_media import HiddenMediaError
 from vlmdistill.pipelines.data.prompts.prompt_table import (
     Prompt,
@@ -36,11 +40,11 @@ from vlmdistill.pipelines.data.prompts.splitting import (
     require_share,
     ties_of,
 )
+from vlmdistill.pipelines.media.frames import SAMPLING
 from vlmdistill.pipelines.media.images import large_images
 from vlmdistill.pipelines.media.resolver import BadRowError, MediaResolver
 from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.pipelines.media.frames import SAMPLING
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
@@ -51,11 +55,11 @@ CHUNK_ROWS = 256  # whose images are checked together
 CHUNK_BYTES = 2**28  # of texts, and of images in the rows themselves
 STORED_KEYS = ("type", "text", "path", "digest", *SAMPLING)  # of a part
 
+NO_ROWS = "no rows"  # of one of several sources, such as a shard after a filter
 DUPLICATE = "duplicate"  # why a prompt is left out that was made already
 RENAME = "name the column image or video, or images or videos for several"
 
 Turns = Literal["first", "all", "last"]
-NO_ROWS = "no rows"  # of one of several sources, such as a shard after a filter
 Source = tuple[str, Iterator[Row], Format]
 """The name of a source, its rows and their format."""
 Talk = tuple[Row, Conversation | None]
@@ -170,18 +174,28 @@ def import_prompts(
     """Import `sources` into the prompts file `out`, adding to what it holds.
 
     Rows that cannot be used are listed with the reason in `<name>.skipped.jsonl`. DataError if no row of a
-    source can be used. `progress` gets the number of rows read.
+    source can be used, after the others are imported; one of several may be empty. `progress` gets the
+    number of rows read.
     """
     choices = choices or Choices()
     choices.check()
     # All formats before any source is read: a wrong name fails at once.
-    kinds = [formats.detect(source, kind, choices.ask) for source in sources]
-    needs_no_question = choices.ask is not None
-    named = [
-        (source, read_rows(source, needs_no_question), its_kind)
-        for source, its_kind in zip(sources, kinds, strict=True)
-    ]
+    named = [_source(name, kind, choices, single=len(sources) == 1) for name in sources]
     return import_rows(named, out, choices, progress)
+
+
+def _source(name: str, kind: Format, choices: Choices, *, single: bool) -> Source:
+    """A source, to be read later. An empty one is a row with that problem, unless it is `single`."""
+    try:
+        its_kind = formats.detect(name, kind, choices.ask)
+    except NoRowsError:
+        if single:
+            raise
+        path, _ = located(name)
+        problem = BadRowError(NO_ROWS, path.name)
+        rows = [Row(str(path.resolve()), path.name, 1, None, problem=problem)]
+        return name, iter(rows), kind
+    return name, read_rows(name, choices.ask is not None), its_kind
 
 
 def import_rows(
@@ -205,7 +219,7 @@ def import_rows(
         skipped_file = out.with_suffix(".skipped.jsonl")
         listed = [] if choices.private else job.skipped
         _write_skipped(skipped_file, listed, job.sources)
-        if gate is None and (job.unusable or not job.new):
+        if gate is None and not job.new:
             raise _nothing(sources, job, skipped_file)
         outdated = _outdated(prompts, job.new)
         present = len(prompts.keys() & job.new.keys())
@@ -214,6 +228,8 @@ def import_rows(
         prompts |= job.split_prompts(prompts)
         job.gate.close()
         write(out, prompts.values())
+    if job.unusable and gate is None:
+        raise _nothing(sources, job, skipped_file)
     splits = Counter(prompt.split for prompt in prompts.values())
     return ImportSummary(
         out=out,
@@ -260,13 +276,15 @@ def _nothing(
     """The error that no row of some sources, or of all, can be used: why, and what may help."""
     reasons = sum(job.unusable.values(), Counter[str]())
     counts = [f"{reason} ({count})" for reason, count in reasons.most_common()]
-    clauses = [", ".join(counts) or "no rows"]
+    clauses = [", ".join(counts) or NO_ROWS]
     if job.skipped:
         clauses.append(f"row by row in {skipped_file}")
     if job.hidden and not job.new:
         clauses.append(f"images and videos in {', '.join(job.hidden)}: {RENAME}")
     cures = _cures(job.choices)
     clauses += [text for reason, text in cures.items() if reason in reasons]
+    if job.new:
+        clauses.append("the prompts of the other sources are imported")
     names = [*job.unusable] if job.new else [name for name, *_ in sources]
     return DataError(f"nothing to import from {', '.join(names)}: {'; '.join(clauses)}")
 
@@ -340,7 +358,8 @@ class _Import:
         new, skipped = len(self.new), len(self.skipped)
         self._take_all(rows, kind)
         reasons = Counter(entry["reason"] for entry in self.skipped[skipped:])
-        if reasons and len(self.new) == new and DUPLICATE not in reasons:
+        is_usable = len(self.new) > new or reasons.keys() & {DUPLICATE, NO_ROWS}
+        if reasons and not is_usable:
             self.unusable[source] = reasons
 
     def _take_all(self, rows: Iterator[Row], kind: Format) -> None:

@@ -846,7 +846,8 @@ def test_a_source_without_a_usable_row_is_no_success_beside_another(
     copy.write_text(json.dumps([TALK, said("", "A wall.")]))
     bad.write_text(json.dumps([said("", "A wall."), said("Why?", "", "Why?")]))
     sources = [str(good), str(bad), str(copy)]
-    with pytest.raises(DataError, match=r"from \S*bad\.json: empty turn \(2\)"):
+    told = r"from \S*bad\.json: empty turn \(2\).*the other sources are imported"
+    with pytest.raises(DataError, match=told):
         import_prompts(sources, out)
     assert not out.exists()
     assert import_prompts(sources, out, choices=Choices(limit=1)).added == 1
@@ -860,3 +861,15 @@ def test_a_link_to_nothing_is_named_with_its_end(tmp_path: Path, out: Path) -> N
     (tmp_path / "a.jpg").symlink_to("nowhere.jpg")
     reason, detail = refused(out, {"image": "a.jpg", "question": "What is this?"})
     assert (reason, detail[-23:]) == ("missing image", "(a link to nowhere.jpg)")
+def test_an_empty_shard_is_told_and_costs_no_other(tmp_path: Path, out: Path) -> None:
+    shards = [tmp_path / name for name in ("0.json", "1.json", "2.jsonl")]
+    for shard, text in zip(shards, (json.dumps([TALK]), "[]", ""), strict=True):
+        shard.write_text(text)
+    summary = import_prompts([*map(str, shards)], out)
+    assert (summary.added, summary.skipped) == (1, {"no rows": 2})
+    with pytest.raises(DataError, match="it has no rows"):
+        import_prompts([str(shards[1])], out)
+    with pytest.raises(DataError, match="jsonl: no rows"):
+        import_prompts([*map(str, shards[1:])], out)
+
+
