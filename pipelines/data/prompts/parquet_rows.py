@@ -78,15 +78,11 @@ def _rows_at_once(metadata: Any, path: Path) -> int:
 
 
 def values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
-    """The rows of an Arrow batch, or what is wrong with a row.
-
-    Columns of dates are left out; times are numbers, of their unit since 1970, since Python knows fewer.
-    """
-    batch = _without_dates(batch)
+    """The rows of an Arrow batch, or what is wrong with a row."""
     try:
         rows = python_rows(batch)
     except (ValueError, OverflowError, BadRowError) as error:
-        # Text that is not UTF-8, a date in a list, JSON text with a key twice.
+        # Text that is not UTF-8, JSON text with a key twice.
         if batch.num_rows > 1:  # find the row
             for index in range(batch.num_rows):
                 yield from values(batch.slice(index, 1))
@@ -98,29 +94,14 @@ def values(batch: Any) -> Iterator[tuple[Any, BadRowError | None]]:
         yield from ((row, None) for row in rows)
 
 
-def _without_dates(batch: Any) -> Any:
-    """A batch without dates, and with times as integers."""
-    import pyarrow as pa
-
-    for position, column in enumerate(batch.schema):
-        if pa.types.is_timestamp(column.type):
-            numbers = batch.column(position).cast(pa.int64())
-            batch = batch.set_column(position, column.name, numbers)
-    readable = [
-        position
-        for position, column in enumerate(batch.schema)
-        if not pa.types.is_temporal(column.type)
-    ]
-    return batch.select(readable)
-
-
 def python_rows(table: Any) -> list[dict[str, Any]]:
     """The rows of an Arrow table or batch. Text of the type `arrow.json` becomes the value that it says.
 
     `datasets` has this type for columns with values of several types. ValueError if one cannot be read. A
-    number in single precision is the shortest one that is rounded to it: 1.2, not 1.2000000476837158.
+    number in single precision is the shortest one that is rounded to it: 1.2, not 1.2000000476837158. Dates
+    and times are text in the form of ISO 8601, and durations numbers of their unit.
     """
-    rows: list[dict[str, Any]] = _in_double_precision(table).to_pylist()
+    rows: list[dict[str, Any]] = _as_written(table).to_pylist()
     for column in table.schema:
         if not _holds_json(column.type):
             continue
@@ -129,21 +110,44 @@ def python_rows(table: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _in_double_precision(table: Any) -> Any:
-    """A table whose columns of float32, or of lists of it, are cast as they are written."""
+def _as_written(table: Any) -> Any:
+    """A table with numbers in single precision, dates and times as they are written, at any depth."""
     import pyarrow as pa
 
     for position, column in enumerate(table.schema):
-        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        number = column.type.value_type if is_list else column.type
-        if not pa.types.is_float32(number):
+        text = _with_types(column.type, pa.string(), pa.string())
+        if text == column.type:
             continue
-        text, double = pa.string(), pa.float64()
-        if is_list:
-            text, double = pa.large_list(text), pa.large_list(double)
-        numbers = table.column(position).cast(text).cast(double)
-        table = table.set_column(position, column.name, numbers)
+        read = _with_types(column.type, pa.float64(), pa.string())
+        values_of_column = table.column(position).cast(text).cast(read)
+        table = table.set_column(position, column.name, values_of_column)
     return table
+
+
+def _with_types(kind: Any, number: Any, time: Any) -> Any:
+    """An Arrow type with other ones for numbers in single precision, and for dates and times."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_float32(kind):
+        return number
+    if types.is_duration(kind):
+        return pa.int64()
+    if types.is_timestamp(kind) or types.is_date(kind) or types.is_time(kind):
+        return time
+    if types.is_map(kind):
+        return pa.map_(kind.key_type, _with_types(kind.item_type, number, time))
+    fields = [
+        field.with_type(_with_types(field.type, number, time))
+        for field in map(kind.field, range(kind.num_fields))
+    ]
+    if types.is_struct(kind):
+        return pa.struct(fields)
+    if types.is_fixed_size_list(kind):
+        return pa.list_(fields[0], kind.list_size)
+    if types.is_large_list(kind):
+        return pa.large_list(fields[0])
+    return pa.list_(fields[0]) if types.is_list(kind) else kind
 
 
 def _holds_json(kind: Any) -> bool:

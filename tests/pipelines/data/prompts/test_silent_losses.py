@@ -7,6 +7,7 @@ import json
 import lzma
 import math
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -786,15 +787,49 @@ def test_columns_of_choices_have_no_gap(out: Path, letters: str) -> None:
 def test_numbers_in_single_precision_are_as_they_were_written(
     tmp_path: Path, out: Path
 ) -> None:
-    columns = {
-        "question": pa.array(["Which?"]),
-        "hint": pa.array([0.1], pa.float32()),
-        "choices": pa.array([[1.2, 2.5]], pa.list_(pa.float32())),
-    }
+    for choices in (pa.list_(pa.float32()), pa.list_(pa.float32(), 2)):
+        columns = {
+            "question": pa.array(["Which?"]),
+            "hint": pa.array([0.1], pa.float32()),
+            "choices": pa.array([[1.2, 2.5]], choices),
+        }
+        pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+        import_prompts([str(tmp_path / "rows.parquet")], out)
+        (prompt,) = read(out)
+        assert texts(prompt) == [("user", "Which?\n0.1\nA. 1.2\nB. 2.5")]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ({"a": 0.1}, pa.struct({"a": pa.float32()})),
+        ([{"a": [0.1]}], pa.list_(pa.struct({"a": pa.list_(pa.float32(), 1)}))),
+        ([("a", 0.1)], pa.map_(pa.string(), pa.float32())),
+        ([[0.1]], pa.large_list(pa.list_(pa.float32()))),
+    ],
+    ids=str,
+)
+def test_numbers_in_single_precision_are_so_at_any_depth(
+    value: Any, kind: pa.DataType
+) -> None:
+    batch = pa.record_batch({"a": pa.array([value], kind)})
+    assert [*parquet_rows.values(batch)] == [({"a": value}, None)]
+
+
+def test_dates_of_choices_are_asked_and_times_of_a_video_are_noticed(
+    tmp_path: Path, out: Path
+) -> None:
+    day = pa.array([date(1945, 5, 8)])
+    columns = {"question": ["When?"], "A": day, "B": day.cast(pa.date64())}
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     import_prompts([str(tmp_path / "rows.parquet")], out)
-    (prompt,) = read(out)
-    assert texts(prompt) == [("user", "Which?\n0.1\nA. 1.2\nB. 2.5")]
+    assert texts(read(out)[0]) == [("user", "When?\nA. 1945-05-08\nB. 1945-05-08")]
+    columns = {"question": ["What?"], "video": ["1.mp4"]}
+    for kind in (pa.time32("s"), pa.duration("s")):
+        part = pa.table({**columns, "start": pa.array([7], kind)})
+        pq.write_table(part, tmp_path / "part.parquet")
+        with pytest.raises(DataError, match="part of a video"):
+            import_prompts([str(tmp_path / "part.parquet")], out)
 
 
 @pytest.mark.parametrize(
@@ -820,6 +855,12 @@ def test_questions_beside_an_image_are_not_replaced_by_that_of_ask(
     pairs = [{"question": "What is this?", "answer": "A wall."}]
     with pytest.raises(DataError, match="'qa_pairs': give one text in a column"):
         imported(out, {"image": "1.jpg", "qa_pairs": pairs}, ask=ask)
+        "What is this? ![](<a b.jpg>)",
+        "What is this? ![](cat_(1).jpg)",
+        "What is this? ![a cat][1]\n\n[1]: 1.jpg 'a title'\n",
+        "![1]\nWhat is this?\n[1]: <1.jpg>",
+        'What is this? <img alt="a cat" src="1.jpg">',
+        "<IMG SRC=1.jpg />\nWhat is this?",
     with pytest.raises(DataError, match=r"columns image, text.*rename the one"):
         imported(out, {"image": "1.jpg", "text": "What is this?"})
 
