@@ -46,11 +46,8 @@ FOREIGN_PLACEHOLDER = re.compile(
     r"<image_placeholder>|<ImageHere>|<\|(?:image|video)_pad\|>|<\|vision_start\|>"
     r"|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>|<\|begin_of_(?:image|video)\|>"
     r"|<(?:img|Img|IMG)>|\[(?:img|Img|IMG|image|Image|IMAGE|video|Video|VIDEO)\]"
-    r"|</(?:image|Image|IMAGE|video|Video|VIDEO)>"
-)
-NAMED_IN_TEXT = re.compile(r"<img>[^<>\n]{1,1000}</img>")  # as in rows of Qwen-VL
-MARKDOWN_IMAGE = re.compile(
-    r"!\[[^\]\n]{0,1000}\]\([ \t]*(?P<file>[^()\s]+)(?:[ \t][^()\n]{0,1000})?\)"
+    r"|</(?:image|Image|IMAGE|video|Video|VIDEO)>|<vila/(?:image|video)>"
+    r"|<ref-object>|<bbox>"  # of ms-swift, which takes them from the column `objects`
 )
 ON_ITS_OWN_LINE = re.compile(
     r"\A\s*(<(?:image|video)>)[ \t]*\r?\n|\n[ \t]*(<(?:image|video)>)\s*\Z"

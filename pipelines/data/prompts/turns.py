@@ -10,14 +10,11 @@ from itertools import pairwise
 from typing import Any
 
 from vlmdistill.pipelines.data.prompts.augment import Message
-from vlmdistill.pipelines.data.prompts.hidden_media import media_kind
 from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.row_media import (
     FILE_KEYS,
     FOREIGN_PLACEHOLDER,
     KINDS,
-    MARKDOWN_IMAGE,
-    NAMED_IN_TEXT,
     ON_ITS_OWN_LINE,
     Kind,
     Part,
@@ -26,6 +23,7 @@ from vlmdistill.pipelines.data.prompts.row_media import (
     split_at_placeholders,
     unread_names,
 )
+from vlmdistill.pipelines.data.prompts.text_images import image_named_in
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import lone_surrogate
 
@@ -133,7 +131,7 @@ class MessageReader:
 
     def _parts_at_placeholders(self, text: str, media: RowMedia) -> list[Part]:
         """The texts and media of a text; all but its placeholders stays as it is, with its indentation."""
-        if named := _image_named_in(text):
+        if named := image_named_in(text):
             advice = "write <image>, and the path in a column image"
             raise BadRowError("image in the text", f"{named[:80]}: {advice}")
         foreign = FOREIGN_PLACEHOLDER.search(text)
@@ -169,23 +167,6 @@ class MessageReader:
         if self.counts_from_text or media.tagged:
             self.numbered.append(placeholder[0].strip())
         return False
-
-
-def _image_named_in(text: str) -> str:
-    """The words of a text that show an image by its name; empty if there are none.
-
-    In Markdown only where the text begins or ends, since others are quoted; and wherever the image itself is.
-    """
-    if named := NAMED_IN_TEXT.search(text):
-        return named[0]
-    first = len(text) - len(text.lstrip())
-    end = len(text.rstrip())
-    for image in MARKDOWN_IMAGE.finditer(text):
-        is_data = image["file"].startswith("data:")
-        is_at_an_end = image.start() == first or image.end() == end
-        if (is_at_an_end or is_data) and media_kind(image["file"]):
-            return image[0]
-    return ""
 
 
 def _known_role(turn: Mapping[str, Any]) -> str:
