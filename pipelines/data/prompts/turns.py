@@ -42,6 +42,11 @@ TOOLS = (
     "ipython",
 )
 CONTENT_KEYS = ("content", "value", "text")
+TEMPLATED = re.compile(
+    r"<\|im_start\|>(?:system|user|assistant)|<\|start_header_id\|>(?:system|user|assistant)"
+    r"|<start_of_turn>(?:user|model)|\A\s*(?:<s>)?\s*\[INST\]"
+)
+"""Where a text has turns, as chat templates write them: targets read their marks as the marks of turns."""
 
 
 def role_of(turn: Any) -> str:
@@ -124,6 +129,10 @@ class MessageReader:
         if position := lone_surrogate(text):
             raise BadRowError(
                 "text is not Unicode", f"unpaired surrogate at character {position}"
+            )
+        if templated := TEMPLATED.search(text):
+            raise BadRowError(
+                "chat template in the text", f"{templated[0]}: write turns with roles"
             )
         if is_response or not ("<" in text or "[" in text):
             return [{"type": "text", "text": text}] if text else []

@@ -384,6 +384,21 @@ def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
         assert refused(out, row)[0] == "foreign placeholder"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n",
+        "<|start_header_id|>user<|end_header_id|>What?",
+        "<start_of_turn>user\nWhat?<end_of_turn>",
+        "<s>[INST] What? [/INST]",
+    ],
+)
+def test_a_prompt_that_a_chat_template_wrote_is_refused(out: Path, text: str) -> None:
+    assert refused(out, {"prompt": text})[0] == "chat template in the text"
+    about = {"prompt": "What do <|im_start|> and [INST] mean?"}
+    assert imported(out.with_name("about.parquet"), about).added == 1
+
+
 def test_indentation_beside_a_placeholder_stays(out: Path) -> None:
     code = "<image>\n    def f():\n        return 1\n<image>\n\n    # What next?"
     row = said(code, "This.", images=["1.jpg", "1.jpg"])
