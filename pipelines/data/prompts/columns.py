@@ -14,17 +14,24 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
+from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError
 
 QUESTIONS = ("question", "query", "prompt", "instruction", "problem")
 DETAILS = ("input", "context", "hint", "passage")
 """Each on its own lines below the question; the first is the question where there is no other."""
-CHOICES = ("choices", "options")
-CHOICE_COLUMN = re.compile(r"(option|choice)[ _]?([a-z]|\d)", re.IGNORECASE)
+CHOICES = ("choices", "options", "candidates")
+CHOICE = ("choice", "option")  # a list of choices, else an answer
+CHOICE_COLUMN = re.compile(
+    r"(option|choice|candidate)[ _]?([a-z]|\d)|a\d", re.IGNORECASE
+)
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
 HISTORY = "history"
+NO_VALUE = "nan"  # as text, which Python makes of the NaN of a table
+
+PAIRS = "give it as pairs of texts: a question and its response"
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]
@@ -47,13 +54,13 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
             "several questions",
             f"in the columns {', '.join(questions)}: keep one of them",
         )
-    details = _texts_and_numbers(row, DETAILS)
-    choices, choice_columns = _choices(row)
+    details = _details(row)
+    choices, choice_columns = _choices(row, question)
     lines = [question]
     lines += [text for text in details.values() if not _has_line(question, text)]
     if not _has_choices(question, choices):
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
-    history = _list(row.get(HISTORY))
+    history = _history(row)
     reference = _reference(row)
     turns = [*_earlier_turns(history), *_round("\n".join(lines), reference)]
     read = {*questions, *details, *choice_columns}
@@ -80,7 +87,18 @@ def lettered(choices: Sequence[str]) -> dict[str, str]:
 
 
 def _questions(row: Row) -> dict[str, str]:
-    return _texts(row, QUESTIONS) or _texts(row, DETAILS[:1])
+    """The columns that hold a question. One of another form is not replaced by its input."""
+    if any(has_content(row.get(name)) for name in QUESTIONS):
+        return _texts(row, QUESTIONS)
+    return _texts(row, DETAILS[:1])
+
+
+def _details(row: Row) -> dict[str, str]:
+    """The columns that belong below the question; BadRowError if one is of a form that is not read."""
+    for name in DETAILS:
+        if isinstance(row.get(name), list | Mapping | bytes) and has_content(row[name]):
+            raise BadRowError("text of another form", f"'{name}': give one text")
+    return _without_nan_text(_texts_and_numbers(row, DETAILS))
 
 
 def _texts(row: Row, names: Sequence[str]) -> dict[str, str]:
@@ -98,35 +116,40 @@ def _texts_and_numbers(row: Row, names: Sequence[str]) -> dict[str, str]:
     return _texts({name: _written(row.get(name)) for name in names}, names)
 
 
+def _without_nan_text(texts: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in texts.items() if text.strip() != NO_VALUE}
+
+
 def _written(value: Any) -> Any:
-    """A number or a truth value as text, all else as it is."""
-    is_number = isinstance(value, bool | int | float | Decimal)
+    """A number or a truth value as text, all else as it is, also NaN."""
+    is_number = isinstance(value, bool | int | float | Decimal) and value == value
     return str(value) if is_number else value
 
 
 def _has_line(question: str, text: str) -> bool:
-    """Whether a question has a text as a line, maybe after a name and a colon."""
-    line = rf"^(\w[\w ]*:)?\s*{re.escape(text.strip())}\s*$"
+    """Whether a question has a text as a line, maybe after a name and a colon, a label or a bullet."""
+    label = r"\w[\w ]*:|\(?\w{1,2}[.):\]]|[-*\N{BULLET}]"
+    line = rf"^[ \t]*({label})?\s*{re.escape(text.strip())}\s*$"
     return re.search(line, question, re.MULTILINE) is not None
 
 
 def _has_choices(question: str, choices: Mapping[str, str]) -> bool:
-    """Whether a question has all choices after their letters."""
+    """Whether a question has all choices: after their letters, or each as a line."""
     patterns = (
         rf"\b{letter}[.):\]]\s*{re.escape(choice.strip())}(?!\w)"
         for letter, choice in choices.items()
     )
-    return all(re.search(pattern, question, re.MULTILINE) for pattern in patterns)
+    has_letters = all(re.search(pattern, question) for pattern in patterns)
+    return has_letters or all(_has_line(question, text) for text in choices.values())
 
 
-def _choices(row: Row) -> tuple[dict[str, str], Sequence[str]]:
+def _choices(row: Row, question: str) -> tuple[dict[str, str], Sequence[str]]:
     """The choices of a row by their letters, and the columns that have them.
 
     They are a list of texts, or a column for each letter. BadRowError if they are of another form, and the
     question does not have them, or if two lists differ.
     """
-    parsed = {name: _list(_parsed_list(row.get(name))) for name in CHOICES}
-    lists = {name: items for name, items in parsed.items() if items}
+    lists = _lists(row, CHOICES) or _lists(row, CHOICE)
     first = next(iter(lists.values()), [])
     choices = [_written(choice) for choice in first]
     if choices and all(isinstance(choice, str) for choice in choices):
@@ -135,10 +158,28 @@ def _choices(row: Row) -> tuple[dict[str, str], Sequence[str]]:
         return _without_letters(choices), [*lists]
     by_column = _texts_and_numbers(row, tuple(LETTERS))
     if LETTERS[0] in by_column:  # else a column that happens to have such a name
-        _require_no_gap([*by_column])
-        return by_column, [*by_column]
+        by_letter = _column_choices(by_column)
+        if not _has_choices(question, by_letter):
+            _require_no_gap([*by_letter])
+        return by_letter, [*by_letter]
     _require_no_choices(row)
     return {}, []
+
+
+def _column_choices(texts: Mapping[str, str]) -> dict[str, str]:
+    """The choices in columns by their letters, up to the last one that is not NaN."""
+    last = max(_without_nan_text(texts), default="")
+    return {
+        letter: _without_letter(letter, text)
+        for letter, text in texts.items()
+        if letter <= last
+    }
+
+
+def _lists(row: Row, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The lists in the columns of these names, maybe written as text."""
+    lists = {name: _list(_parsed_list(row.get(name))) for name in names}
+    return {name: items for name, items in lists.items() if items}
 
 
 def _require_no_gap(letters: list[str]) -> None:
@@ -152,10 +193,12 @@ def _require_no_gap(letters: list[str]) -> None:
 
 def _without_letters(choices: Sequence[str]) -> dict[str, str]:
     """Choices by their letters, which they may begin with."""
-    return {
-        letter: re.sub(rf"^\(?{letter}[.):]\s+", "", choice)
-        for letter, choice in lettered(choices).items()
-    }
+    by_letter = lettered(choices)
+    return {letter: _without_letter(letter, by_letter[letter]) for letter in by_letter}
+
+
+def _without_letter(letter: str, choice: str) -> str:
+    return re.sub(rf"^\(?{letter}[.):]\s+", "", choice)
 
 
 def _require_no_choices(row: Row) -> None:
@@ -164,7 +207,7 @@ def _require_no_choices(row: Row) -> None:
     for name, choices in row.items():
         if name not in CHOICES and not CHOICE_COLUMN.fullmatch(str(name)):
             continue
-        if _parsed_list(choices) in (None, "", [], {}):
+        if not has_content(_parsed_list(choices)):
             continue
         if isinstance(choices, str) and choices.strip() in question:
             continue
@@ -226,12 +269,18 @@ def _list(value: Any) -> list[Any]:
 def _earlier_turns(history: list[Any]) -> list[Turn]:
     """The turns of pairs of texts; BadRowError if they are something else."""
     if not all(_is_pair(item) for item in history):
-        raise BadRowError(
-            "history", "give it as pairs of texts: a question and its response"
-        )
+        raise BadRowError(HISTORY, PAIRS)
     return [
         turn for question, response in history for turn in _round(question, response)
     ]
+
+
+def _history(row: Row) -> list[Any]:
+    """The list of earlier turns, maybe as text; BadRowError if they are something else."""
+    history = _parsed_list(row.get(HISTORY))
+    if isinstance(history, str | Mapping) and has_content(history):
+        raise BadRowError(HISTORY, PAIRS)
+    return _list(history)
 
 
 def _is_pair(item: Any) -> bool:

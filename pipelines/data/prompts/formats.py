@@ -16,9 +16,10 @@ from vlmdistill.pipelines.data.prompts.augment import Message
 from vlmdistill.pipelines.data.prompts.hidden_media import (
     HiddenMediaError,
     kind_of_column,
+    kind_of_keys,
 )
 from vlmdistill.pipelines.data.prompts.json_rows import loads
-from vlmdistill.pipelines.data.prompts.row import Row
+from vlmdistill.pipelines.data.prompts.row import Row, has_content
 from vlmdistill.pipelines.data.prompts.row_media import (
     KINDS,
     RowMedia,
@@ -47,16 +48,16 @@ TURN_KEYS = {"role", "from", "user", "human", "assistant"}
 """Keys of a turn, or of a pair of turns."""
 QUESTION_COLUMNS = {*columns.QUESTIONS, MESSAGES, *CONVERSATIONS}
 SYSTEM_COLUMN = columns.SYSTEM[0]
-AUDIO = ("audio", "audios")
+UNSEEN = ("audio", "audios", "pdf", "pdfs")  # columns of what no target sees
 CHAT_URLS = ("chat/completions", "/responses")
 """Ends of the URLs that a batch's requests may have."""
 
 
-@dataclass(frozen=True)
 class NoRowsError(DataError):
     """A source has no rows at all."""
 
 
+@dataclass(frozen=True)
 class Conversation:
     """Turns with known roles. Image and video parts hold `media` (path or bytes), not checked yet."""
 
@@ -302,7 +303,7 @@ def conversation(
     media.place_numbered()
     first_user = users[0]
     first_user["content"] = media.parts_without_placeholder() + first_user["content"]
-    _require_no_audio(located_turns.row)
+    _require_nothing_unseen(located_turns.row)
     unread = _unread(located_turns, media)
     parts = [part for message in messages for part in message["content"]]
     if not any(part["type"] in KINDS for part in parts):
@@ -350,9 +351,10 @@ def _is_of_questions(name: Any) -> bool:
 
 
 def _has_questions(value: Any) -> bool:
-    """Whether a value is a list of objects with questions, or an object with a list of them.
+    """Whether a value is an object with questions, or a list of them.
 
-    Tables give all objects of a column the same keys, some without a value.
+    Tables give all objects of a column the same keys, some without a value. The `prompt` of a single object
+    may be that by which an image was made.
     """
     is_list = isinstance(value, list)
     holder = value[0] if is_list else value
@@ -361,7 +363,8 @@ def _has_questions(value: Any) -> bool:
     filled = [
         name
         for name, item in holder.items()
-        if item and (is_list or isinstance(item, list))
+        if has_content(item)
+        and (is_list or isinstance(item, list) or name in columns.QUESTIONS[:1])
     ]
     return any(map(_is_of_questions, filled))
 
@@ -411,11 +414,12 @@ def _unread(located_turns: Turns, media: RowMedia) -> Unread:
     return unread
 
 
-def _require_no_audio(row: Columns) -> None:
-    """BadRowError if a row has sound beside its text, which no target hears."""
-    for name in AUDIO:
+def _require_nothing_unseen(row: Columns) -> None:
+    """BadRowError if a row has sound or a document beside its text."""
+    for name in UNSEEN:
         if isinstance(row.get(name), str | bytes | list | Mapping) and row[name]:
-            raise BadRowError("audio", f"'{name}': prompts have images and videos")
+            reason = name.removesuffix("s")
+            raise BadRowError(reason, f"'{name}': prompts have images and videos")
 
 
 def _require_nothing_hidden(
@@ -430,7 +434,7 @@ def _require_nothing_hidden(
         name, kind = next(iter(unread.hidden.items()))
         raise HiddenMediaError(kind, name)
     for name, value in row.items():
-        if named := kind_of_column(str(name), value):
+        if named := kind_of_column(str(name), value) or kind_of_keys(value):
             raise HiddenMediaError(named, str(name))
     if reader.unplaced:
         raise BadRowError(

@@ -26,10 +26,12 @@ BASE64 = {
     "video": re.compile(r"(AAAA..Z0eXB|GkXfo)[A-Za-z0-9+/=\s]*"),
 }
 NAMING_COLUMN = re.compile(
-    r"(image|img|picture|photo|video)s?[ _-]?"
-    r"(id|name|file|file[ _-]?name|path|url|uri|link|b64|base64|base64[ _-]?str|bytes)s?",
+    r"(?:(?:image|img|picture|pic|photo)|(?P<film>video|vid|clip|gif|youtube))s?[ _-]?"
+    r"(?:id|idx|index|uid|uuid|key|hash|md5|sha256|name|file|file[ _-]?name|path|url|uri|link"
+    r"|b64|base64|base64[ _-]?str|bytes)s?|(?P<vid>vid)",
     re.IGNORECASE,
 )
+QUOTED = re.compile(r"\"([^\"\n]++)\"|'([^'\n]++)'")
 MEDIA_WORDS = (
     "image images img imgs picture pictures photo photos video videos clip clips frame frames nframes fps "
     "segment segments bound bounds range start end begin timestamp timestamps duration crop pixels "
@@ -64,7 +66,18 @@ def kind_of_column(name: str, value: Any) -> str:
     match = NAMING_COLUMN.fullmatch(name)
     if match is None or not value or value == -1:
         return ""
-    return "video" if match[1].lower() == "video" else "image"
+    return "video" if match["film"] or match["vid"] else "image"
+
+
+def kind_of_keys(value: Any) -> str:
+    """Whether a key of an object, anywhere in a value, names an image or a video; empty if not."""
+    for holder in islice(_values(value), MOST_VALUES):
+        for name, item in holder.items() if isinstance(holder, Mapping) else ():
+            if isinstance(item, str | int) and (
+                kind := kind_of_column(str(name), item)
+            ):
+                return kind
+    return ""
 
 
 def _words(name: str) -> frozenset[str]:
@@ -112,11 +125,18 @@ def _kind_of_value(value: Any) -> str:
 
 def _kind_of_text(text: str) -> str:
     for kind, pattern in BASE64.items():
-        if text.startswith(f"data:{kind}/"):
+        if text[:11].lower() == f"data:{kind}/":
             return kind
         is_long = len(text) >= SHORTEST_BASE64
         if is_long and pattern.fullmatch(text[:LONGEST_NAME]):
             return kind
+    if text.startswith(("[", "{")):  # it may be JSON
+        names = (match[1] or match[2] for match in QUOTED.finditer(text))
+        return next(filter(None, map(_kind_of_name, islice(names, MOST_VALUES))), "")
+    return _kind_of_name(text)
+
+
+def _kind_of_name(text: str) -> str:
     if len(text) >= LONGEST_NAME or "\n" in text:
         return ""
     has_query = "?" in text or "#" in text

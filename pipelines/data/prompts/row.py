@@ -55,6 +55,17 @@ class Row:
         return f"row {self.number} is a {type(self.value).__name__}, not an object"
 
 
+def has_content(value: Any) -> bool:
+    """Whether a value is something: not null, NaN, blank, or a list or an object of such values alone."""
+    if isinstance(value, str):
+        return value.strip() not in ("", "[]", "{}")
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(map(has_content, value))
+    return value not in (None, b"") and value == value
+
+
 def located(source: str) -> tuple[Path, str]:
     """The path of a source, and the split that follows it in `FOLDER@SPLIT`, or an empty string."""
     path = Path(source).expanduser()

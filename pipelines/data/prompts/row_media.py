@@ -13,6 +13,7 @@ from vlmdistill.pipelines.data.prompts.hidden_media import (
     media_kind,
     names_part_of_video,
 )
+from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError, Media
 
 Kind = Literal["image", "video"]
@@ -125,7 +126,7 @@ def unread_names(holder: Mapping[str, Any], read: Collection[str]) -> list[str]:
 
 def _has_content(name: Any, value: Any) -> bool:
     if isinstance(value, str | bytes | list | dict):
-        return bool(value)
+        return has_content(value)
     is_number = isinstance(value, int | float) and value not in (0, -1)
     return is_number and is_about_media(str(name))
 
@@ -385,10 +386,10 @@ def _path_or_bytes(item: Any) -> Media:
         )
     if not isinstance(item, str) or not item:
         raise BadRowError("no media file", f"neither path nor bytes: {str(item)[:60]}")
-    if item.startswith("data:"):
+    if item[:5].lower() == "data:":
         return _from_base64(item.partition(",")[2])
-    if item.startswith("file://"):
-        path = item.removeprefix("file://").removeprefix("localhost")
+    if item[:7].lower() == "file://":
+        path = item[7:].removeprefix("localhost")
         return unquote(path, errors="surrogateescape")
     return item
 

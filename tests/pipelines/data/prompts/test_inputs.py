@@ -636,6 +636,7 @@ ANTHROPIC = {
         {"messages": [{"role": "user", "content": [{"image": "1.jpg"}, {"text": "What is this?"}]}]},
         {"texts": [{"user": "What is this?", "assistant": "A wall.", "images": ["1.jpg"]}]},
         {"question": "What is this?", "image": "file:///DIR/a%20b.jpg"},
+        {"question": "What is this?", "image": "DATA:image/jpeg;base64,BASE64"},
         {"messages": [{"role": "user", "content": [ANTHROPIC, {"text": "What is this?"}]}]},
     ],
 )  # fmt: skip

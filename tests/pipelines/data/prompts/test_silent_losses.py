@@ -787,6 +787,8 @@ def test_a_response_in_an_object_is_read_and_one_of_another_form_is_counted(
     assert one(out, vqa).reference == "a wall"
     squad = {**question, "answers": {"text": ["a wall"], "answer_start": [3]}}
     assert one(out.with_name("squad.parquet"), squad).reference == "a wall"
+    unanswerable = {**question, "answers": {"text": [], "answer_start": []}}
+    assert not one(out.with_name("squad2.parquet"), unanswerable).reference
     nested = {**question, "answers": [["a wall"]]}
     summary = imported(out.with_name("nested.parquet"), nested)
     assert summary.unread_columns == {"answers": 1}
@@ -853,12 +855,20 @@ def test_dates_of_choices_are_asked_and_times_of_a_video_are_noticed(
         "What is this? ![](1.jpg)",
         "![a cat](https://example.org/1.jpg?x=1)\nWhat is this?",
         "Is ![](data:image/png;base64,iVBORw0KGgo=) a cat?",
+        "What is this? ![](<a b.jpg>)",
+        "What is this? ![](cat_(1).jpg)",
+        "What is this? ![a cat][1]\n\n[1]: 1.jpg 'a title'\n",
+        "![1]\nWhat is this?\n[1]: <1.jpg>",
+        'What is this? <img alt="a cat" src="1.jpg">',
+        "<IMG SRC=1.jpg />\nWhat is this?",
     ],
 )
 def test_an_image_in_markdown_is_not_left_out(out: Path, text: str) -> None:
     assert refused(out, said(text, "A wall."))[0] == "image in the text"
-    quoted = "Fix my page:\n```\n![a cat](1.jpg)\n```"
-    assert imported(out.with_name("code.parquet"), said(quoted, "Done.")).added == 1
+    for number, image in enumerate(("![a cat](1.jpg)", '<img src="1.jpg">')):
+        quoted = f"Fix my page:\n```\n{image}\n```"
+        code = out.with_name(f"{number}.parquet")
+        assert imported(code, said(quoted, "Done.")).added == 1
     link = "What is behind ![this](page.html)"
     assert imported(out.with_name("link.parquet"), said(link, "A page.")).added == 1
 
@@ -867,15 +877,10 @@ def test_an_image_in_markdown_is_not_left_out(out: Path, text: str) -> None:
 def test_questions_beside_an_image_are_not_replaced_by_that_of_ask(
     out: Path, ask: str | None
 ) -> None:
-    pairs = [{"question": "What is this?", "answer": "A wall."}]
-    with pytest.raises(DataError, match="'qa_pairs': give one text in a column"):
-        imported(out, {"image": "1.jpg", "qa_pairs": pairs}, ask=ask)
-        "What is this? ![](<a b.jpg>)",
-        "What is this? ![](cat_(1).jpg)",
-        "What is this? ![a cat][1]\n\n[1]: 1.jpg 'a title'\n",
-        "![1]\nWhat is this?\n[1]: <1.jpg>",
-        'What is this? <img alt="a cat" src="1.jpg">',
-        "<IMG SRC=1.jpg />\nWhat is this?",
+    pair = {"question": "What is this?", "answer": "A wall."}
+    for pairs in ([pair], pair):
+        with pytest.raises(DataError, match="'qa_pairs': give one text in a column"):
+            imported(out, {"image": "1.jpg", "qa_pairs": pairs}, ask=ask)
     with pytest.raises(DataError, match=r"columns image, text.*rename the one"):
         imported(out, {"image": "1.jpg", "text": "What is this?"})
 
@@ -883,12 +888,21 @@ def test_questions_beside_an_image_are_not_replaced_by_that_of_ask(
 def test_objects_without_a_question_are_no_questions(out: Path) -> None:
     regions = [{"question": None, "name": "a wall"}]
     row = {"image": "1.jpg", "regions": regions, "qa": {"question": [], "answer": []}}
+    row |= {"made": {"prompt": "a wall at night"}}
     assert imported(out, row, ask="Describe the image.").added == 1
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
-    "text", ["![](data:image/png;base64," + "A" * 10**7, "a ![](b.jpg)" * 200_000 + "."]
+    "text",
+    [
+        "![](data:image/png;base64," + "A" * 10**7,
+        "a ![](b.jpg)" * 200_000 + ".",
+        "![a" * 300_000,
+        "<img src=" * 300_000,
+        "![" + "[a]: b\n" * 200_000,
+    ],
+    ids=range(5),
 )
 def test_long_texts_in_markdown_are_read_in_time(out: Path, text: str) -> None:
     assert imported(out, said(text, "Done.")).added == 1
@@ -905,18 +919,12 @@ def test_a_source_without_a_usable_row_is_no_success_beside_another(
     told = r"from \S*bad\.json: empty turn \(2\).*the other sources are imported"
     with pytest.raises(DataError, match=told):
         import_prompts(sources, out)
-    assert not out.exists()
+    assert len(read(out)) == 1
+    out.unlink()
     assert import_prompts(sources, out, choices=Choices(limit=1)).added == 1
     assert import_prompts([str(good), str(copy)], out).present == 1
 
 
-def test_a_link_to_nothing_is_named_with_its_end(tmp_path: Path, out: Path) -> None:
-    (tmp_path / "rows.jsonl").symlink_to("nowhere.jsonl")
-    with pytest.raises(DataError, match=r"no file .*: it is a link to nowhere\.jsonl"):
-        import_prompts([str(tmp_path / "rows.jsonl")], out)
-    (tmp_path / "a.jpg").symlink_to("nowhere.jpg")
-    reason, detail = refused(out, {"image": "a.jpg", "question": "What is this?"})
-    assert (reason, detail[-23:]) == ("missing image", "(a link to nowhere.jpg)")
 def test_an_empty_shard_is_told_and_costs_no_other(tmp_path: Path, out: Path) -> None:
     shards = [tmp_path / name for name in ("0.json", "1.json", "2.jsonl")]
     for shard, text in zip(shards, (json.dumps([TALK]), "[]", ""), strict=True):
@@ -929,3 +937,10 @@ def test_an_empty_shard_is_told_and_costs_no_other(tmp_path: Path, out: Path) ->
         import_prompts([*map(str, shards[1:])], out)
 
 
+def test_a_link_to_nothing_is_named_with_its_end(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(DataError, match=r"no file .*: it is a link to nowhere\.jsonl"):
+        import_prompts([str(tmp_path / "rows.jsonl")], out)
+    (tmp_path / "a.jpg").symlink_to("nowhere.jpg")
+    reason, detail = refused(out, {"image": "a.jpg", "question": "What is this?"})
+    assert (reason, detail[-23:]) == ("missing image", "(a link to nowhere.jpg)")
