@@ -23,8 +23,12 @@ DETAILS = ("input", "context", "hint", "passage")
 CHOICES = ("choices", "options", "candidates")
 CHOICE = ("choice", "option")  # a list of choices, else an answer
 CHOICE_COLUMN = re.compile(
-    r"(option|choice|candidate)[ _]?([a-z]|\d)|a\d", re.IGNORECASE
+    r"(option|choice|candidate|ending)[ _]?([a-z]|\d)|op[a-e]|a\d", re.IGNORECASE
 )
+CHOICES_COLUMN = re.compile(
+    r".*(choice|option|candidate)s.*|choice_list", re.IGNORECASE
+)
+SMALL_LETTERS = ("a", "b")  # of columns that are choices if a row has both
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
@@ -204,8 +208,10 @@ def _without_letter(letter: str, choice: str) -> str:
 def _require_no_choices(row: Row) -> None:
     """BadRowError if choices are of a form that is not read, and the question does not have them."""
     question = "\n".join(_texts(row, QUESTIONS).values())
+    has_small = len(_texts_and_numbers(row, SMALL_LETTERS)) == len(SMALL_LETTERS)
     for name, choices in row.items():
-        if name not in CHOICES and not CHOICE_COLUMN.fullmatch(str(name)):
+        is_small = has_small and name in SMALL_LETTERS
+        if not is_small and not _may_be_choices(name, choices):
             continue
         if not has_content(_parsed_list(choices)):
             continue
@@ -214,6 +220,15 @@ def _require_no_choices(row: Row) -> None:
         raise BadRowError(
             "choices", f"'{name}': give a list of texts, or columns A, B and so on"
         )
+
+
+def _may_be_choices(name: Any, value: Any) -> bool:
+    """Whether a column is named after choices. A longer name, such as `num_choices`, may be of others."""
+    if name in CHOICES or CHOICE_COLUMN.fullmatch(str(name)):
+        return True
+    if CHOICES_COLUMN.fullmatch(str(name)) is None:
+        return False
+    return isinstance(value, list | Mapping) or "\n" in str(value)
 
 
 def _parsed_list(value: Any) -> Any:

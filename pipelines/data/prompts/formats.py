@@ -48,7 +48,8 @@ TURN_KEYS = {"role", "from", "user", "human", "assistant"}
 """Keys of a turn, or of a pair of turns."""
 QUESTION_COLUMNS = {*columns.QUESTIONS, MESSAGES, *CONVERSATIONS}
 SYSTEM_COLUMN = columns.SYSTEM[0]
-UNSEEN = ("audio", "audios", "pdf", "pdfs")  # columns of what no target sees
+UNSEEN = ("audio", "audios", "wav", "mp3", "flac", "pdf", "pdfs")
+"""Columns, or endings in an archive, of what no target sees."""
 CHAT_URLS = ("chat/completions", "/responses")
 """Ends of the URLs that a batch's requests may have."""
 

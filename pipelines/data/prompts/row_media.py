@@ -156,8 +156,9 @@ def has_media(row: Mapping[str, Any]) -> bool:
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether a column for images or videos has some. Empty bytes are one that was lost."""
-    return bool(value) or value == b""
+    """Whether a column for images or videos has some. Empty bytes are a lost one, and 0 may be its number."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return bool(value) or is_number or value == b""
 
 
 class RowMedia:

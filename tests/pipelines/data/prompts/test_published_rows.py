@@ -92,6 +92,26 @@ ASKED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"video": FILM, "question": "What?", "candidates": ["x", "y"], "answer": "x"},
         ["1.mp4", "What?\nA. x\nB. y"],
     ),
+    "A-OKVQA": (
+        {
+            "image": A,
+            "question": "Why?",
+            "choices": ["x", "y"],
+            "correct_choice_idx": 0,
+            "direct_answers": "['x', 'z']",
+        },
+        ["1.jpg", "Why?\nA. x\nB. y"],
+    ),
+    "VQAv2": (
+        {
+            "image": A,
+            "question": "Why?",
+            "multiple_choice_answer": "net",
+            "answers": [{"answer": "net", "answer_id": 1}],
+            "num_choices": 4,
+        },
+        ["1.jpg", "Why?"],
+    ),
     "EgoSchema": (
         {"video": FILM, "question": "What?", "option": ["A. x", "B. y"], "answer": "1"},
         ["1.mp4", "What?\nA. x\nB. y"],
@@ -130,6 +150,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"video": FILM, "question": "how?", "a0": "x", "a1": "y", "answer": 0},
         "choices",
     ),
+    "MedMCQA": ({"question": "Which?", "opa": "x", "opb": "y", "cop": 1}, "choices"),
+    "HellaSwag": ({"query": "A man", "ending0": "x", "ending1": "y"}, "choices"),
+    "small letters": ({"question": "Which?", "a": "x", "b": "y"}, "choices"),
+    "other names": ({"question": "Which?", "answer_choices": ["x", "y"]}, "choices"),
     "EgoSchema without videos": (
         {"question": "What?", "video_idx": "0074f737", "option": ["A. x", "B. y"]},
         "video in another column",
@@ -138,6 +162,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "What?", "gif_name": "tumblr_1", "vid_id": "7"},
         "video in another column",
     ),
+    "a video by its number": ({"question": "What?", "video": 0}, "no media file"),
     "MSRVTT-QA": ({"question": "What?", "vid": "vid1"}, "video in another column"),
     "GQA": ({"question": "Is it?", "imageId": "n1"}, "image in another column"),
     "NLVR2": (

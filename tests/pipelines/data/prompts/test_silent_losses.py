@@ -768,6 +768,9 @@ def test_a_text_beside_the_image_of_a_part_is_not_lost(out: Path) -> None:
 def test_a_question_about_a_sound_is_not_asked_without_it(out: Path) -> None:
     row = {"question": "<audio> What is said?", "audio": "1.wav"}
     assert refused(out, row) == ("audio", "'audio': prompts have images and videos")
+    sample = tar(out.parents[1] / "a.tar", ("0.wav", b"RIFF"), ("0.json", TALK))
+    with pytest.raises(DataError, match=r"wav \(1\)"):
+        import_prompts([sample], out)
 
 
 def test_a_source_that_is_a_link_to_itself_does_not_exist(
