@@ -322,8 +322,8 @@ def test_a_suggested_command_has_no_option_that_was_not_given(
 
 def test_a_suggested_help_needs_no_workspace(failing: Callable[..., str]) -> None:
     Path("rows.json").write_text('[{"note": "nothing"}]')
-    said = failing("prompts", "rows.json", "--runs", "other")
-    assert "`vlmdistill prompts --help`" in said
+    output = failing("prompts", "rows.json", "--runs", "other")
+    assert "`vlmdistill prompts --help`" in output
 
 
 @pytest.mark.parametrize(

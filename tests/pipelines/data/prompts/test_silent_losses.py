@@ -919,8 +919,8 @@ def test_a_source_without_a_usable_row_is_no_success_beside_another(
     copy.write_text(json.dumps([TALK, said("", "A wall.")]))
     bad.write_text(json.dumps([said("", "A wall."), said("Why?", "", "Why?")]))
     sources = [str(good), str(bad), str(copy)]
-    told = r"from \S*bad\.json: empty turn \(2\).*the other sources are imported"
-    with pytest.raises(DataError, match=told):
+    problem = r"from \S*bad\.json: empty turn \(2\).*the other sources are imported"
+    with pytest.raises(DataError, match=problem):
         import_prompts(sources, out)
     assert len(read(out)) == 1
     out.unlink()
