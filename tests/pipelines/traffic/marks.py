@@ -1,7 +1,10 @@
 """A log whose every text and image has a mark, and the search for marks in files of all kinds."""
 
+import base64
 import io
 import json
+import lzma
+import re
 import time
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,13 +24,18 @@ ANSWER = "There is a marmalade machine behind the carousel, and it is number {}.
 IMAGES = (None, "png", None, "jpeg")  # of an exchange, by its number
 DAY = 86400
 EXCHANGES = 24
+XZ = "xz"  # which pyarrow does not read
 COMPRESSED = {
     "gzip": b"\x1f\x8b\x08",
     "bz2": b"BZh",
     "zstd": b"\x28\xb5\x2f\xfd",
     "lz4": b"\x04\x22\x4d\x18",
+    XZ: b"\xfd7zXZ\0",
 }
 """What compressed data begin with, by the names of pyarrow."""
+BASE64 = re.compile(rb"[A-Za-z0-9+/]{24,}")
+BASE64_LINE_END = re.compile(rb"(?<=[A-Za-z0-9+/]{60})\r?\n(?=[A-Za-z0-9+/])")
+DEPTH = 3  # of what is packed within what is packed
 TABLES = {
     b"PAR1": pq.read_table,
     b"ARROW1": lambda file: pa.ipc.open_file(file).read_all(),
@@ -85,25 +93,40 @@ def _contents(file: Path) -> Iterator[bytes]:
     yield from _unpacked(content)
 
 
-def _unpacked(content: bytes) -> Iterator[bytes]:
-    """Bytes, the values of the table that they are, and all that is compressed anywhere in them."""
+def _unpacked(content: bytes, depth: int = DEPTH) -> Iterator[bytes]:
+    """Bytes, the values of the table that they are, and all that is packed anywhere in them."""
     yield content
-    if content.startswith(b"PK\x03\x04"):
-        yield from _members(content)
     for magic, read in TABLES.items():
         if content.startswith(magic) and content.endswith(magic):
             for column in read(pa.BufferReader(content)).columns:
                 yield from _values(column)
+    if depth:
+        for inner in _packed(content):
+            yield from _unpacked(inner, depth - 1)
+
+
+def _packed(content: bytes) -> Iterator[bytes]:
+    """What is an archive, compressed or base64 in bytes."""
+    if content.startswith(b"PK\x03\x04"):
+        yield from _members(content)
     for name, magic in COMPRESSED.items():
         start = content.find(magic)
         while start >= 0:
             yield _decompressed(content[start:], name)
             start = content.find(magic, start + 1)
+    # JSON may escape a slash, and URLs have other letters.
+    plain = content.replace(b"\\/", b"/").translate(bytes.maketrans(b"-_", b"+/"))
+    for run in BASE64.findall(BASE64_LINE_END.sub(b"", plain)):
+        whole = run[:-1] if len(run) % 4 == 1 else run
+        yield base64.b64decode(whole + b"=" * (-len(whole) % 4))
 
 
 def _members(content: bytes) -> Iterator[bytes]:
     """The files of a ZIP archive, such as one of torch."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    with (
+        suppress(zipfile.BadZipFile),  # it is cut
+        zipfile.ZipFile(io.BytesIO(content)) as archive,
+    ):
         for name in archive.namelist():
             yield archive.read(name)
 
@@ -131,6 +154,12 @@ def _values(column: Any) -> Iterator[bytes]:
 def _decompressed(content: bytes, name: str) -> bytes:
     """What can be read of compressed data, which may be cut, or something else."""
     read = list[bytes]()
+    if name == XZ:
+        xz = lzma.LZMADecompressor()
+        with suppress(lzma.LZMAError, EOFError):
+            for start in range(0, len(content), BLOCK):
+                read.append(xz.decompress(content[start : start + BLOCK]))
+        return b"".join(read)
     with (
         suppress(OSError),
         pa.input_stream(pa.BufferReader(content), compression=name) as stream,

@@ -1,7 +1,10 @@
 """The search of the campaign on deletion finds a mark in files of all kinds."""
 
+import base64
 import io
 import json
+import lzma
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -15,6 +18,15 @@ from vlmdistill.pipelines.targets.target_model import TargetModel
 
 TABLES = ("parquet", "arrow")
 STREAMS = ("gzip", "bz2", "zstd", "lz4")
+OTHERS = (
+    "json",
+    "zip",
+    "zip of tar.bz2",
+    "xz",
+    "base64",
+    "lines of base64",
+    "data URL",
+)
 
 
 def packed(text: str, ids: list[int], kind: str) -> bytes:
@@ -23,16 +35,43 @@ def packed(text: str, ids: list[int], kind: str) -> bytes:
         return table(text, ids, kind)
     plain = json.dumps({"turns": [text], "ids": ids}).encode()
     if kind == "zip":
-        archived = io.BytesIO()
-        with zipfile.ZipFile(archived, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("turns", plain)
-        return archived.getvalue()
+        return zipped(plain)
+    if kind == "zip of tar.bz2":
+        return zipped(tarred(plain))
+    if kind == "xz":
+        return b"before" + lzma.compress(plain)
+    if kind == "base64":
+        return b"before " + base64.urlsafe_b64encode(plain)
+    if kind == "lines of base64":
+        return base64.encodebytes(plain)
+    if kind == "data URL":
+        encoded = base64.b64encode(zipped(plain)).decode()
+        url = json.dumps({"url": f"data:application/zip;base64,{encoded}"})
+        return url.replace("/", "\\/").encode()
     if kind in STREAMS:
         sink = pa.BufferOutputStream()
         with pa.CompressedOutputStream(sink, kind) as stream:
             stream.write(plain)
         return b"before" + bytes(sink.getvalue())
     return plain
+
+
+def zipped(content: bytes) -> bytes:
+    """A ZIP archive with a file of this content."""
+    archived = io.BytesIO()
+    with zipfile.ZipFile(archived, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("turns", content)
+    return archived.getvalue()
+
+
+def tarred(content: bytes) -> bytes:
+    """The same as a compressed tar archive."""
+    archived = io.BytesIO()
+    with tarfile.open(fileobj=archived, mode="w:bz2") as archive:
+        member = tarfile.TarInfo("turns")
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return archived.getvalue()
 
 
 def table(text: str, ids: list[int], kind: str) -> bytes:
@@ -47,7 +86,7 @@ def table(text: str, ids: list[int], kind: str) -> bytes:
     return bytes(sink.getvalue())
 
 
-@pytest.mark.parametrize("kind", ["json", "zip", *TABLES, *STREAMS])
+@pytest.mark.parametrize("kind", [*OTHERS, *TABLES, *STREAMS])
 def test_texts_and_tokens_are_found(
     tmp_path: Path, encoder: TargetModel, kind: str
 ) -> None:
