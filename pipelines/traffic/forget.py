@@ -10,9 +10,10 @@ may hold any prompt, so all of it goes, and at a URL all that the last version d
 """
 
 import math
+import os
 import shutil
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,15 +181,60 @@ def _now(workspace: Workspace, dry_run: bool) -> float:
 
 
 def _require_no_links(workspace: Workspace) -> None:
-    """DataError on a link below a folder of the workspace, which may itself be one."""
-    folders = [path for path in _folders(workspace) if path.name not in NO_TRAFFIC]
-    inside = [path for folder in folders for path in folder.rglob("*")]
-    links = [path for path in (workspace.prompts, *inside) if path.is_symlink()]
+    """DataError on a link below a folder of the workspace whose target may hold traffic and would stay.
+
+    In folders that commands write to this is any link; elsewhere one to a folder that is not searched: files
+    are replaced, never written through a link.
+    """
+    searched = _folders(workspace)
+    roots = [folder.resolve() for folder in (workspace.root, *searched)]
+    written = {
+        workspace.traffic,
+        workspace.reports,
+        workspace.responses,
+        workspace.root / "features",
+        workspace.root / "served",
+        workspace.root / MEDIA,
+        *_other_responses(workspace),
+        *_other_stores(workspace),
+    } - {workspace.root}
+
+    def stays(link: Path) -> bool:
+        if not written.isdisjoint(link.parents):
+            return True
+        return not link.is_file() and not _is_below(link.resolve(), roots)
+
+    folders = [path for path in searched if path.name not in NO_TRAFFIC]
+    inside = [path for folder in folders for path in _paths_below(folder)]
+    links = [path for path in inside if path.is_symlink() and stays(path)]
+    if workspace.prompts.is_symlink():
+        links.insert(0, workspace.prompts)
     if links:
         raise DataError(
             f"{links[0]} is a symbolic link, and what it leads to would stay: put the file or folder itself "
             "there, and run it again"
         )
+
+
+def _is_below(path: Path, roots: Iterable[Path]) -> bool:
+    """Whether a path without links lies below one of the folders, and not in a hidden one."""
+    for root in roots:
+        if path.is_relative_to(root):
+            return path == root or path.relative_to(root).parts[0][0] != "."
+    return False
+
+
+def _paths_below(folder: Path) -> Iterator[Path]:
+    """All files and folders below a folder, no link followed; DataError if one cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # removed meanwhile
+            reason = f"{error.filename} cannot be searched: {error.strerror}"
+            raise DataError(reason) from None
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        for name in (*folders, *files):
+            yield Path(parent, name)
 
 
 def _expire(
@@ -237,8 +283,9 @@ def _other_stores(workspace: Workspace) -> list[Path]:
 
 def _folders_with(workspace: Workspace, record: str) -> set[Path]:
     """The folders in the workspace that have a file of this name."""
-    inside = [file for folder in _folders(workspace) for file in folder.rglob(record)]
-    return {file.parent for file in (*workspace.root.glob(record), *inside)}
+    inside = [path for folder in _folders(workspace) for path in _paths_below(folder)]
+    files = [*workspace.root.glob(record), *inside]
+    return {file.parent for file in files if file.name == record}
 
 
 def _folders(workspace: Workspace) -> list[Path]:

@@ -522,6 +522,52 @@ def test_a_link_to_responses_in_a_folder_below_is_no_success(
         forget(workspace, 30 * DAY)
 
 
+def test_links_of_the_users_that_lead_to_nothing_that_would_stay_are_allowed(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    mine = workspace.root / "wandb"
+    (mine / "run-1").mkdir(parents=True)
+    shutil.copytree(workspace.responses, workspace.root / "of" / "june")
+    (tmp_path / "notes").touch()
+    targets = ("run-1", "run-0", "../of/june", "..", tmp_path / "notes")
+    for number, target in enumerate(targets):
+        (mine / f"latest-{number}").symlink_to(target)
+    assert forget(workspace, 30 * DAY).responses == 6
+    assert not raw(workspace, "Zebedee")
+
+
+@pytest.mark.parametrize("target", ["../.aside", "../../../elsewhere", "../../../gone"])
+def test_a_link_to_a_folder_that_is_not_searched_is_no_success(
+    workspace: Workspace, tmp_path: Path, target: str
+) -> None:
+    mine = workspace.root / "of"
+    mine.mkdir()
+    (mine / "june").symlink_to(target)
+    for folder in (workspace.root / ".aside", tmp_path / "elsewhere"):
+        folder.mkdir()
+    with pytest.raises(DataError, match="symbolic link"):
+        forget(workspace, 30 * DAY)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_success(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = workspace.root / "of" / "june"
+    shutil.copytree(workspace.responses, closed)
+    listing = os.scandir
+
+    def refusing(folder: Any = ".") -> Any:
+        if str(folder) == str(closed):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listing(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refusing)
+        with pytest.raises(DataError, match=r"june cannot be searched: Permission"):
+            forget(workspace, 30 * DAY)
+    assert forget(workspace, 30 * DAY).responses == 6
+
+
 def test_links_are_allowed_where_no_traffic_is(
     workspace: Workspace, tmp_path: Path
 ) -> None:
