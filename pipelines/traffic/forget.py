@@ -32,14 +32,20 @@ from vlmdistill.pipelines.traffic.harvest import (
     unlisted,
     unnamed,
 )
-from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
+from vlmdistill.pipelines.workspace.workspace import (
+    Workspace,
+    being_written,
+    lock_file,
+    only_writer,
+)
 from vlmdistill.stores.backends.clock import beyond, mark
 from vlmdistill.stores.backends.local import left_over
+from vlmdistill.stores.backends.locks import lock
 from vlmdistill.stores.backends.remote import remove_unsent
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.manifest import ANNEXES, COMMITS, STORE
 from vlmdistill.stores.schema import utc
-from vlmdistill.stores.sharing.retention import expire
+from vlmdistill.stores.sharing.retention import Expired, expire
 from vlmdistill.stores.store import Store
 
 PARTS = ("prompts", "responses", "reports", "traffic")
@@ -49,6 +55,7 @@ NO_TRAFFIC = ("drafters", "images")
 NO_STORES = ("features", MEDIA, *NO_TRAFFIC)
 """Folders of a workspace at a URL in which no other store is looked for."""
 PAGES = "*.html"  # in the folder of reports
+LOCKS = ".*.lock"  # see `lock_file`
 CLOCK = ".clock"  # its time is that of the last deletion
 SKEW = 86400.0  # seconds by which clocks of machines may differ
 
@@ -93,6 +100,7 @@ def forget(
         only_writer(workspace.prompts) as listed,
     ):
         reports.deletes = listed.deletes = not dry_run
+        _require_no_writers(workspace)
         file = workspace.prompts
         prompts = prompt_table.read(file) if file.is_file() else []
         with (
@@ -237,22 +245,63 @@ def _paths_below(folder: Path) -> Iterator[Path]:
             yield Path(parent, name)
 
 
+def _require_no_writers(workspace: Workspace) -> None:
+    """DataError if another run writes to a folder of the workspace, which may be one that is not there yet.
+
+    What it writes is of prompts that it has read. A run that takes its lock later waits for that of the
+    prompts, and finds that some are deleted; see `require_listed`.
+    """
+    own = {lock_file(workspace.reports), lock_file(workspace.prompts)}
+    folders = [path for path in _folders(workspace) if path.name not in NO_TRAFFIC]
+    inside = [path for folder in folders for path in _paths_below(folder)]
+    for file in {*workspace.root.glob(LOCKS), *inside} - own:
+        if not file.match(LOCKS):
+            continue
+        try:
+            handle = lock(file)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except BlockingIOError:
+            folder = file.parent / file.name[1:].removesuffix(".lock")
+            raise being_written(folder) from None
+        if handle is not None:
+            os.close(handle)
+
+
 def _expire(
     workspace: Workspace, before: float, old: Collection[str], dry_run: bool
 ) -> tuple[set[str], int]:
     """Delete old samples, and what killed writers have left in the stores; keys, and bytes of both."""
     keys = set[str]()
     size = 0
-    paths = [workspace.features, *map(str, _other_stores(workspace))]
-    for path in (*paths, *_stores_at_url(workspace)):
-        store = Store.find(path)
-        if store is None:
-            continue
-        with only_writer(path):
-            expired = expire(store, before, keys=old, dry_run=dry_run)
-        keys |= expired.keys
-        size += sum(expired.removed.values())
+    deletes = True
+    while deletes:  # a copy between the stores may have brought samples back
+        expired = [
+            expired
+            for path in _stores(workspace)
+            if (expired := _expire_one(path, before, {*old, *keys}, dry_run))
+        ]
+        deletes = not dry_run and any(each.keys for each in expired)
+        keys = keys.union(*(each.keys for each in expired))
+        size += sum(sum(each.removed.values()) for each in expired)
     return keys, size
+
+
+def _expire_one(
+    path: str, before: float, old: Collection[str], dry_run: bool
+) -> Expired | None:
+    """Delete old samples of a store, and what killed writers have left there; None if there is no store."""
+    store = Store.find(path)
+    if store is None:
+        return None
+    with only_writer(path):
+        return expire(store, before, keys=old, dry_run=dry_run)
+
+
+def _stores(workspace: Workspace) -> list[str]:
+    """The stores of the workspace, its own first."""
+    others = map(str, _other_stores(workspace))
+    return [workspace.features, *others, *_stores_at_url(workspace)]
 
 
 def _remove_responses(

@@ -280,6 +280,13 @@ def lock_file(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.lock"
 
 
+def being_written(folder: Path) -> DataError:
+    """The error of a folder whose lock another run holds."""
+    return DataError(
+        f"another run is writing to {folder}: wait until it ends, or stop it"
+    )
+
+
 @contextmanager
 def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
     """Lock a folder, or a store at a URL, until this process ends; DataError if another run holds the lock.
@@ -302,9 +309,7 @@ def only_writer(where: str | Path, wait: bool = False) -> Iterator[Publishing]:
         try:
             stack.enter_context(locked(lock_file(folder), wait))
         except BlockingIOError:
-            raise DataError(
-                f"another run is writing to {folder}: wait until it ends, or stop it"
-            ) from None
+            raise being_written(folder) from None
         at_url = parts_of(folder)
         part = at_url.part_of(folder) if at_url else None
         if at_url is None or part is None:

@@ -29,10 +29,11 @@ from vlmdistill.pipelines.cluster.pool import WorkerOptions
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
-from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.data.responses import dataset, responder
 from vlmdistill.pipelines.data.responses.responder import respond
 from vlmdistill.pipelines.flow import capture_features
 from vlmdistill.pipelines.report import page
+from vlmdistill.pipelines.traffic import forget as deletion
 from vlmdistill.pipelines.traffic.forget import Forgotten, forget
 from vlmdistill.pipelines.traffic.harvest import MEDIA, harvest
 from vlmdistill.pipelines.traffic.policy import Policy
@@ -43,6 +44,8 @@ from vlmdistill.stores.backends.remote import Remote
 from vlmdistill.stores.errors import FOR_USER, DataError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.schema import Feature
+from vlmdistill.stores.sharing.merge import send
+from vlmdistill.stores.sharing.retention import Expired, expire
 from vlmdistill.stores.store import Store
 from vlmdistill.stores.writer import Writer
 
@@ -417,6 +420,42 @@ def test_prompts_that_were_read_before_a_deletion_are_not_answered_after_it(
         )
     assert not raw(workspace, "Zebedee")
     prompt_table.require_listed(mine)
+
+
+def test_a_command_that_is_about_to_make_a_folder_for_old_prompts_makes_it_fail(
+    held_out: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(model: str) -> Any:
+        with pytest.raises(DataError, match=r"writing to .*june"):
+            forget(held_out, 30 * DAY)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(responder, "checkpoint", meanwhile)
+    listed = prompt_table.load(held_out.prompts)
+    with pytest.raises(KeyboardInterrupt):
+        respond(listed, held_out.root / "of" / "june", "demo-small")
+    assert forget(held_out, 30 * DAY).prompts == 3
+
+
+@pytest.mark.parametrize("target", ["features", "a", "of/new"])
+def test_a_copy_between_stores_meanwhile_brings_no_sample_back(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    other = workspace.root / "b"
+    shutil.copytree(workspace.features, other)
+    shutil.copytree(workspace.features, workspace.root / "a")
+    calls = list[str]()
+
+    def meanwhile(store: Store, *given: Any, **named: Any) -> Expired:
+        calls.append(store.path)
+        if len(calls) == 3:
+            send(other, workspace.root / target)
+        return expire(store, *given, **named)
+
+    monkeypatch.setattr(deletion, "expire", meanwhile)
+    assert forget(workspace, 30 * DAY).samples == 2
+    left = Store.open(workspace.root / target)
+    assert left.keys() == {"k0002"}
 
 
 def test_what_a_running_command_still_reads_is_no_success(held_out: Workspace) -> None:
