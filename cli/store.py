@@ -389,7 +389,7 @@ def gc(
     """Remove files that no record refers to, as killed writers leave them; never those of a live writer."""
     from vlmdistill.stores.integrity.gc import Removed, collect
     from vlmdistill.stores.schema import seconds
-    from vlmdistill.stores.sharing.retention import expire, time_of
+    from vlmdistill.stores.sharing.retention import expire, require_past, time_of
     from vlmdistill.stores.store import Store
 
     opened = Store.open(store)
@@ -397,9 +397,11 @@ def gc(
     removed = list[Removed]()
     if older_than is not None:
         age = seconds(older_than, "--older-than")
-        expired = expire(opened, time_of(opened) - age, dry_run=dry_run)
+        now = time_of(opened)
+        expired = expire(opened, now - age, dry_run=dry_run)
         removed += [Removed(name, size) for name, size in expired.removed.items()]
         facts = {"samples": len(expired.keys), "untimed": expired.untimed}
+        require_past(opened, now)
     removed += collect(opened, grace=grace, dry_run=dry_run)
     total = sum(item.bytes for item in removed)
     if as_json:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.media.images import name_of
-from vlmdistill.stores.backends.clock import AHEAD, beyond
+from vlmdistill.stores.backends.clock import AHEAD, SKEW, beyond
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.input_files import read_bytes
@@ -157,8 +157,22 @@ class Recorder:
                 # The lines of the day of its last use still name it.
                 if file.stat().st_mtime < oldest - DAY:
                     file.unlink(missing_ok=True)
+            self._warn_of_future(now + SKEW)
         except OSError as error:
             log.warning("what is too old stays in %s: %s", self.folder, one_line(error))
+
+    def _warn_of_future(self, latest: float) -> None:
+        """Say which files are later than a time: they do not get too old."""
+        last = time.strftime("%Y-%m-%d", time.gmtime(latest))
+        days = [file for file in self.folder.glob(DAYS) if file.stem > last]
+        media = [*(self.folder / MEDIA).iterdir()]
+        future = days + [file for file in media if file.stat().st_mtime > latest]
+        if future:
+            text = (
+                "%d files of the future stay, such as %s: a clock was wrong when they were written, or is "
+                "now; rename days, and `touch` media"
+            )
+            log.warning(text, len(future), future[0])
 
     def _may_remove(self, now: float, files: Iterable[Path]) -> bool:
         """Whether the clock is right, as far as the files, and the time since the start, can tell."""

@@ -38,7 +38,7 @@ from vlmdistill.pipelines.workspace.workspace import (
     lock_file,
     only_writer,
 )
-from vlmdistill.stores.backends.clock import beyond, mark
+from vlmdistill.stores.backends.clock import SKEW, beyond, mark
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.backends.locks import lock
 from vlmdistill.stores.backends.remote import remove_unsent
@@ -57,7 +57,6 @@ NO_STORES = ("features", MEDIA, *NO_TRAFFIC)
 PAGES = "*.html"  # in the folder of reports
 LOCKS = ".*.lock"  # see `lock_file`
 CLOCK = ".clock"  # its time is that of the last deletion
-SKEW = 86400.0  # seconds by which clocks of machines may differ
 
 
 @dataclass(frozen=True, kw_only=True)

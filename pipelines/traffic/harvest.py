@@ -40,7 +40,7 @@ from vlmdistill.pipelines.traffic.logs import (
     other_files_line,
     unread_line,
 )
-from vlmdistill.pipelines.traffic.policy import Policy
+from vlmdistill.pipelines.traffic.policy import FUTURE, Policy
 from vlmdistill.pipelines.traffic.tokens import (
     ResponseTokens,
     require_same_prompt,
@@ -63,7 +63,13 @@ AUDIT, READ, UNLISTED = "audit.jsonl", "sources.json", "unlisted.txt"
 KNOWN = "known"  # the reason of what an earlier harvest or an import has
 EVAL_SHARE = 0.1
 ROWS_PER_FILE = 256  # of responses
-ELSEWHERE = ("no request", "several requests", "missing media", "media budget")
+ELSEWHERE = (
+    "no request",
+    "several requests",
+    "missing media",
+    "media budget",
+    FUTURE,
+)
 """Reasons that are not the file's own fault: it is read again by the next harvest."""
 
 

@@ -22,12 +22,14 @@ from msgspec import Meta
 
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.traffic.dialects import Exchange
+from vlmdistill.stores.backends.clock import SKEW
 from vlmdistill.stores.errors import DataError, one_line
 from vlmdistill.stores.schema import content_hash, seconds
 
 Patterns = Mapping[str, str | tuple[str, ...]]
 Redact = Callable[[dict[str, Any]], Any]
 SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?")
+FUTURE = "in the future"  # a reason to drop
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -44,7 +46,7 @@ class Policy(
     deny: Patterns = {}
     """The same, of which none may match a value, in any case; what a log does not tell is dropped."""
     max_age: str = ""
-    """Such as `30d`: older requests are dropped, and those without a time."""
+    """Such as `30d`: older requests are dropped, and those of the future or without a time."""
     media: str = "10GB"
     """Bytes of all images and videos that are kept: what would exceed them is dropped."""
     redact: str = ""
@@ -125,6 +127,8 @@ class Policy(
             return ""
         if exchange.time is None:
             return "no time"
+        if exchange.time > now + SKEW:  # it would never be too old
+            return FUTURE
         return "too old" if exchange.time < now - self.seconds else ""
 
     def _refusal_by_lists(self, exchange: Exchange) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vlmdistill.stores.schema import utc
 
+SKEW = 86400.0  # seconds by which clocks of machines may differ
 AHEAD = 32 * 86400.0  # seconds; a deletion once a month is not stopped
 
 

@@ -15,7 +15,7 @@ import polars as pl
 from msgspec.structs import replace
 
 from vlmdistill.stores.backends.backend import Backend, writing
-from vlmdistill.stores.backends.clock import beyond
+from vlmdistill.stores.backends.clock import SKEW, beyond
 from vlmdistill.stores.backends.local import Local
 from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.errors import StoreError
@@ -33,7 +33,7 @@ from vlmdistill.stores.manifest import (
     commit_name,
     record_names,
 )
-from vlmdistill.stores.schema import TIME
+from vlmdistill.stores.schema import TIME, utc
 from vlmdistill.stores.sharing.transfer import copy_shard
 from vlmdistill.stores.store import Store
 
@@ -72,6 +72,18 @@ def time_of(store: Store) -> float:
             f"{why} of {store.path}: if it is right, `touch {store.path}/store.json` and repeat"
         )
     return now
+
+
+def require_past(store: Store, now: float) -> None:
+    """StoreError if samples were asked in the future: no deletion by age would ever reach them."""
+    if TIME not in store.index.columns:
+        return
+    future = store.index.filter(pl.col(TIME) > now + SKEW)[TIME]
+    if len(future):
+        raise StoreError(
+            f"{len(future)} samples stay that were asked in the future, such as on {utc(future[0])}: a clock "
+            "was wrong at their harvest, or is now"
+        )
 
 
 def expire(

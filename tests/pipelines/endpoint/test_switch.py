@@ -1,6 +1,7 @@
 """New versions of a drafter take over while requests come, and a recorded server's log can be harvested."""
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -291,8 +292,6 @@ def test_a_request_with_a_key_twice_is_answered_and_not_recorded(
 def test_recorded_days_are_removed_with_their_images(
     decoder: ServedDecoder, tmp_path: Path
 ) -> None:
-    import os
-
     (tmp_path / "media").mkdir()
     (tmp_path / "1999-01-01.jsonl").write_text("{}\n")
     for name in ("old", "new"):
@@ -305,6 +304,22 @@ def test_recorded_days_are_removed_with_their_images(
     assert [file.name for file in (tmp_path / "media").iterdir()] == ["new"]
     assert not (tmp_path / "1999-01-01.jsonl").exists()
     assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_recorded_days_of_the_future_stay_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = time.time() + 3 * 86400
+    day = time.strftime("%Y-%m-%d", time.gmtime(later))
+    (tmp_path / "media").mkdir()
+    for name in (f"{day}.jsonl", "media/image"):
+        (tmp_path / name).write_text("{}\n")
+    os.utime(tmp_path / "media" / "image", (later, later))
+    with Recorder(tmp_path, keep_seconds=86400.0):
+        pass
+    assert {file.name for file in tmp_path.rglob("*")} >= {f"{day}.jsonl", "image"}
+    (line,) = caplog.messages
+    assert f"2 files of the future stay, such as {tmp_path}/{day}.jsonl" in line
 
 
 def test_a_clock_that_is_far_ahead_removes_no_recorded_day(

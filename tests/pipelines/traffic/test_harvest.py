@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections import Counter
 from dataclasses import asdict, replace
@@ -762,6 +763,18 @@ def test_what_a_wrong_clock_puts_into_the_future_was_asked_at_the_harvest(
 ) -> None:
     taken(workspace, [exchange(0, time=4e9)])
     assert (prompt_table.read(workspace.prompts)[0].time or 0) < 4e9
+
+
+def test_what_would_never_be_too_old_is_dropped_if_there_is_an_age(
+    workspace: Workspace,
+) -> None:
+    now = time.time()
+    lines = [exchange(number, time=now + number * 40000) for number in range(4)]
+    made = taken(workspace, lines, max_age="30d")
+    assert (made.kept, made.dropped) == (3, {"in the future": 1})
+    assert (
+        taken(workspace, lines, max_age="30d").unchanged == 0
+    )  # the clock may be late
 
 
 def test_a_harvest_that_was_killed_is_completed_by_the_next_one(

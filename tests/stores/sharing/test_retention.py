@@ -175,6 +175,21 @@ def test_the_command_deletes_by_age_and_refuses_what_is_no_age(
         seconds("-1d", "--age")
 
 
+def test_a_sample_of_the_future_is_told_after_the_others_are_deleted(
+    tmp_path: Path, failing: Callable[..., str]
+) -> None:
+    made = make(tmp_path / "store")
+    for number, days in enumerate((-9, -1, 0.5)):
+        when = int(time.time() + days * 86400)
+        write(made, f"{number}", [sample(number, time=when)])
+    command = ("store", "gc", made.path, "--older-than", "5d")
+    assert main([*command]) == 0
+    write(made, "late", [sample(3, time=int(time.time() + 9 * 86400))])
+    write(made, "old", [sample(4, time=int(time.time() - 9 * 86400))])
+    assert "1 samples stay that were asked in the future" in failing(*command)
+    assert Store.open(made.path).keys() == {"k0001", "k0002", "k0003"}
+
+
 def test_a_clock_that_is_far_ahead_deletes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Callable[..., str]
 ) -> None:
