@@ -41,9 +41,10 @@ from vlmdistill.pipelines.workspace.workspace import (
 from vlmdistill.stores.backends.clock import SKEW, beyond, mark
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.backends.locks import lock
+from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.backends.remote import remove_unsent
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.manifest import ANNEXES, COMMITS, STORE
+from vlmdistill.stores.manifest import ANNEXES, COMMITS, SHARDS, STORE
 from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import Expired, expire
 from vlmdistill.stores.store import Store
@@ -292,6 +293,11 @@ def _expire_one(
     """Delete old samples of a store, and what killed writers have left there; None if there is no store."""
     store = Store.find(path)
     if store is None:
+        if open_backend(path).list_names(COMMITS):
+            raise DataError(
+                f"{path}/{STORE} is lost, so that the samples stay: copy it from another copy of the store, "
+                "or remove the folder"
+            )
         return None
     with only_writer(path):
         return expire(store, before, keys=old, dry_run=dry_run)
@@ -322,15 +328,17 @@ def _other_responses(workspace: Workspace) -> list[Path]:
 def _other_stores(workspace: Workspace) -> list[Path]:
     """Stores in the workspace's folder, of `--store` and copies, beside its own."""
     own = workspace.root / "features"
+    # Without its record, a store has these.
+    lost = _folders_with(workspace, COMMITS) & _folders_with(workspace, SHARDS)
     return sorted(
         folder
-        for folder in _folders_with(workspace, STORE) - {own}
+        for folder in (_folders_with(workspace, STORE) | lost) - {own}
         if ANNEXES not in folder.relative_to(workspace.root).parts
     )
 
 
 def _folders_with(workspace: Workspace, record: str) -> set[Path]:
-    """The folders in the workspace that have a file of this name."""
+    """The folders in the workspace that have a file or folder of this name."""
     inside = [path for folder in _folders(workspace) for path in _paths_below(folder)]
     files = [*workspace.root.glob(record), *inside]
     return {file.parent for file in files if file.name == record}
@@ -402,8 +410,9 @@ def _remove_left_over(workspace: Workspace) -> list[Path]:
     folders += [workspace.traffic, workspace.reports, workspace.reports / "served"]
     for folder in folders:
         paths += left_over(folder)
-    # A log of vLLM may quote a prompt in an error.
-    paths += sorted((workspace.root / "served").glob("*.log"))
+    # A log of vLLM may quote a prompt in an error, and what its kernel dumps has all of them.
+    for pattern in ("*.log", "core", "core.[0-9]*"):
+        paths += sorted((workspace.root / "served").glob(pattern))
     if workspace.parts:
         for part in PARTS:
             paths += workspace.parts.set_aside(part)

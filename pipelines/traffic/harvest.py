@@ -30,7 +30,7 @@ from vlmdistill.pipelines.data.responses.quality import repetition
 from vlmdistill.pipelines.media.frames import SAMPLING
 from vlmdistill.pipelines.media.images import name_of
 from vlmdistill.pipelines.media.resolver import BadRowError
-from vlmdistill.pipelines.media.urls import address
+from vlmdistill.pipelines.media.urls import address, is_url
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.traffic.dialects import Exchange
 from vlmdistill.pipelines.traffic.logs import (
@@ -513,6 +513,8 @@ def unnamed(
     folders = _media_folders(workspace)
     paths = [path for prompt in prompts for path in prompt.files]
     named = {_harvested_name(folders, path) for path in paths}
+    # Where the folder was a link, prompts name its target, which may have moved here.
+    named |= {Path(path).name for path in paths if _is_gone(path)}
     files = _media_files(workspace)
     removed = {name: size for name, size in files.items() if name not in named}
     if not dry_run:
@@ -526,6 +528,11 @@ def unnamed(
 def _media_folders(workspace: Workspace) -> tuple[str, str]:
     """How prompts name the folder of harvested media, which may be a link."""
     return f"{address(workspace.root)}/{MEDIA}", address(workspace.root / MEDIA)
+
+
+def _is_gone(path: str) -> bool:
+    """Whether a path of this machine leads to nothing."""
+    return not is_url(path) and not Path(path).exists()
 
 
 def _harvested_name(folders: Collection[str], path: str) -> str:

@@ -121,6 +121,7 @@ def test_what_is_too_old_is_in_no_file_and_all_else_is(workspace: Workspace) -> 
         ".prompts.parquet.0123abcd.tmp",
         "responses/.part-0.parquet.0123abcd.tmp",
         "served/hawk.log",
+        "served/core.123",
     ):
         (workspace.root / name).parent.mkdir(exist_ok=True)
         (workspace.root / name).write_text("Zebedee")  # of a run that was killed
@@ -517,6 +518,20 @@ def test_responses_and_stores_under_other_names_in_the_workspace_lose_it_too(
         assert len(Store.open(folder / "int8")) == 1
 
 
+@pytest.mark.parametrize("name", ["features", "of/june"])
+def test_a_store_that_has_lost_its_record_is_no_success(
+    workspace: Workspace, name: str
+) -> None:
+    shutil.copytree(workspace.features, workspace.root / "of" / "june")
+    record = workspace.root / name / "store.json"
+    content = record.read_bytes()
+    record.unlink()
+    with pytest.raises(DataError, match=rf"{name}/store\.json is lost"):
+        forget(workspace, 30 * DAY)
+    record.write_bytes(content)
+    assert forget(workspace, 30 * DAY).samples == 2
+
+
 def test_other_stores_at_the_url_of_the_workspace_lose_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -624,6 +639,20 @@ def test_a_part_may_be_a_link_to_a_folder(workspace: Workspace, tmp_path: Path) 
     assert (made.samples, made.responses, made.media) == (2, 3, 2)
     assert not raw(workspace, "Zebedee")
     assert len([*(tmp_path / "harvested").iterdir()]) == 2
+
+
+def test_images_stay_whose_folder_was_a_link_when_they_were_harvested(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    folder = workspace.root / MEDIA
+    folder.rename(tmp_path / "large")
+    folder.symlink_to(tmp_path / "large")
+    log = write(tmp_path / "dylan.jsonl", lines("Dylan", NEW, 30))
+    assert harvest(workspace, [str(log)]).media == 2
+    folder.unlink()
+    (tmp_path / "large").rename(folder)
+    assert forget(workspace, 30 * DAY).media == 2
+    assert len([*folder.iterdir()]) == 4
 
 
 def test_shards_that_a_killed_process_was_sending_go(
