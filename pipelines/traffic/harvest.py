@@ -48,7 +48,7 @@ from vlmdistill.pipelines.traffic.tokens import (
     response_text,
 )
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
-from vlmdistill.stores.backends.local import atomic_write
+from vlmdistill.stores.backends.local import atomic_write, sync
 from vlmdistill.stores.errors import FOR_USER, DataError, naming, one_line
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash, utc
@@ -429,6 +429,8 @@ class _Harvest(ImportGate):
         listed = self.workspace.traffic / UNLISTED
         with naming(listed), listed.open("a") as file:
             file.writelines(f"{row.key}\n" for row in rows)
+        for path in (listed, listed.parent):  # or nothing tells of them after a crash
+            sync(path)
         name = content_hash(sorted(row.key for row in rows))
         dataset.write_part(self.workspace.responses, name, rows)
 

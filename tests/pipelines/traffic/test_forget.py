@@ -229,6 +229,24 @@ def test_what_a_killed_harvest_left_without_a_prompt_is_deleted(
     assert raw(workspace, "Florence")
 
 
+def test_what_tells_of_responses_without_a_prompt_is_on_the_disk_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = list[str]()
+    sync = os.fsync
+
+    def noted(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        sync(handle)
+
+    log = write(tmp_path / "log.jsonl", texts("Zebedee", OLD))
+    monkeypatch.setattr(os, "fsync", noted)
+    harvest(Workspace.of("demo-small", tmp_path / "runs"), [str(log)])
+    (unlisted,) = (path for path in synced if path.endswith("unlisted.txt"))
+    part = next(path for path in synced if "part-" in path)
+    assert synced.index(unlisted) < synced.index(part)
+
+
 def texts(word: str, when: float, count: int = 3) -> list[dict[str, Any]]:
     """Requests without images that name a word."""
     return [
