@@ -601,7 +601,7 @@ def test_links_of_the_users_that_lead_to_nothing_that_would_stay_are_allowed(
     (mine / "run-1").mkdir(parents=True)
     shutil.copytree(workspace.responses, workspace.root / "of" / "june")
     (tmp_path / "notes").touch()
-    targets = ("run-1", "run-0", "../of/june", "..", tmp_path / "notes")
+    targets = ("run-1", "run-0", "../of/june", "..", str(tmp_path / "notes"))
     for number, target in enumerate(targets):
         (mine / f"latest-{number}").symlink_to(target)
     assert forget(workspace, 30 * DAY).responses == 6
