@@ -87,7 +87,7 @@ class Explanation:
     tau: float | None
     """Of the last evaluation at its lowest temperature; None also if it is in doubt."""
     speedup: float | None  # likewise
-    acceptance: tuple[float, ...]  # by drafted token, in that evaluation
+    acceptance: tuple[float, ...]  # by drafted token; empty if the tau is None
     acceptance_by_kind: Mapping[str, float]  # of the first drafted token
     held_out_agreement: tuple[float, ...]  # by hop, of the saved weights
     reference: Reference | None  # None: acceptance at temperature 0 is not known
@@ -106,15 +106,13 @@ def explain(workspace: Workspace, name: str) -> Explanation:
     latest = last.get(name, [])
     coldest = min(latest, key=lambda result: result.temperature, default=None)
     evidence = _Evidence(workspace, trained, Description.of(trained), coldest, last)
-    figures = coldest.figures if coldest else None
-    is_doubted = coldest is not None and bool(doubt_of(coldest))
-    is_counted = coldest is not None and not coldest.wrong_counts
+    counted, timed = evidence.counted, evidence.timed
     return Explanation(
         drafter=name,
         method=trained.method,
-        tau=figures.tau if figures and is_counted else None,
-        speedup=figures.speedup if figures and not is_doubted else None,
-        acceptance=figures.alpha if figures else (),
+        tau=counted.figures.tau if counted else None,
+        speedup=timed.figures.speedup if timed else None,
+        acceptance=counted.figures.alpha if counted else (),
         acceptance_by_kind=evidence.first_by_kind,
         held_out_agreement=evidence.held_out,
         reference=evidence.reference,
@@ -166,6 +164,16 @@ class _Evidence:
         return self.trained.name
 
     @property
+    def counted(self) -> DrafterResult | None:
+        """The result, if its counts are not in doubt."""
+        return None if self.result is None or self.result.wrong_counts else self.result
+
+    @property
+    def timed(self) -> DrafterResult | None:
+        """The result, if its speedup is not in doubt."""
+        return None if self.result is None or self.result.no_speedup else self.result
+
+    @property
     def facts(self) -> Mapping[str, Any]:
         """What its training recorded."""
         facts: Mapping[str, Any] = self.trained.description["training"]
@@ -188,7 +196,7 @@ class _Evidence:
     @property
     def reference(self) -> Reference | None:
         """Its method's acceptance on `demo-small`, which is that of temperature 0."""
-        is_sampled = self.result is not None and self.result.temperature > 0
+        is_sampled = self.counted is not None and self.counted.temperature > 0
         is_trained = catalogue.is_trained(self.trained.method)
         if is_sampled or not is_trained or not self.acceptance:
             return None
@@ -202,13 +210,13 @@ class _Evidence:
     @cached_property
     def acceptance(self) -> tuple[float, ...]:
         """By drafted token: as evaluated, else as on held-out samples."""
-        return self.result.figures.alpha if self.result else self.held_out
+        return self.counted.figures.alpha if self.counted else self.held_out
 
     @cached_property
     def by_kind(self) -> Mapping[str, Sequence[PromptResult]]:
         """The evaluated prompts with images or videos, and without; kinds with too few are left out."""
         groups: dict[str, list[PromptResult]] = {}
-        for prompt in self.result.measurement.prompts if self.result else ():
+        for prompt in self.counted.measurement.prompts if self.counted else ():
             kind = "text" if prompt.kind == "text" else "images"
             groups.setdefault(kind, []).append(prompt)
         return {
@@ -469,7 +477,7 @@ class _Evidence:
 
     def _tree(self) -> Iterator[Symptom]:
         """A chain whose length costs more than it brings, or could bring more."""
-        chain = _Chain.of(self.result) if self.result else None
+        chain = _Chain.of(self.timed) if self.timed else None
         if chain is None:
             return
         length, gain = chain.best
@@ -484,9 +492,9 @@ class _Evidence:
 
     def _cost(self) -> Iterator[Symptom]:
         """A good tau that does not pay."""
-        if self.result is None or self.result.no_speedup:
+        if self.timed is None:
             return
-        figures = self.result.figures
+        figures = self.timed.figures
         if figures.decode_speedup >= 1 or not figures.calls:
             return
         text = (

@@ -142,6 +142,30 @@ def test_a_speedup_in_doubt_is_not_printed(capsys: Output, missed: int) -> None:
     assert ("speedup 1.50" in capsys.readouterr().out) == (not missed)
 
 
+@pytest.mark.parametrize("missed", [0, 5])
+def test_nothing_is_said_by_acceptance_in_doubt(capsys: Output, missed: int) -> None:
+    """Neither printed nor compared with the method's; that of the training is there."""
+    train()
+    evaluate({"text": (0.3, 0.3, 0.3, 0.3), "image": (0.8, 0.5, 0.5, 0.5)})
+    (file,) = (ROOT / "reports").glob("mine.*.json")
+    made = records.read(file)
+    (at,) = made.temperatures
+    prompts = tuple(
+        dataclasses.replace(
+            prompt, drafted=dataclasses.replace(prompt.drafted, missed=missed)
+        )
+        for prompt in at.prompts
+    )
+    at = dataclasses.replace(at, prompts=prompts)
+    records.write(dataclasses.replace(made, temperatures=(at,)), file)
+    explained = printed(capsys, "explain", "mine", "--model", "other")
+    assert bool(explained["acceptance"]) == (not missed)
+    assert bool(explained["acceptance_by_kind"]) == (not missed)
+    assert any("by kind" in text for text in symptoms(capsys)) == (not missed)
+    compared = explained["reference"]["verdict"]
+    assert (compared == "as good") == bool(missed)
+
+
 def test_of_a_good_drafter_nothing_stands_out(capsys: Output) -> None:
     train()
     evaluate({"text": GOOD, "image": GOOD})
