@@ -457,8 +457,14 @@ def _ranking(results: Sequence[DrafterResult]) -> Ranking:
 
 
 def speed_of(results: Iterable[DrafterResult]) -> Rate:
-    """The speedup that compares them: by the clock, or in CPU seconds where others had a part of the CPU."""
-    figures = [result.figures for result in results]
+    """The speedup that compares them: by the clock, or in CPU seconds where others had a part of the CPU.
+
+    One speedup for all, since those of two clocks do not compare. Results in doubt, as of a drafter that
+    waits, do not choose it, unless all are.
+    """
+    every_result = [*results]
+    sound = [result for result in every_result if not result.unranked]
+    figures = [result.figures for result in sound or every_result]
     shares = [one.cpu_share for one in figures]
     is_shared = any(share is not None and share < BUSY for share in shares)
     has_cpu_seconds = all(one.cpu_speedup is not None for one in figures)

@@ -130,6 +130,28 @@ def test_cpu_seconds_rank_where_others_had_a_part_of_the_cpu() -> None:
     assert found.marked("cpu_speedup") == (found.winner,)
 
 
+def test_a_drafter_in_doubt_does_not_choose_the_clock_of_the_others() -> None:
+    """It waits, and seems to share the CPU, which the others have."""
+    quick, slow = (
+        on_a_shared_cpu(measured(speedup=rate, noise=0.01), 0.98) for rate in (1.8, 1.6)
+    )
+    waits = replace(
+        slow,
+        prompts=tuple(
+            replace(
+                one,
+                drafted=replace(one.drafted, cpu_seconds=0.3 * one.drafted.seconds),
+            )
+            for one in slow.prompts
+        ),
+    )
+    found = ranking(wren=quick, eagle2=slow, sparrow=waits)
+    assert [one.name for one in found.ranked] == ["wren", "eagle2"]
+    assert found.speed == "speedup"
+    assert found.winner is not None
+    assert ranking(sparrow=waits).speed == "cpu_speedup"
+
+
 def test_none_is_called_the_fastest_below_plain_decoding() -> None:
     found = ranking(
         sparrow=measured(speedup=0.9, noise=0.01),
