@@ -193,6 +193,7 @@ def figures(measurement: Measurement) -> Figures:
     seconds = sum(response.seconds for response in drafted)
     plain_seconds = sum(response.seconds for response in plain)
     prefill_seconds = sum(response.prefill_seconds for response in drafted)
+    shares = _Share.of(plain), _Share.of(drafted)
     unjudged = Figures(
         prompts=len(prompts),
         tau=rate_values["tau"],
@@ -214,14 +215,14 @@ def figures(measurement: Measurement) -> Figures:
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
         budget=_budget(prompts, rate_values["tau"]),
         missed=sum(response.missed for response in drafted),
-        cpu_share=_lower_cpu_share(plain, drafted),
+        cpu_share=min((share.pooled for share in shares if share), default=None),
         accounted=_accounted(drafted),
         plain_accounted=_accounted(plain),
         lossless=_checks(drafted),
         plain_lossless=_checks(plain),
         sections=tuple(_sections(prompts)),
     )
-    doubts = (*_doubts(unjudged), *_cheaper(prompts), *_waiting(prompts))
+    doubts = (*_doubts(unjudged), *_cheaper(prompts), *_waiting(*shares))
     of_responses = (*_at_last_position(prompts), *_equal_responses(prompts))
     warnings = (*doubts, *_warnings(unjudged), *of_responses)
     return replace(unjudged, doubts=doubts, warnings=warnings)
@@ -552,14 +553,6 @@ def cpu_share_of(decoded: Sequence[DecodingCounts]) -> float | None:
     return _ratio(sum(cpu_seconds), sum(response.seconds for response in decoded))
 
 
-def _lower_cpu_share(
-    plain: Sequence[Decoding], drafted: Sequence[Decoding]
-) -> float | None:
-    """Of the side that had the CPU for less of its time: the sides alternate, and both are compared."""
-    shares = [cpu_share_of(plain), cpu_share_of(drafted)]
-    return min((share for share in shares if share is not None), default=None)
-
-
 def _doubts(rated: Figures) -> Iterator[str]:
     """Reasons to doubt the speedup."""
     sides = (("", rated.lossless), (" of plain decoding", rated.plain_lossless))
@@ -608,10 +601,10 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
                 break
 
 
-def _waiting(prompts: Sequence[PromptResult]) -> Iterator[str]:
+def _waiting(plain: "_Share | None", drafted: "_Share | None") -> Iterator[str]:
     """One side waits, on more prompts than by chance: other programs take the CPU from both alike."""
-    drafted = _Share.of([prompt.drafted for prompt in prompts])
-    plain = _Share.of([prompt.plain for prompt in prompts])
+    if plain is None or drafted is None:
+        return
     if drafted.is_far_below(plain, WAITING):
         yield (
             f"the drafter had the CPU for {drafted.pooled:.0%} of its time, and plain decoding for "
@@ -626,15 +619,19 @@ def _waiting(prompts: Sequence[PromptResult]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Share:
-    """The share of its time in which a side had the CPU; all 0 on a GPU."""
+    """The share of its time in which a side had the CPU."""
 
     pooled: float
     share_P: Floats
 
     @classmethod
-    def of(cls, decoded: Sequence[Decoding]) -> "_Share":
-        shares = [cpu_share_of([response]) or 0.0 for response in decoded]
-        return cls(cpu_share_of(decoded) or 0.0, np.array(shares))
+    def of(cls, decoded: Sequence[Decoding]) -> "_Share | None":
+        """None on a GPU."""
+        pooled = cpu_share_of(decoded)
+        if pooled is None:
+            return None
+        shares = [cpu_share_of([response]) for response in decoded]
+        return cls(pooled, np.array(shares, dtype=np.float64))
 
     def is_far_below(self, other: "_Share", limit: float) -> bool:
         """Whether it is below this part of the other's, which has the CPU."""
