@@ -20,7 +20,6 @@ from vlmdistill.drafters.checkpoints.description import (
 )
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.pipelines.bench.records import LABELS, TimeBudget
-from vlmdistill.pipelines.bench.statistics import is_disturbed
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.comparison import group
 from vlmdistill.pipelines.report.documents import markdown_row, markdown_text
@@ -204,8 +203,10 @@ def _table(results: list[DrafterResult]) -> Iterator[str]:
 def _row(prompts: str, result: DrafterResult) -> list[str]:
     figures = result.figures
     speedup = rate(figures, "speedup")
-    if is_disturbed(figures.cpu_share):
-        speedup = UNKNOWN  # it is that of other programs
+    if result.no_speedup:
+        speedup = (
+            UNKNOWN  # on some kind of prompts it is in doubt, or that of other programs
+        )
     tau = rate(figures, "tau")
     row = [prompts, f"{figures.prompts}", f"{result.temperature:g}", tau, speedup]
     return [markdown_text(cell) for cell in row]

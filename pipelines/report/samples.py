@@ -4,7 +4,7 @@ import base64
 import contextlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,7 +105,8 @@ def samples(group: Group, own: OwnFiles) -> list[ShownPrompt]:
     """
     prompts: dict[str, ShownPrompt] = {}
     for result in group.results:
-        for response in result.measurement.shown:
+        for recorded in result.measurement.shown:
+            response = _as_counted(result, recorded)
             if response.key not in prompts:
                 media = [_embedded(file, own) for file in response.files]
                 prompts[response.key] = ShownPrompt(response.prompt, media)
@@ -116,6 +117,15 @@ def samples(group: Group, own: OwnFiles) -> list[ShownPrompt]:
             if replay is not None:
                 prompt.replays.append(replay)
     return sorted(prompts.values(), key=lambda prompt: not prompt.media)
+
+
+def _as_counted(result: DrafterResult, response: ShownResponse) -> ShownResponse:
+    """With the tau of its prompt's counts, which were audited; its own if that was not measured."""
+    for prompt in result.measurement.prompts:
+        if prompt.key == response.key:
+            counts = prompt.drafted
+            return replace(response, tau=(counts.tokens - 1) / max(1, counts.calls))
+    return response
 
 
 def _replay(result: DrafterResult, response: ShownResponse) -> Replay | None:

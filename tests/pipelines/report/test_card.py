@@ -104,6 +104,26 @@ def test_a_card_has_the_numbers_of_its_weights_and_of_no_others(
     assert "chain-7" not in text
 
 
+def test_a_speedup_in_doubt_on_one_kind_of_prompts_is_not_in_the_card(
+    workspace: Workspace, weights: str, save: Save, tmp_path: Path
+) -> None:
+    """The drafter has the prefill of texts from a cache: few of all prompts, and all of that kind."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        if int(one.key[1:]) % 3:
+            return one
+        cached = replace(one.drafted.phases, prefill=0.0)
+        return replace(one, kind="text", drafted=replace(one.drafted, phases=cached))
+
+    at = measured(noise=0.1)
+    made = replace(at, prompts=tuple(map(planted, at.prompts)))
+    save("sparrow", made, weights=weights)
+    text = exported(workspace, tmp_path / "served")
+    rows = dict(re.findall(r"^\| (\w+) \|.* ([^|]+) \|$", text, re.MULTILINE))
+    assert rows["image"].startswith("(1.")
+    assert rows["text"] == "-"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [({"missed": 1}, "acceptance is broken"), ({"check": "different"}, "not lossless")],

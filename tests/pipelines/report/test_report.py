@@ -400,6 +400,16 @@ def test_parts_of_the_responses_have_rows(workspace: Workspace, save: Save) -> N
     assert rows["answer"]["calls"].strip() == "96"
 
 
+def test_a_shown_response_has_the_tau_of_its_counts(
+    workspace: Workspace, save: Save
+) -> None:
+    """Whatever the record says beside its text."""
+    save("sparrow", measured(shown=(shown("k0", tau=9.9),)))
+    page = Page(make(workspace).page)
+    assert "tau 3.25" in page.text
+    assert "9.90" not in page.text
+
+
 def test_a_prompt_is_shown_once_with_all_its_responses(
     workspace: Workspace, save: Save
 ) -> None:
