@@ -71,6 +71,8 @@ share of the CPU that the evaluation had."""
 STEPS: Final = 32  # of plain decoding that must be compared, at least
 LONG_ENCODING: Final = 3.0  # likewise, of encoding,
 ENCODING: Final = 0.05  # besides these CPU seconds of each prompt
+LONG_OWN_STEP: Final = 2.0  # the target's own step over one of plain decoding,
+OFTEN: Final = 0.1  # on more than this share of the prompts
 SLOW_READS: Final = 1.5
 """A step over that of an earlier evaluation, which was not measured beside it."""
 FAST_PACE: Final = 2.0
@@ -276,11 +278,30 @@ def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
         in_phases = sum(sum(astuple(response.phases)) for response in decoded)
         if in_phases > allowed:
             yield f"the phases of {whose}{where} have more seconds than elapsed"
+        in_cycles = sum(map(_cycle_seconds, decoded))
+        # On a GPU another clock has the phases: its own.
+        if cpu_seconds and in_phases > (1 + TOLERANCE) * in_cycles:
+            yield f"the phases of {whose}{where} have more seconds than its cycles"
+    if len({decoded.cpu_seconds is None for decoded in _decodings(measurement)}) > 1:
+        yield f"some decodings{where} have no CPU seconds, and others have"
     differing = [
         prompt.key for prompt in measurement.prompts if not _agrees_with_turn(prompt)
     ]
     if differing:
         yield f"the seconds of decodings{where} are recorded twice, and differ: {_some(differing)}"
+
+
+def _cycle_seconds(decoded: Decoding) -> float:
+    return decoded.prefill_seconds + decoded.decode_seconds
+
+
+def _decodings(measurement: Measurement) -> Iterator[Decoding | Stock]:
+    """Of all prompts, those of the stock model included."""
+    for prompt in measurement.prompts:
+        yield prompt.plain
+        yield prompt.drafted
+        if prompt.stock is not None:
+            yield prompt.stock
 
 
 def _agrees_with_turn(prompt: PromptResult) -> bool:
@@ -593,10 +614,27 @@ def _odd_times(evaluation: Evaluation) -> Iterator[str]:
     yield from _long_encoding(evaluation)
     for measurement in evaluation.temperatures:
         where = f" at temperature {measurement.temperature:g}"
+        yield from _long_own_steps(measurement, where)
         yield from _fast_pace(evaluation, measurement, where)
         yield from _unaccounted_turns(measurement, where)
         yield from _repeated_turns(measurement, where)
         yield from _wrong_order(evaluation, measurement, where)
+
+
+def _long_own_steps(measurement: Measurement, where: str) -> Iterator[str]:
+    """The target's own steps, which no decoder's clock has, take far longer than those of plain decoding."""
+    long, measured = 0, 0
+    for prompt in measurement.prompts:
+        plain = prompt.plain
+        if prompt.bare_step is not None and plain.calls:
+            measured += 1
+            step = _decode_seconds(plain) / plain.calls
+            long += prompt.bare_step > LONG_OWN_STEP * step
+    if measured >= FEWEST and long > max(1, OFTEN * measured):
+        yield (
+            f"the target's own step{where} takes more than {LONG_OWN_STEP:g} times as long as one of plain "
+            f"decoding on {long} of {measured} prompts: as if responses were prepared outside of the clock"
+        )
 
 
 def _fast_pace(

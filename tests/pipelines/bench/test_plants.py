@@ -193,6 +193,23 @@ def test_an_evaluation_decodes_the_prompts_again_that_its_times_choose(
     assert audit.failures(replace(made, again=again, temperatures=(faster_machine,)))
 
 
+def without_cpu_seconds(one: PromptResult) -> PromptResult:
+    """As of a GPU, whose audits allow more."""
+    return drafted(one, cpu_seconds=None)
+
+
+def short_cycles(one: PromptResult) -> PromptResult:
+    """Seconds of the drafter's cycles are left out, which `decode_speedup` is of."""
+    return drafted(one, decode_seconds=0.7 * one.drafted.decode_seconds)
+
+
+@pytest.mark.parametrize("plant", [without_cpu_seconds, short_cycles])
+def test_times_that_contradict_each_other_are_a_failure(plant: Change) -> None:
+    honest = changed(measured(), with_shares(0.98, 0.98))
+    assert audit.failures(evaluation("wren", honest)) == []
+    assert audit.failures(evaluation("wren", changed(honest, plant)))
+
+
 @pytest.mark.parametrize("lost", [{"surprise": None}, {"ranks": ()}])
 def test_samples_that_were_not_compared_are_a_failure(lost: dict[str, Any]) -> None:
     honest = measured(1.0)
@@ -825,6 +842,20 @@ def test_responses_that_are_prepared_while_prompts_are_encoded_are_in_doubt(
     assert doubted(evaluation("wren", at, again=without_a_drafter(at, 1.0))) == doubts
 
 
+@pytest.mark.parametrize(("prompts", "doubts"), [(0, False), (2, False), (12, True)])
+def test_responses_that_are_prepared_in_the_own_steps_are_in_doubt(
+    prompts: int, doubts: bool
+) -> None:
+    """The target takes them right after plain decoding, and no decoder's clock has their time."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        is_long = int(one.key[1:]) < prompts
+        return replace(one, bare_step=(5 if is_long else 1) * (one.bare_step or 0))
+
+    at = with_own_steps(measured(noise=0.05), lambda one: 1.0)
+    assert doubted(evaluation("wren", changed(at, planted))) == doubts
+
+
 @pytest.mark.parametrize("device", ["CPU", "GPU"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_that_changes_the_target_is_a_failure(
@@ -835,10 +866,9 @@ def test_a_drafter_that_changes_the_target_is_a_failure(
     def decoded(response: str) -> Change:
         def planted(one: PromptResult) -> PromptResult:
             cpu_seconds = 1.0 if device == "CPU" else None
-            return replace(
-                one,
-                plain=replace(one.plain, response=response, cpu_seconds=cpu_seconds),
-            )
+            plain = replace(one.plain, response=response, cpu_seconds=cpu_seconds)
+            own = replace(one.drafted, cpu_seconds=cpu_seconds)
+            return replace(one, plain=plain, drafted=own)
 
         return planted
 
