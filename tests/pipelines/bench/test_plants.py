@@ -26,6 +26,7 @@ from vlmdistill.pipelines.bench.records import (
     Evaluation,
     Leak,
     Measurement,
+    Phases,
     ProbabilityBin,
     PromptResult,
     RankCount,
@@ -103,6 +104,23 @@ def test_times_that_compare_different_work_are_in_doubt(plant: Change) -> None:
     assert doubted(made)
     (ranking,) = rank([made])
     assert f"{result.figures.speedup:.2f}" not in ranking.text
+
+
+@pytest.mark.parametrize(("scale", "doubts"), [(1 / 75, False), (1.0, True)])
+def test_a_short_response_may_have_a_moment_in_no_cycle(
+    scale: float, doubts: bool
+) -> None:
+    """A few tokens in 20 ms, of which the begin and end of the decoder take half of one."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        plain = slower(scale, one.plain)
+        cycles = 0.975 * plain.seconds - plain.prefill_seconds
+        plain = replace(plain, decode_seconds=cycles, phases=Phases())
+        own = replace(slower(scale, one.drafted), phases=Phases())
+        return replace(one, plain=plain, drafted=own)
+
+    at = in_sequence(changed(measured(noise=0.05), planted))
+    assert doubted(evaluation("wren", at)) == doubts
 
 
 def unchecked(one: PromptResult) -> PromptResult:
