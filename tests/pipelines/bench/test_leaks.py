@@ -117,6 +117,40 @@ def test_a_copy_of_an_image_is_found(
     assert leak_of(workspace).keys == sorted(asked_keys)
 
 
+def photograph(seed: int) -> Image.Image:
+    """Noise with the spectrum of photographs."""
+    phase_CNN = np.random.default_rng(seed).uniform(0, 2 * np.pi, (3, 200, 200))
+    wave_N = np.fft.fftfreq(200)
+    size_NN = np.hypot(wave_N[:, None], wave_N)
+    size_NN[0, 0] = 1
+    pixel_CNN = np.fft.ifft2(np.exp(1j * phase_CNN) / size_NN).real
+    pixel_NNC = np.moveaxis(pixel_CNN / pixel_CNN.std(), 0, -1)
+    return Image.fromarray((128 + 50 * pixel_NNC).clip(0, 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize("box", [(4, 4, 196, 196), (6, 0, 200, 200), (0, 0, 200, 194)])
+def test_a_trimmed_photograph_is_found(
+    box: tuple[int, int, int, int], workspace: Workspace, tmp_path: Path
+) -> None:
+    """Without 2% of each side, or 3% of one, its thumbnail is as far as that of another."""
+    seeds = range(count(6, 60))
+    originals = [tmp_path / f"{seed}.png" for seed in seeds]
+    copies = [tmp_path / f"copy-{seed}.png" for seed in seeds]
+    for seed in seeds:
+        photograph(seed).save(originals[seed])
+        # Of every second one: the others are of other photographs.
+        shown = photograph(seed if seed % 2 else 1000 + seed)
+        shown.crop(box).save(copies[seed])
+    imported(workspace, "eval", [*map(asked_of, originals)], "eval")
+    keys = imported(workspace, "train", [*map(asked_of, copies)], "train")
+    synthetic.save("sparrow", workspace.drafter("sparrow"), keys=keys)
+    prompts = prompt_table.load(workspace.prompts, workspace.model, "eval")
+    copied = [str(originals[seed]) for seed in seeds if seed % 2]
+    asked_keys = [prompt.key for prompt in prompts if {*prompt.files} & {*copied}]
+    assert len(asked_keys) == len(copied)
+    assert leak_of(workspace).keys == sorted(asked_keys)
+
+
 @pytest.mark.parametrize("made", [scene, lambda seed: form(seed)])
 def test_several_copies_of_one_image_are_found(
     made: Callable[[int], Image.Image], workspace: Workspace, tmp_path: Path
