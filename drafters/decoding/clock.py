@@ -84,19 +84,27 @@ class Cycle:
 
     @classmethod
     def of(
-        cls, ids: list[int], fetched: Fetched, tree: DraftTree, laps: Laps
+        cls,
+        ids: list[int],
+        fetched: Fetched,
+        tree: DraftTree,
+        laps: Laps,
+        *,
+        is_chain: bool,
     ) -> "Cycle":
         """A cycle that ends now.
 
-        `ids` are those of `fetched.tokens` that belong to the response.
+        `ids` are those of `fetched.tokens` that belong to the response. If the tree is a chain, all of its
+        nodes are the chain's, whatever the drafter says.
         """
-        on_chain = [node for node, best in enumerate(fetched.greedy) if best]
+        greedy = [1] * len(fetched.greedy) if is_chain else fetched.greedy
+        on_chain = [node for node, best in enumerate(greedy) if best]
         guesses = [fetched.ids[node] for node in on_chain[1:]]
         chances: tuple[float, ...] = ()
         if fetched.chances:
             chances = tuple(fetched.chances[node] / MILLION for node in on_chain[1:])
         accepted = min(fetched.length - 1, len(ids))
-        accepted_chain = sum(fetched.greedy[: fetched.length]) - 1
+        accepted_chain = sum(greedy[: fetched.length]) - 1
         chain = (accepted_chain, len(guesses))
         return cls(ids, accepted, chain, guesses, laps.stop(), laps, chances, tree)
 

@@ -48,8 +48,8 @@ def speculate(
         `max_new_tokens`, or the target's last position. Nothing follows an EOS.
 
     Raises:
-        DataError: Another sequence was begun on the target before the end, or the prompt
-            leaves no room for a response.
+        DataError: Another sequence was begun on the target before the end, the prompt
+            leaves no room for a response, or a tree has more nodes than its shape.
     """
     laps = Laps(target.head.embed_VD.device)
     needs = drafter.config.needs(target.info, decoding=True)
@@ -74,6 +74,10 @@ def speculate(
         laps = Laps(bonus_1.device)
         _check_current(target, sequence)
         nodes = draft.grow(tree)
+        if drafter.shaped and len(nodes.ids_N) > tree.total:
+            raise DataError(
+                f"the drafter drafted {len(nodes.ids_N)} nodes, and the tree {tree} has {tree.total}"
+            )
         laps.end("draft")
         states_ND = target.extend(
             nodes.ids_N, nodes.depth_N, nodes.visible_NN, states_1D.keys()
@@ -94,7 +98,8 @@ def speculate(
             before_KD = [states_ND[source][path_K] for source in sources]
             draft.commit(ids_K, torch.cat(before_KD, dim=-1))
         laps.end("draft")
-        yield Cycle.of(ids, fetched, nodes, laps)
+        is_chain = drafter.shaped and tree.k == 1
+        yield Cycle.of(ids, fetched, nodes, laps, is_chain=is_chain)
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 """The decoder: what a right drafter gains, where an answer ends, and what the verifier makes of chance."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -25,6 +26,7 @@ from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.schema import Feature
 
 
@@ -68,6 +70,57 @@ def test_a_drafter_that_is_right_gains_tokens_and_changes_nothing(
     assert said(iter(cycles)) == expected
     assert [len(cycle.ids) for cycle in cycles[1:-1]] == [6] * (len(cycles) - 2)
     assert all(cycle.chain == (5, 5) for cycle in cycles[1:-1])
+
+
+Grown = Callable[[DraftTree], DraftTree]
+
+
+def drafting_otherwise(
+    target: VisionLanguageTarget,
+    change: Grown = lambda tree: tree,
+    shape: Tree | None = None,
+) -> Any:
+    """A drafter whose trees are changed, or of another shape than was asked for."""
+    drafter: Any = untrained("eagle2", target)
+    draft = drafter.draft
+
+    def changed(*arguments: Any) -> Any:
+        session = draft(*arguments)
+        grow = session.grow
+        session.grow = lambda asked: change(grow(shape or asked))
+        return session
+
+    drafter.draft = changed
+    return drafter
+
+
+def test_all_of_a_chain_counts_whatever_the_drafter_says(
+    target: VisionLanguageTarget,
+) -> None:
+    """Else it may report only the drafts that it is sure of, and acceptance by position is too high."""
+
+    def hidden(tree: DraftTree) -> DraftTree:
+        return dataclasses.replace(tree, greedy_N=torch.arange(len(tree.ids_N)) == 0)
+
+    prompt = target.encode(tiny.message("a"))
+    chain = Tree.parse("chain-3")
+    drafter = drafting_otherwise(target, hidden)
+    cycles = [*speculate(target, drafter, prompt, tree=chain, max_new_tokens=12)]
+    honest = untrained("eagle2", target)
+    expected = [*speculate(target, honest, prompt, tree=chain, max_new_tokens=12)]
+    assert [cycle.chain for cycle in cycles] == [cycle.chain for cycle in expected]
+    assert all(verified == 3 for _, verified in [one.chain for one in cycles[1:]])
+
+
+def test_a_tree_with_more_nodes_than_was_asked_for_is_refused(
+    target: VisionLanguageTarget,
+) -> None:
+    """Its acceptance would be shown as that of a smaller tree."""
+    prompt = target.encode(tiny.message("a"))
+    drafter = drafting_otherwise(target, shape=Tree(8, 2, 2))
+    chain = Tree.parse("chain-3")
+    with pytest.raises(DataError, match="8 nodes, and the tree chain-3 has 4"):
+        list(speculate(target, drafter, prompt, tree=chain, max_new_tokens=12))
 
 
 def test_nothing_follows_an_end_of_sequence(target: VisionLanguageTarget) -> None:
