@@ -33,7 +33,11 @@ from vlmdistill.pipelines.bench.sections import reasoning, sections
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
-from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
+from vlmdistill.pipelines.targets.vision_language import (
+    Arithmetic,
+    VisionLanguageTarget,
+)
+from vlmdistill.stores.errors import TrainingError
 from vlmdistill.stores.schema import content_hash
 
 PLAIN, STOCK = "", "/generate"  # instead of a drafter's name
@@ -90,6 +94,7 @@ class SideBySide:
         self.temperature = temperature
         self.max_new_tokens = max_new_tokens
         self.seed = seed
+        self._arithmetic = Arithmetic.of(target.device)
         self._warm = set[PromptKind]()  # images and videos have kernels of their own
 
     def decode(self, number: int, prompt: Prompt) -> Decoded:
@@ -186,11 +191,21 @@ class SideBySide:
             )
 
         passes_before = self.target.passes
+        self.target.computed_with.clear()
         decoded = timed(decoder, self.target.device)
+        self._check_arithmetic(name or "plain decoding")
         turn.decoded[name] = decoded
         turn.passes[name] = self.target.passes - passes_before
         turn.seed[name] = generator.initial_seed()
         return decoded.seconds
+
+    def _check_arithmetic(self, name: str) -> None:
+        """TrainingError if a decoder let the target compute otherwise: its time would not compare."""
+        for other in self.target.computed_with - {self._arithmetic}:
+            raise TrainingError(
+                f"{name} decoded with other settings of torch ({other}) than the evaluation began with "
+                f"({self._arithmetic}): a drafter has to leave them as they are"
+            )
 
     def _generate(self, turn: _Turn, encoded: Any, limit: int) -> float:
         """Let the stock model respond, unless it cannot read the prompt; the seconds."""

@@ -5,6 +5,7 @@ width, S committed positions, U visual tokens.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,26 @@ SAMPLED_BYTES = 40
 """Bytes of each logit while a token is drawn: float32, and several float64 copies."""
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """The settings of torch that change how fast or how exactly a pass is computed."""
+
+    threads: int
+    cpu_precision: str  # of products of float32
+    gpu_precision: str  # likewise
+    autocast: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Arithmetic":
+        """The settings now."""
+        return cls(
+            threads=torch.get_num_threads(),
+            cpu_precision=torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+            gpu_precision=torch.backends.cuda.matmul.fp32_precision,
+            autocast=torch.is_autocast_enabled(device.type),
+        )
+
+
 class VisionLanguageTarget(TargetModel):
     """A loaded target VLM, which also verifies draft trees; `load_target` makes one.
 
@@ -49,6 +70,7 @@ class VisionLanguageTarget(TargetModel):
         self._compiled = compiled
         self._prompt: EncodedPrompt | None = None  # of the last prefill
         self.sequence = 0  # prefills so far
+        self.computed_with = set[Arithmetic]()  # calls of `extend` so far
 
     @property
     def passes(self) -> int:
@@ -170,6 +192,7 @@ class VisionLanguageTarget(TargetModel):
         sources: Collection[str] = ("hidden",),
     ) -> dict[str, Tensor]:
         """One forward pass over N tokens after the committed prefix, see `Target.extend`."""
+        self.computed_with.add(Arithmetic.of(self.device))
         return self._decoder.extend(ids_N, depth_N, visible_NN, sources)
 
     @torch.inference_mode()

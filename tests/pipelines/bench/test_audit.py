@@ -173,6 +173,38 @@ def test_a_drafter_that_asks_the_target_is_exposed(
     exposed(run(*FEW), "the target counts other forward passes than the drafter")
 
 
+def test_a_drafter_that_verifies_at_a_lower_precision_is_refused(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Plain decoding would be slower by the setting alone, and most responses the same."""
+    draft = Lookahead.draft
+
+    def changed(self: Lookahead, prompt: Any, target: Any) -> Any:
+        window: Any = draft(self, prompt, target)
+        grow, commit = window.grow, window.commit
+
+        def growing(shape: Tree) -> DraftTree:
+            tree: DraftTree = grow(shape)
+            torch.set_float32_matmul_precision("medium")
+            return tree
+
+        def committing(*entries: Any) -> None:
+            torch.set_float32_matmul_precision("highest")
+            commit(*entries)
+
+        window.grow, window.commit = growing, committing
+        return window
+
+    monkeypatch.setattr(Lookahead, "draft", changed)
+    where = ("--runs", str(workspace.root.parent), "--model", "demo-small")
+    precision = torch.get_float32_matmul_precision()
+    try:
+        assert main(["eval", "lookahead", *where, *FEW]) == 1
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert "lookahead decoded with other settings of torch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("spoilt", "temperature"), [(0, "1"), (10, "0")])
 def test_a_drafter_that_has_seen_the_response_is_exposed(
     spoilt: int, temperature: str, run: Run, monkeypatch: pytest.MonkeyPatch
