@@ -50,6 +50,8 @@ QUESTION_COLUMNS = {*columns.QUESTIONS, MESSAGES, *CONVERSATIONS}
 SYSTEM_COLUMN = columns.SYSTEM[0]
 UNSEEN = ("audio", "audios", "wav", "mp3", "flac", "pdf", "pdfs")
 """Columns, or endings in an archive, of what no target sees."""
+OF_A_PROMPT = {"key", "split", MESSAGES, "augmentation", "augmentation_text"}
+"""Columns that only the prompts file of a workspace has together."""
 CHAT_URLS = ("chat/completions", "/responses")
 """Ends of the URLs that a batch's requests may have."""
 
@@ -292,6 +294,7 @@ def conversation(
         raise BadRowError(
             "not an object", f"{type(row.value).__name__} instead of a JSON object"
         )
+    _require_no_prompt(row.value)
     located_turns = _with_system(_turns_of(row.value, ask))
     # In LLaVA, <image> is a placeholder even in a row without images. In a chat, whose parts show its images,
     # <image 1> is ordinary text in such a row.
@@ -323,6 +326,15 @@ def _without_nan(row: Row) -> Row:
         return row
     value = {name: item for name, item in row.value.items() if item == item}
     return replace(row, value=value)
+
+
+def _require_no_prompt(row: Columns) -> None:
+    """BadRowError for a prompt of a workspace, which would lose its split and the time of its request."""
+    if row.keys() >= OF_A_PROMPT:
+        raise BadRowError(
+            "prompt of a workspace",
+            "give its file to --prompts, or copy it with the folders of its images",
+        )
 
 
 def _turns_of(row: Columns, ask: str | None) -> Turns:

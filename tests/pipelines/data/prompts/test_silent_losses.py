@@ -947,3 +947,16 @@ def test_a_link_to_nothing_is_named_with_its_end(tmp_path: Path, out: Path) -> N
     (tmp_path / "a.jpg").symlink_to("nowhere.jpg")
     reason, detail = refused(out, {"image": "a.jpg", "question": "What is this?"})
     assert (reason, detail[-23:]) == ("missing image", "(a link to nowhere.jpg)")
+
+
+def test_a_prompts_file_is_no_source_since_rows_lose_their_split(
+    tmp_path: Path, out: Path
+) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([TALK]))
+    import_prompts([str(tmp_path / "rows.json")], out, choices=Choices(split="eval"))
+    copy = tmp_path / "copy" / "prompts.parquet"
+    copy.parent.mkdir()
+    shutil.copyfile(out, copy)
+    for source in (copy, copy.parent):
+        with pytest.raises(DataError, match="prompt of a workspace"):
+            import_prompts([str(source)], tmp_path / "other.parquet")
