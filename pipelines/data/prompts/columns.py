@@ -66,6 +66,8 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
     history = _history(row)
     reference = _reference(row)
+    if reference and reference not in choices.values():
+        _require_no_answer(questions, reference)
     turns = [*_earlier_turns(history), *_round("\n".join(lines), reference)]
     read = {*questions, *details, *choice_columns}
     if reference:  # else a response of another form is one that is not read
@@ -184,6 +186,23 @@ def _lists(row: Row, names: Sequence[str]) -> dict[str, list[Any]]:
     """The lists in the columns of these names, maybe written as text."""
     lists = {name: _list(_parsed_list(row.get(name))) for name in names}
     return {name: items for name, items in lists.items() if items}
+
+
+def _require_no_answer(questions: Mapping[str, str], reference: str) -> None:
+    """BadRowError if the longest of several questions ends with the response: it is all text of the row."""
+    with_answer = [name for name in questions if _ends_with(questions[name], reference)]
+    longest = max(questions, key=lambda name: len(questions[name]))
+    if with_answer == [longest] and len(questions) > 1:
+        raise BadRowError(
+            "answer in the question", f"'{longest}' ends with the response: remove it"
+        )
+
+
+def _ends_with(question: str, reference: str) -> bool:
+    """Whether a question ends with a response, behind a colon or on lines of its own."""
+    text = re.sub(r"<[^<>\s]{1,30}>\Z", "", question.rstrip()).rstrip()  # an EOS
+    before, found, after = text.rpartition(reference.strip())
+    return bool(found) and not after and before.rstrip(" \t").endswith((":", "\n"))
 
 
 def _require_no_gap(letters: list[str]) -> None:

@@ -520,6 +520,29 @@ def test_two_different_questions_are_refused(out: Path) -> None:
     assert "question, prompt" in detail
 
 
+def test_a_question_that_ends_with_the_response_of_the_row_is_refused(
+    out: Path,
+) -> None:
+    # As in python_code_instructions_18k_alpaca, whose `prompt` has all text of a row.
+    row = {"instruction": "Add 2 and 3.", "output": "print(2 + 3)"}
+    text = "### Instruction:\nAdd 2 and 3.\n\n### Output:\nprint(2 + 3)"
+    for ending in ("", "\n", "</s>"):
+        reason, detail = refused(out, row | {"prompt": text + ending})
+        assert reason == "answer in the question"
+        assert "'prompt'" in detail
+
+
+def test_a_question_that_ends_with_its_choices_is_read(out: Path) -> None:
+    row = {"question": "How many?", "query": "How many?\nA: 3\nB: 4", "answer": "4"}
+    prompt = one(out, row | {"choices": ["3", "4"]})
+    assert texts(prompt) == [("user", row["query"])]
+
+
+def test_a_question_that_names_the_answers_is_read(out: Path) -> None:
+    row = {"question": "Is it red?", "prompt": "Is it red? Answer yes or no"}
+    assert texts(one(out, row | {"answer": "no"})) == [("user", row["prompt"])]
+
+
 def test_columns_that_no_prompt_holds_are_counted(out: Path) -> None:
     rows = [
         said(f"{n}?", "Yes.", id=str(n), note="keep", width=640, empty="")
