@@ -14,7 +14,7 @@ from typing import IO, Any
 from vlmdistill.pipelines.media.images import kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, one_line
-from vlmdistill.stores.json_text import KeyCheckingDecoder
+from vlmdistill.stores.json_text import MOST_DEPTH, KeyCheckingDecoder
 
 MOST_ROW = 2**26  # bytes, with images in base64; 2**26 brackets take 2 GB of memory
 MOST_SKIPPED = 2**30  # bytes of a longer line that are read to find the next one
@@ -53,7 +53,8 @@ def rows_of(file: IO[bytes], path: Path) -> Iterator[TextRow]:
 def loads(text: str) -> Any:
     """The value of JSON text.
 
-    ValueError or RecursionError if it is none; BadRowError if an object in it has a key with two values.
+    ValueError or RecursionError if it is none; BadRowError if it is nested deeply, or an object in it has a
+    key with two values.
     """
     value, problem = _decoded(KeyCheckingDecoder(), text)
     if problem:
@@ -79,7 +80,9 @@ def _decoded(decoder: KeyCheckingDecoder, text: str) -> tuple[Any, BadRowError |
 
 def _problem(decoder: KeyCheckingDecoder) -> BadRowError | None:
     """What is wrong with what a decoder has read since the last call."""
-    key = decoder.repeated_key()
+    key, was_deep = decoder.repeated_key(), decoder.was_deep()
+    if was_deep:
+        return BadRowError("invalid JSON", f"nested more than {MOST_DEPTH} deep")
     if key is None:
         return None
     return BadRowError("a key twice", f"'{key}' has two values")
@@ -203,7 +206,7 @@ class _Array:
     def _item(self) -> Any:
         """The item at this place: it ends before a comma or bracket, since `12` may go on as `123`."""
         while True:
-            self._json.repeated_key()  # of an item whose text was not complete
+            _problem(self._json)  # of an item whose text was not complete
             try:
                 value, end = self._json.raw_decode(self._text, self._at)
                 end = _past_blanks(self._text, end)

@@ -44,7 +44,7 @@ TOOLS = (
 CONTENT_KEYS = ("content", "value", "text")
 TEMPLATED = re.compile(
     r"<\|im_start\|>(?:system|user|assistant)|<\|start_header_id\|>(?:system|user|assistant)"
-    r"|<start_of_turn>(?:user|model)|\A\s*(?:<s>)?\s*\[INST\]"
+    r"|<start_of_turn>(?:user|model)|\A\s*+(?:<s>\s*+)?\[INST\]"
 )
 """Where a text has turns, as chat templates write them: targets read their marks as the marks of turns."""
 

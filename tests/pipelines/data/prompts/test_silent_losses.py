@@ -87,6 +87,17 @@ def test_a_request_with_messages_and_input_loses_neither() -> None:
     assert conversation.unread == ("input",)
 
 
+def test_columns_beside_the_body_of_a_request_are_read_or_named() -> None:
+    body = {"messages": [{"role": "user", "content": "What is this?"}]}
+    beside = {"image": "1.jpg", "system": "Be brief.", "note": "a text"}
+    request = {"custom_id": "1", "body": body, **beside}
+    conversation = formats.conversation(Row("rows.json", "rows", 1, request), "chat")
+    system, user = conversation.messages
+    assert system["content"][0]["text"] == "Be brief."
+    assert [part["type"] for part in user["content"]] == ["image", "text"]
+    assert conversation.unread == ("note",)
+
+
 @pytest.mark.parametrize(
     "column",
     [
@@ -909,6 +920,32 @@ def test_objects_without_a_question_are_no_questions(out: Path) -> None:
 )
 def test_long_texts_in_markdown_are_read_in_time(out: Path, text: str) -> None:
     assert imported(out, said(text, "Done.")).added == 1
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "blanks", [" " * 300_000, "\n" * 300_000], ids=["spaces", "lines"]
+)
+def test_blanks_in_a_question_are_read_in_time(out: Path, blanks: str) -> None:
+    rows = [
+        said(f"{blanks}Why?"),
+        {"question": f"Which{blanks}of them?", "hint": "H.", "choices": ["x", "y"]},
+    ]
+    assert imported(out, *rows).added == 2
+
+
+@pytest.mark.parametrize("form", ["lines", "array", "column"])
+def test_a_value_that_is_nested_deeply_costs_its_row_alone(
+    tmp_path: Path, out: Path, form: str
+) -> None:
+    deep = "[" * 600 + "]" * 600
+    rows = [f'{{"question": "Why?", "more": {deep}}}', json.dumps(TALK)]
+    if form == "column":
+        rows[0] = json.dumps({"conversations": f'[{{"from": {deep}}}]'})
+    text = f"[{','.join(rows)}]" if form == "array" else "\n".join(rows)
+    (tmp_path / "rows.json").write_text(text)
+    summary = import_prompts([str(tmp_path / "rows.json")], out)
+    assert (summary.added, sum(summary.skipped.values())) == (1, 1)
 
 
 def test_a_source_without_a_usable_row_is_no_success_beside_another(
