@@ -282,6 +282,8 @@ class _Harvest(ImportGate):
             raise BadRowError("no conversation")
         row = replace(exchange.row, value={"messages": messages}, dataset=self.dataset)
         conversation = formats.conversation(row, CHAT)
+        if conversation.trimmed:
+            raise BadRowError("no question", "the conversation begins with a response")
         turns = [dict(message) for message in conversation.messages]
         if turns[-1]["role"] != "user":
             raise BadRowError(

@@ -134,8 +134,9 @@ def _written(value: Any) -> Any:
 
 def _has_line(question: str, text: str) -> bool:
     """Whether a question has a text as a line, maybe after a name and a colon, a label or a bullet."""
+    blanks = r"[^\S\n]*+"
     label = r"\w[\w ]*:|\(?\w{1,2}[.):\]]|[-*\N{BULLET}]"
-    line = rf"^[ \t]*({label})?\s*{re.escape(text.strip())}\s*$"
+    line = rf"^{blanks}({label})?{blanks}{re.escape(text.strip())}{blanks}$"
     return re.search(line, question, re.MULTILINE) is not None
 
 
@@ -227,10 +228,9 @@ def _without_letter(letter: str, choice: str) -> str:
 def _require_no_choices(row: Row) -> None:
     """BadRowError if choices are of a form that is not read, and the question does not have them."""
     question = "\n".join(_texts(row, QUESTIONS).values())
-    has_small = len(_texts_and_numbers(row, SMALL_LETTERS)) == len(SMALL_LETTERS)
+    others = _choices_under_other_names(row)
     for name, choices in row.items():
-        is_small = has_small and name in SMALL_LETTERS
-        if not is_small and not _may_be_choices(name, choices):
+        if name not in others and not _may_be_choices(name, choices):
             continue
         if not has_content(_parsed_list(choices)):
             continue
@@ -239,6 +239,17 @@ def _require_no_choices(row: Row) -> None:
         raise BadRowError(
             "choices", f"'{name}': give a list of texts, or columns A, B and so on"
         )
+
+
+def _choices_under_other_names(row: Row) -> tuple[str, ...]:
+    """Columns that are choices beside others: `a` and `b`, or `answers` and the number of one."""
+    if len(_texts_and_numbers(row, SMALL_LETTERS)) == len(SMALL_LETTERS):
+        return SMALL_LETTERS
+    answers, number = row.get("answers"), row.get("label")
+    if not isinstance(answers, list) or not isinstance(number, int):
+        return ()
+    is_one_of_them = len(answers) > 1 and 0 <= number < len(answers)
+    return ("answers",) if is_one_of_them else ()
 
 
 def _may_be_choices(name: Any, value: Any) -> bool:

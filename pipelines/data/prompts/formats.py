@@ -52,6 +52,8 @@ UNSEEN = ("audio", "audios", "wav", "mp3", "flac", "pdf", "pdfs")
 """Columns, or endings in an archive, of what no target sees."""
 OF_A_PROMPT = {"key", "split", MESSAGES, "augmentation", "augmentation_text"}
 """Columns that only the prompts file of a workspace has together."""
+OF_A_REQUEST = ("custom_id", "method", "url", "body")
+"""Columns of a batch file. Others are as those of the body."""
 CHAT_URLS = ("chat/completions", "/responses")
 """Ends of the URLs that a batch's requests may have."""
 
@@ -107,7 +109,9 @@ class OpenAIBatch:
         url = row.get("url")
         if isinstance(url, str) and not url.endswith(CHAT_URLS):
             raise BadRowError("no conversation", f"a request to {url}")
-        body = {name: value for name, value in row["body"].items() if name != "model"}
+        beside = {name: row[name] for name in row if name not in OF_A_REQUEST}
+        body = {**beside, **row["body"]}
+        body.pop("model", None)
         if isinstance(body.get("instructions"), str):
             body = {SYSTEM_COLUMN: body.pop("instructions"), **body}
         if MESSAGES not in body and isinstance(body.get("input"), list):

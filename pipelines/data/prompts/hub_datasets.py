@@ -200,6 +200,10 @@ def _saved_rows(folder: Path, split: str) -> Iterator[Row]:
                 f"no split '{split}': write {folder}@SPLIT, with one of {', '.join(data)}"
             )
         data = data[split]
+    elif split and split != str(data.split):
+        raise DataError(
+            f"no split '{split}': {folder} holds one alone, {data.split or 'without a name'}"
+        )
     yield from _rows_of(data)
 
 

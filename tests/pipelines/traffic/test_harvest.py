@@ -677,6 +677,27 @@ def test_the_converter_of_the_page_makes_lines_that_are_read(
     assert prompt_table.read(workspace.prompts)[0].time == NOW
 
 
+def test_a_conversation_that_begins_with_a_response_is_dropped(
+    workspace: Workspace,
+) -> None:
+    """The server has read the response, and a prompt without it is another one."""
+    request = asked("Q 0?")
+    request["messages"].insert(0, {"role": "assistant", "content": "Hello."})
+    made = taken(workspace, [exchange(0, request=request), exchange(1)])
+    assert (made.kept, made.dropped) == (1, {"no question": 1})
+
+
+def test_a_line_that_is_nested_deeply_costs_itself_alone(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    line = json.dumps(exchange(0)).removesuffix("}")
+    deep = "[" * 600 + "]" * 600
+    text = f'{line}, "metadata": {deep}}}\n{json.dumps(exchange(1))}\n'
+    (tmp_path / "log.jsonl").write_text(text)
+    made = harvest(workspace, [str(tmp_path / "log.jsonl")])
+    assert (made.kept, sum(made.dropped.values())) == (1, 1)
+
+
 def test_a_damaged_line_costs_itself_alone(
     workspace: Workspace, tmp_path: Path
 ) -> None:

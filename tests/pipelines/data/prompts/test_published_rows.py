@@ -152,6 +152,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "MedMCQA": ({"question": "Which?", "opa": "x", "opb": "y", "cop": 1}, "choices"),
     "HellaSwag": ({"query": "A man", "ending0": "x", "ending1": "y"}, "choices"),
+    "ReClor": (
+        {
+            "context": "C.",
+            "question": "Which?",
+            "answers": ["w", "x", "y", "z"],
+            "label": 2,
+        },
+        "choices",
+    ),
     "small letters": ({"question": "Which?", "a": "x", "b": "y"}, "choices"),
     "other names": ({"question": "Which?", "answer_choices": ["x", "y"]}, "choices"),
     "EgoSchema without videos": (

@@ -33,6 +33,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts.formats import Format
 from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import read
+from vlmdistill.pipelines.data.prompts.sources import read as read_rows
 from vlmdistill.stores.errors import DataError
 
 
@@ -154,6 +155,19 @@ def test_values_of_several_types_in_a_column_are_what_they_are_in_json(
         [str(folder / "rows.parquet" if form == "parquet" else folder)], again
     )
     assert contents(again) == expected
+
+
+@pytest.mark.parametrize("split", ["train", None])
+def test_a_saved_dataset_has_no_other_split_than_its_own(
+    tmp_path: Path, split: str | None
+) -> None:
+    folder = str(tmp_path / "saved")
+    rows = {"question": ["Why?"]}
+    datasets.Dataset.from_dict(rows, split=split).save_to_disk(folder)
+    with pytest.raises(DataError, match="no split 'test'"):
+        list(read_rows(f"{folder}@test"))
+    own = f"@{split}" if split else ""
+    assert len([*read_rows(f"{folder}{own}")]) == 1
 
 
 @pytest.mark.parametrize("name", ["llava.json", "rows.jsonl", "rows.parquet"])
