@@ -185,6 +185,7 @@ class RowMedia:
         self.columns = {name for kind in KINDS for name in filled[kind]}
         if self._of["video"].media:
             self.columns |= {*SAMPLING_COLUMNS}
+        self.tag_in_response = ""
         self.unread = Unread()
 
     def __bool__(self) -> bool:
@@ -278,7 +279,7 @@ class RowMedia:
         """The parts of media that no placeholder shows, which come first as in LLaVA.
 
         None if parts and turns have the same files. BadRowError if they have others, or if placeholders show
-        only some.
+        only some, or are in responses alone.
         """
         parts = []
         for kind, placement in self._of.items():
@@ -291,6 +292,11 @@ class RowMedia:
                         f"{count} of the row: keep one of them",
                     )
             elif placement.shown == 0:
+                if placement.media and self.tag_in_response:
+                    raise BadRowError(
+                        f"{kind} of a response",
+                        f"no question has {self.tag_in_response}, but a response does",
+                    )
                 parts += [self.part(kind, {}, file) for file in placement.media]
             elif placement.shown != count:
                 shown = f"{placement.shown} <{kind}> in the text"
@@ -310,6 +316,12 @@ class RowMedia:
             )
         placement.in_order += 1
         return placement.media[placement.in_order - 1]
+
+
+def placeholder_in(text: str) -> str:
+    """The first placeholder of a text; empty if it has none."""
+    match = PLACEHOLDER.search(text)
+    return match[0].strip() if match else ""
 
 
 def split_at_placeholders(text: str) -> Iterator[str | re.Match[str]]:

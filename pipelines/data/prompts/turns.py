@@ -19,6 +19,7 @@ from vlmdistill.pipelines.data.prompts.row_media import (
     Kind,
     Part,
     RowMedia,
+    placeholder_in,
     read_file,
     split_at_placeholders,
     unread_names,
@@ -134,6 +135,8 @@ class MessageReader:
             raise BadRowError(
                 "chat template in the text", f"{templated[0]}: write turns with roles"
             )
+        if is_response and not self.media.tag_in_response:
+            self.media.tag_in_response = placeholder_in(text)
         if is_response or not ("<" in text or "[" in text):
             return [{"type": "text", "text": text}] if text else []
         return self._parts_at_placeholders(text, media)

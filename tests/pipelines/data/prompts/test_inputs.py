@@ -362,7 +362,8 @@ def test_earlier_turns_that_are_no_pairs_are_not_left_out(
 
 
 def test_a_tag_in_a_response_is_text(out: Path) -> None:
-    prompt = one(out, said("What is this?", "An <image> tag.", image="1.jpg"))
+    row = said("<image>\nWhat is this?", "An <image> tag.", image="1.jpg")
+    prompt = one(out, row)
     assert [part["type"] for part in prompt.messages[0]["content"]] == ["image", "text"]
     assert prompt.reference == "An <image> tag."
     later = one(

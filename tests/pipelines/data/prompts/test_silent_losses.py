@@ -997,3 +997,28 @@ def test_a_prompts_file_is_no_source_since_rows_lose_their_split(
     for source in (copy, copy.parent):
         with pytest.raises(DataError, match="prompt of a workspace"):
             import_prompts([str(source)], tmp_path / "other.parquet")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        said("Draw a wall.", "<image>", images=["1.jpg"]),
+        said("Draw a wall.", "Look: <image>", video="1.mp4"),
+        {"texts": [{"user": "Draw it.", "assistant": "<image>"}], "images": ["1.jpg"]},
+        {"question": "Draw a wall.", "answer": "<image 1>", "image_1": "1.jpg"},
+        {
+            "messages": [
+                {"role": "user", "content": "Draw a wall."},
+                {"role": "assistant", "content": [{"type": "text", "text": "<image>"}]},
+            ],
+            "images": ["1.jpg"],
+        },
+    ],
+    ids=["LLaVA", "video", "pairs", "columns", "chat"],
+)
+def test_an_image_of_a_response_is_not_shown_in_the_question(
+    out: Path, row: dict[str, Any]
+) -> None:
+    reason, detail = refused(out, row)
+    assert reason in ("image of a response", "video of a response")
+    assert "<image" in detail
