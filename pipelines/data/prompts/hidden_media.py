@@ -64,7 +64,8 @@ class HiddenMediaError(BadRowError):
 def kind_of_column(name: str, value: Any) -> str:
     """Whether a column such as `image_id` or `video_url` names an image or a video; empty if not."""
     match = NAMING_COLUMN.fullmatch(name)
-    if match is None or not value or value == -1:
+    is_zero = value == 0 and not isinstance(value, bool)  # the first of some
+    if match is None or not (value or is_zero) or value == -1:
         return ""
     return "video" if match["film"] or match["vid"] else "image"
 

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from vlmdistill.pipelines.data.prompts.hidden_media import (
     TYPE_KEYS,
     is_about_media,
+    kind_of_column,
     media_kind,
     names_part_of_video,
 )
@@ -128,7 +129,8 @@ def _has_content(name: Any, value: Any) -> bool:
     if isinstance(value, str | bytes | list | dict):
         return has_content(value)
     is_number = isinstance(value, int | float) and value not in (0, -1)
-    return is_number and is_about_media(str(name))
+    names_media = bool(kind_of_column(str(name), value))
+    return names_media or (is_number and is_about_media(str(name)))
 
 
 def media_columns(row: Mapping[str, Any], kind: Kind) -> list[str]:

@@ -141,6 +141,8 @@ def test_no_question_loses_the_picture_of_an_unknown_key(
     "column",
     [
         {"image_id": 458752},
+        {"image_index": 0},
+        {"video_id": 0.0},
         {"imageId": "n161313"},
         {"image_url": "https://example.org/7"},
         {"Video Name": "clip_7"},
@@ -154,7 +156,10 @@ def test_no_question_loses_the_picture_that_a_column_names_by_a_number(
     reason, detail = refused(out, {"question": "What is this?", **column})
     assert (reason[-17:], name in detail) == ("in another column", True)
     shown = {"question": "What is this?", "image": "1.jpg", **column}
-    assert not imported(out.with_name("shown.parquet"), shown).hidden_media
+    summary = imported(out.with_name("shown.parquet"), shown)
+    assert (summary.hidden_media, summary.unread_columns) == ({}, {name: 1})
+    nested = {"question": "What is this?", "doc": [{"image_id": 0}]}
+    assert refused(out, nested)[0] == "image in another column"
 
 
 @pytest.mark.parametrize("value", [None, "", -1, [], float("nan"), False])
@@ -670,7 +675,8 @@ def test_a_sample_of_an_archive_has_no_key_twice(tmp_path: Path, out: Path) -> N
 
 def test_numbers_that_say_something_about_media_are_counted(out: Path) -> None:
     keys = {"image_id": 7, "duration": 2.5, "timestamp": 1764000000, "min_pixels": 64}
-    others = {"clip_id": "b", "score": 3, "height": 20, "image_index": 0}
+    keys["image_index"] = 0
+    others = {"clip_id": "b", "score": 3, "height": 20, "fps_of_camera": 0}
     row = said("<video>\nWhat moves?", "A ball.", video="1.mp4", **keys, **others)
     counted = imported(out, row).unread_columns
     assert counted == dict.fromkeys([*keys, "clip_id"], 1)
