@@ -72,6 +72,8 @@ class Conversation:
     """Columns with text, and keys of turns and parts, that were not used."""
     hidden: tuple[str, ...] = ()
     """Those of `unread` that hold or name images or videos."""
+    unshown: tuple[str, ...] = ()
+    """Placeholders that are text: images are missing there, if other rows have columns for them."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,8 @@ def conversation(
     parts = [part for message in messages for part in message["content"]]
     if not any(part["type"] in KINDS for part in parts):
         _require_nothing_hidden(located_turns.row, unread, reader)
-    elif reader.lines:
+        return replace(_trimmed(messages, unread), unshown=tuple(reader.unshown))
+    if reader.lines:
         raise BadRowError(
             "image count",
             f"the text has the line {reader.lines[0]}, but parts show the images and videos: remove it",
@@ -454,9 +457,14 @@ def _require_nothing_hidden(
         if named := kind_of_column(str(name), value) or kind_of_keys(value):
             raise HiddenMediaError(named, str(name))
     if reader.unplaced:
-        raise BadRowError(
-            "image count", f"the text has {reader.unplaced[0]}, and the row no media"
-        )
+        raise without_media(reader.unplaced[0])
+
+
+def without_media(placeholder: str) -> BadRowError:
+    """The problem of a text with a placeholder, in a row without images and videos."""
+    return BadRowError(
+        "image count", f"the text has {placeholder}, and the row no media"
+    )
 
 
 def _trimmed(messages: list[Message], unread: Unread) -> Conversation:

@@ -32,7 +32,11 @@ from vlmdistill.pipelines.data.prompts.prompt_table import (
     write,
 )
 from vlmdistill.pipelines.data.prompts.row import Row, located
-from vlmdistill.pipelines.data.prompts.row_media import MOST_SAMPLED, Sampling
+from vlmdistill.pipelines.data.prompts.row_media import (
+    MOST_SAMPLED,
+    Sampling,
+    has_media_columns,
+)
 from vlmdistill.pipelines.data.prompts.sources import read as read_rows
 from vlmdistill.pipelines.data.prompts.splitting import (
     Sides,
@@ -364,7 +368,7 @@ class _Import:
 
     def _take_all(self, rows: Iterator[Row], kind: Format) -> None:
         talks = ((row, self._conversation(row, kind)) for row in rows)
-        for chunk in self._chunks(talks):
+        for chunk in self._chunks(self._unshown_last(talks)):
             self.resolver.check_all(
                 (part, row.folders)
                 for row, talk in chunk
@@ -379,6 +383,26 @@ class _Import:
             self.progress(self.rows, 0)
             if not self.room:
                 return
+
+    def _unshown_last(self, talks: Iterator[Talk]) -> Iterator[Talk]:
+        """The rows of a source. Last come those with placeholders as text: in a source with images, or with
+        videos, they miss one.
+        """
+        waiting = []
+        has_media = False
+        for row, talk in talks:
+            columns = row.value if isinstance(row.value, Mapping) else {}
+            has_media = has_media or has_media_columns(columns)
+            if talk and talk.unshown:
+                waiting.append((row, talk))
+                self._texts[row.source] += _text_length(talk.messages)
+                self._require_memory(row.source)
+            else:
+                yield row, talk
+        for row, talk in waiting:
+            if has_media:
+                self._skip(row, formats.without_media(talk.unshown[0]))
+            yield row, None if has_media else talk
 
     def split_prompts(self, prompts: Mapping[str, Prompt]) -> dict[str, Prompt]:
         """The new prompts with their split, which stays for those that are in the file.

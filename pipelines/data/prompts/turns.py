@@ -68,16 +68,18 @@ class MessageReader:
 
     media: RowMedia
     counts_from_text: bool = True
-    """Whether `<image 1>`, or a line `<image>`, needs an image also in a row without any column for media."""
+    """Whether `<image 1>` needs an image also in a row without any column for media."""
     numbered: list[str] = field(default_factory=list)
     """Placeholders with a number, of a row without images and videos."""
     lines: list[str] = field(default_factory=list)
     """Placeholders that are the first or the last line of a text, where no column has images or videos."""
+    unshown: list[str] = field(default_factory=list)
+    """Placeholders that are ordinary text, since the row has no column for media."""
 
     @property
     def unplaced(self) -> list[str]:
         """Placeholders that need an image or a video, also in a row that shows none."""
-        return [*(self.lines if self.counts_from_text else ()), *self.numbered]
+        return [*self.lines, *self.numbered]
 
     def message(self, turn: Any) -> Message:
         """The message of a turn of either style: from/value or role/content."""
@@ -172,12 +174,12 @@ class MessageReader:
 
     def _shows(self, placeholder: re.Match[str], media: RowMedia) -> bool:
         """Whether a placeholder shows an image or a video; else it is ordinary text."""
-        if placeholder["number"] is None:
-            return media.tagged
-        if media:
+        is_numbered = placeholder["number"] is not None
+        if media or (media.tagged and not is_numbered):
             return True
-        if self.counts_from_text or media.tagged:
-            self.numbered.append(placeholder[0].strip())
+        is_text = not media.tagged and not (is_numbered and self.counts_from_text)
+        named = self.unshown if is_text else self.numbered
+        named.append(placeholder[0].strip())
         return False
 
 

@@ -141,7 +141,7 @@ def test_sharegpt_takes_tags_in_text_for_text(tmp_path: Path, out: Path) -> None
         said("Hello", "Hi", "And?", "Well"),
     ]
     import_prompts([write(tmp_path / "share.json", rows)], out)
-    assert read(out)[0].messages[0]["content"] == [
+    assert read(out)[-1].messages[0]["content"] == [
         {"type": "text", "text": "What does <image> mean in SVG?"}
     ]
 

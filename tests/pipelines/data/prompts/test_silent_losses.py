@@ -626,6 +626,10 @@ def test_many_rows_with_one_long_text_do_not_fill_memory(
             import_prompts([str(source)], out)
     few = Choices(limit=3)
     assert import_prompts([str(source)], out, choices=few).added == 3
+    waiting = [row | {"question": f"{row['question']} <image> here?"} for row in rows]
+    source = packed(tmp_path, "b.parquet", waiting)
+    with pytest.raises(DataError, match=r"b\.parquet.*repeat"):
+        import_prompts([str(source)], out)
 
 
 def test_long_texts_are_taken_a_few_at_once(
@@ -1028,3 +1032,43 @@ def test_an_image_of_a_response_is_not_shown_in_the_question(
     reason, detail = refused(out, row)
     assert reason in ("image of a response", "video of a response")
     assert "<image" in detail
+
+
+ASIDE = "What is in <image> here?"
+"""A question that misses its image, if other rows of its source have one."""
+
+
+@pytest.mark.parametrize(
+    ("text_row", "picture"),
+    [
+        (chat({"type": "text", "text": ASIDE}), chat(WHAT, images=["1.jpg"])),
+        ({"question": ASIDE}, {"question": "What is this?", "image": "1.jpg"}),
+        (said(ASIDE, "A wall."), said("What is this?", "A wall.", image="1.jpg")),
+        ({"question": ASIDE}, said("What is this?", "A wall.", image="1.jpg")),
+    ],
+    ids=["chat", "columns", "LLaVA", "mixed"],
+)
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_tag_is_no_text_in_a_source_whose_other_rows_have_images(
+    out: Path, text_row: dict[str, Any], picture: dict[str, Any], is_last: bool
+) -> None:
+    rows = [picture, text_row] if is_last else [text_row, picture]
+    summary = imported(out, *rows)
+    assert (summary.added, summary.skipped) == (1, {"image count": 1})
+    alone = imported(out.with_name("alone.parquet"), text_row, TALK)
+    assert (alone.added, alone.skipped) == (2, {})
+
+
+def test_a_tag_is_no_text_in_a_folder_with_images(tmp_path: Path, out: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    rows = [said(ASIDE, "A wall."), said("What is this?", "A wall.", image="1.jpg")]
+    packed(folder, "a.jsonl", rows)
+    choices = Choices(images=tmp_path)
+    summary = import_prompts([str(folder)], out, choices=choices)
+    assert (summary.added, summary.skipped) == (1, {"image count": 1})
+
+
+def test_the_line_of_a_tag_in_a_chat_is_no_text(out: Path) -> None:
+    row = chat({"type": "text", "text": "<image>\nWhat is this?"})
+    assert refused(out, row)[0] == "image count"
