@@ -14,6 +14,7 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Any
 
+from vlmdistill.pipelines.data.prompts.hidden_media import media_kind
 from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError
 
@@ -49,7 +50,8 @@ def has_question(row: Row) -> bool:
 def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
     """The turns that the columns of a row make, and the columns that were read.
 
-    BadRowError if several question columns differ, or if choices or earlier turns cannot be read.
+    BadRowError if several question columns differ, if choices or earlier turns cannot be read, or if choices
+    are images.
     """
     questions = _questions(row)
     question = max(questions.values(), key=len)
@@ -60,6 +62,10 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
         )
     details = _details(row)
     choices, choice_columns = _choices(row, question)
+    if any(map(media_kind, choices.values())):
+        raise BadRowError(
+            "choices", f"{', '.join(choice_columns)}: choices are text, not images"
+        )
     lines = [question]
     lines += [text for text in details.values() if not _has_line(question, text)]
     if not _has_choices(question, choices):

@@ -161,6 +161,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "choices",
     ),
+    "images as choices": (
+        {"question": "Which one follows?", "image": A, "options": ["0.png", "1.png"]},
+        "choices",
+    ),
+    "images as text": ({"question": "Which?", "options": "['0.png', '-']"}, "choices"),
+    "columns of images": (
+        {"question": "Which?", "A": "0.png", "B": "1.png"},
+        "choices",
+    ),
+    "data URLs as choices": (
+        {
+            "question": "Which?",
+            "choices": ["none", "data:image/png;base64,iVBORw0KGgo="],
+        },
+        "choices",
+    ),
     "small letters": ({"question": "Which?", "a": "x", "b": "y"}, "choices"),
     "other names": ({"question": "Which?", "answer_choices": ["x", "y"]}, "choices"),
     "EgoSchema without videos": (
