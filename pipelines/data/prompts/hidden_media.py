@@ -34,13 +34,16 @@ NAMING_COLUMN = re.compile(
 QUOTED = re.compile(r"\"([^\"\n]++)\"|'([^'\n]++)'")
 MEDIA_WORDS = (
     "image images img imgs picture pictures photo photos video videos clip clips frame frames nframes fps "
-    "segment segments bound bounds range start end begin timestamp timestamps duration crop pixels "
-    "resized"
+    "segment segments bound bounds range start end begin stop from to offset time realtime tstart tend "
+    "timestamp timestamps duration crop pixels resized"
 )
 """Words in names of columns that say something about media, or how to sample them."""
-PART_WORDS = "clip clips segment bound bounds range start end begin timestamps"
-UNIT_WORDS = "video time frame frames s sec secs second seconds ms"
+PART_WORDS = (
+    "clip clips segment bound bounds range start end begin stop tstart tend timestamps"
+)
+UNIT_WORDS = "video time frame frames t s sec secs second seconds ms"
 """Words beside those of `PART_WORDS` in names for a part of a video: `start_sec`, but not `clip_id`."""
+STOP = "stop"  # alone it may be texts that end a response
 FIRST_BYTES = {
     b"\xff\xd8\xff": "image",  # JPEG
     b"\x89PNG": "image",
@@ -96,6 +99,8 @@ def names_part_of_video(name: str) -> bool:
     """Whether a column such as `start_time` or `clip` may say which part of a video is meant."""
     words = _words(name)
     of_parts = {*PART_WORDS.split()}
+    if words == {STOP}:
+        return False
     return words <= {*of_parts, *UNIT_WORDS.split()} and not words.isdisjoint(of_parts)
 
 

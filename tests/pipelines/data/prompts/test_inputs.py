@@ -282,6 +282,9 @@ def test_sampling_of_a_row_that_is_overruled_need_not_make_sense(out: Path) -> N
         {"clip": [0, 5]},
         {"timestamps": [0.5, 1.5]},
         {"startTime": 1.5},
+        {"t_start": 1.5},
+        {"tstart": 0, "tend": 5},
+        {"start_time": 0, "stop_time": 5},
     ],
 )
 def test_a_part_of_a_video_is_refused(out: Path, keys: dict[str, Any]) -> None:
