@@ -45,11 +45,12 @@ PLACEHOLDER = re.compile(
     r"(?:[ \t]*\r?\n| )?"
 )
 FOREIGN_PLACEHOLDER = re.compile(
-    r"<image_placeholder>|<ImageHere>|<\|(?:image|video)_pad\|>|<\|vision_start\|>"
-    r"|<start_of_image>|<image_soft_token>|<IMG_CONTEXT>|<\|begin_of_(?:image|video)\|>"
-    r"|<(?:img|Img|IMG)>|\[(?:img|Img|IMG|image|Image|IMAGE|video|Video|VIDEO)\]"
-    r"|</(?:image|Image|IMAGE|video|Video|VIDEO)>|<vila/(?:image|video)>"
-    r"|<ref-object>|<bbox>"  # of ms-swift, which takes them from the column `objects`
+    r"<\|?(?:image|img|video|vision|media)_?(?:placeholder|here|pad|start|end|context|(?:soft_)?token)\|?>"
+    r"|<im_(?:start|end|patch)>|<start_of_image>|<\|begin_of_(?:image|video)\|>"
+    r"|<\|?img\|?>|\[(?:img|image|video)\]|</(?:image|video)>|<(?:image|video)\s*/>"
+    r"|<vila/(?:image|video)>"
+    r"|<ref-object>|<bbox>",  # of ms-swift, which takes them from the column `objects`
+    re.IGNORECASE,
 )
 ON_ITS_OWN_LINE = re.compile(
     r"\A\s*(<(?:image|video)>)[ \t]*\r?\n|\n[ \t]*(<(?:image|video)>)\s*\Z"
