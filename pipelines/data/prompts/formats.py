@@ -17,6 +17,7 @@ from vlmdistill.pipelines.data.prompts.hidden_media import (
     HiddenMediaError,
     kind_of_column,
     kind_of_keys,
+    media_kind,
 )
 from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.row import Row, has_content
@@ -454,7 +455,10 @@ def _require_nothing_hidden(
         name, kind = next(iter(unread.hidden.items()))
         raise HiddenMediaError(kind, name)
     for name, value in row.items():
-        if named := kind_of_column(str(name), value) or kind_of_keys(value):
+        named = kind_of_column(str(name), value) or kind_of_keys(value)
+        if name == "id":  # which is never unread
+            named = named or media_kind(value)
+        if named:
             raise HiddenMediaError(named, str(name))
     if reader.unplaced:
         raise without_media(reader.unplaced[0])

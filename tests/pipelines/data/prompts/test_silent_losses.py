@@ -110,6 +110,7 @@ def test_columns_beside_the_body_of_a_request_are_read_or_named() -> None:
         {"pages": ["first", "second.png"]},
         {"file": {"content_type": "image/png", "url": "s3://bucket/7"}},
         {"input": "1.jpg"},
+        {"id": "0.png"},
         {"upload": {"mimeType": "image/png", "url": "blob:7"}},
         {"sent": {"contentType": "image/png", "url": "blob:7"}},
     ],
@@ -210,6 +211,7 @@ def test_texts_without_a_picture_stay_prompts(out: Path) -> None:
         "question": "What is a JPEG?",
         "topic": "files such as 1.jpg\nand 2.jpg",
         "source": "https://example.org/page",
+        "id": "wiki/1.txt",
         "score": "AAAA",
     }
     assert imported(out, row).added == 1
