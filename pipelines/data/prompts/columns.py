@@ -55,7 +55,8 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
     """
     questions = _questions(row)
     question = max(questions.values(), key=len)
-    if any(text.strip() not in question for text in questions.values()):
+    others = (text for text in questions.values() if text != question)
+    if not all(_has_words(question, text) for text in others):
         raise BadRowError(
             "several questions",
             f"in the columns {', '.join(questions)}: keep one of them",
@@ -136,6 +137,12 @@ def _written(value: Any) -> Any:
     """A number or a truth value as text, all else as it is, also NaN."""
     is_number = isinstance(value, bool | int | float | Decimal) and value == value
     return str(value) if is_number else value
+
+
+def _has_words(question: str, text: str) -> bool:
+    """Whether a question has a text that does not begin or end inside one of its words."""
+    edge = r"(?:(?<!\w)|(?!\w))"
+    return re.search(edge + re.escape(text.strip()) + edge, question) is not None
 
 
 def _has_line(question: str, text: str) -> bool:

@@ -335,6 +335,7 @@ def test_a_list_of_frames_is_refused_and_a_size_is_counted(out: Path) -> None:
         ({"question": "Which?", "A": "one", "B": "two", "answer": "B"}, "Which?\nA. one\nB. two"),
         ({"question": "Is it (A) one or (B) two?", "options": ["one", "two"]}, "Is it (A) one or (B) two?"),
         ({"question": "Who?", "query": "Answer shortly: Who?"}, "Answer shortly: Who?"),
+        ({"question": "Who?", "query": "Who?Answer shortly."}, "Who?Answer shortly."),
     ],
 )  # fmt: skip
 def test_all_columns_of_a_question_are_asked(
@@ -519,9 +520,10 @@ def test_columns_that_are_filled_with_null_are_none_at_all(out: Path) -> None:
 
 
 def test_two_different_questions_are_refused(out: Path) -> None:
-    reason, detail = refused(out, {"question": "Who?", "prompt": "Where?"})
-    assert reason == "several questions"
-    assert "question, prompt" in detail
+    for text, other in (("Who?", "Where?"), ("a", "Banana?"), ("ana?", "Banana?")):
+        reason, detail = refused(out, {"question": text, "prompt": other})
+        assert reason == "several questions"
+        assert "question, prompt" in detail
 
 
 def test_a_question_that_ends_with_the_response_of_the_row_is_refused(
