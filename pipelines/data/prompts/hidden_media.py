@@ -34,14 +34,14 @@ NAMING_COLUMN = re.compile(
 QUOTED = re.compile(r"\"([^\"\n]++)\"|'([^'\n]++)'")
 MEDIA_WORDS = (
     "image images img imgs picture pictures photo photos video videos clip clips frame frames nframes fps "
-    "segment segments bound bounds range start end begin stop from to offset time realtime tstart tend "
+    "segment segments bound bounds range start end begin stop from to offset realtime moment tstart tend "
     "timestamp timestamps duration crop pixels resized"
 )
-"""Words in names of columns that say something about media, or how to sample them."""
+"""Words in names of columns that say something about media, or how to sample them, as `UNIT_WORDS` do."""
 PART_WORDS = (
     "clip clips segment bound bounds range start end begin stop tstart tend timestamps"
 )
-UNIT_WORDS = "video time frame frames t s sec secs second seconds ms"
+UNIT_WORDS = "video time frame frames t ts s sec secs second seconds ms"
 """Words beside those of `PART_WORDS` in names for a part of a video: `start_sec`, but not `clip_id`."""
 STOP = "stop"  # alone it may be texts that end a response
 FIRST_BYTES = {
@@ -92,7 +92,7 @@ def _words(name: str) -> frozenset[str]:
 
 def is_about_media(name: str) -> bool:
     """Whether a column may say something about images or videos, by its name."""
-    return not _words(name).isdisjoint(MEDIA_WORDS.split())
+    return not _words(name).isdisjoint(f"{MEDIA_WORDS} {UNIT_WORDS}".split())
 
 
 def names_part_of_video(name: str) -> bool:

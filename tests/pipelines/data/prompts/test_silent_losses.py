@@ -690,7 +690,7 @@ def test_a_sample_of_an_archive_has_no_key_twice(tmp_path: Path, out: Path) -> N
 def test_numbers_that_say_something_about_media_are_counted(out: Path) -> None:
     keys = {"image_id": 7, "duration": 2.5, "timestamp": 1764000000, "min_pixels": 64}
     keys |= {"image_index": 0, "time": 4, "query_time": 4, "realtime": 4.5, "offset": 3}
-    keys |= {"from": 1, "to": 5, "stop": 5}
+    keys |= {"from": 1, "to": 5, "stop": 5, "moment": 4, "ts": 4, "seconds": 4}
     others = {"clip_id": "b", "score": 3, "height": 20, "fps_of_camera": 0}
     row = said("<video>\nWhat moves?", "A ball.", video="1.mp4", **keys, **others)
     counted = imported(out, row).unread_columns
