@@ -140,7 +140,10 @@ class Chat:
 
 
 class ShareGPT:
-    """Turns of human and gpt, or pairs of user and assistant, in one of several columns."""
+    """Turns of human and gpt, or pairs of user and assistant, in one of several columns.
+
+    LLaVA's are the same, with images or videos in columns and placeholders for them in the text.
+    """
 
     format: Format = "sharegpt"
 
@@ -161,16 +164,6 @@ class ShareGPT:
         return None
 
 
-class LLaVA(ShareGPT):
-    """The same with images or videos in columns, and placeholders for them in the text."""
-
-    format: Format = "llava"
-
-    def matches(self, row: Columns) -> bool:
-        """Whether a row has turns, and a column for media."""
-        return has_media_columns(row) and super().matches(row)
-
-
 class Questions:
     """A question, with a response and more in columns."""
 
@@ -189,7 +182,6 @@ class Questions:
 FORMATS: tuple[RowFormat, ...] = (
     OpenAIBatch(),
     Chat(),
-    LLaVA(),
     ShareGPT(),
     Questions(),
 )
@@ -231,9 +223,6 @@ class _FormatSearch:
     unread_row: Row | None = None  # the first row that could not be read
     damaged: tuple[Row, BadRowError] | None = None  # the first one with a damaged turn
     has_media: bool = False  # columns for images or videos
-    has_turns: bool = (
-        False  # which are ShareGPT's, unless a later row makes them LLaVA's
-    )
 
     def look(self, row: Row, ask: str | None) -> None:
         """Take one more row into account."""
@@ -251,21 +240,13 @@ class _FormatSearch:
             return
         row_has_media = row.problem is None and has_media_columns(row.value)
         self.has_media |= row_has_media
-        if row_format is None:
-            name: Format | None = "hf" if row_has_media and ask else None
-        else:
-            name = row_format.format
-        if name == "sharegpt":
-            self.has_turns = True
-        elif name == "hf" and self.has_turns:
-            self.decided = "sharegpt"
-        else:
-            self.decided = name
+        if row_format is not None:
+            self.decided = row_format.format
+        elif row_has_media and ask:
+            self.decided = "hf"
 
     def undecided(self) -> Format:
         """The format when no row decides; DataError if there is none."""
-        if self.has_turns:
-            return "sharegpt"
         if self.damaged:
             row, problem = self.damaged
             raise DataError(f"{self.source}: {row}: {problem}")
