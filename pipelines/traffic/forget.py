@@ -16,7 +16,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TypeVar
 
 from vlmdistill.pipelines.bench import records, unfinished
 from vlmdistill.pipelines.bench.deleted import harvested
@@ -32,19 +33,31 @@ from vlmdistill.pipelines.traffic.harvest import (
     unlisted,
     unnamed,
 )
+from vlmdistill.pipelines.workspace.parts import RECORDS
 from vlmdistill.pipelines.workspace.workspace import (
     Workspace,
     being_written,
     lock_file,
     only_writer,
 )
+from vlmdistill.stores.backends.backend import STAGING
 from vlmdistill.stores.backends.clock import SKEW, beyond, mark
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.backends.locks import lock
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.backends.remote import remove_unsent
+from vlmdistill.stores.backends.remote import Remote, remove_unsent
+from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.manifest import ANNEXES, COMMITS, SHARDS, STORE
+from vlmdistill.stores.manifest import (
+    ANNEXES,
+    CACHE,
+    COMMITS,
+    HEADS,
+    SHARDS,
+    STATS,
+    STORE,
+    VIEWS,
+)
 from vlmdistill.stores.schema import utc
 from vlmdistill.stores.sharing.retention import Expired, expire
 from vlmdistill.stores.store import Store
@@ -53,8 +66,11 @@ PARTS = ("prompts", "responses", "reports", "traffic")
 """Of a workspace, which may hold texts."""
 NO_TRAFFIC = ("drafters", "images")
 """Folders of a workspace whose files `forget` leaves, and which may have links."""
-NO_STORES = ("features", MEDIA, *NO_TRAFFIC)
-"""Folders of a workspace at a URL in which no other store is looked for."""
+OF_STORES = frozenset(
+    (STORE, COMMITS, LEDGER, SHARDS, HEADS, VIEWS, CACHE, STATS, ANNEXES, STAGING)
+)
+"""What a store has in its folder."""
+P = TypeVar("P", bound=PurePath)
 PAGES = "*.html"  # in the folder of reports
 LOCKS = ".*.lock"  # see `lock_file`
 CLOCK = ".clock"  # its time is that of the last deletion
@@ -210,11 +226,14 @@ def _require_no_links(workspace: Workspace) -> None:
     def stays(link: Path) -> bool:
         if not written.isdisjoint(link.parents):
             return True
-        return not link.is_file() and not _is_below(link.resolve(), roots)
+        # Not `resolve`, which fails on a link to itself.
+        target = Path(os.path.realpath(link))
+        return not link.is_file() and not _is_below(target, roots)
 
     folders = [path for path in searched if path.name not in NO_TRAFFIC]
     inside = [path for folder in folders for path in _paths_below(folder)]
-    links = [path for path in inside if path.is_symlink() and stays(path)]
+    paths = [*workspace.root.glob("*"), *inside]
+    links = [path for path in paths if path.is_symlink() and stays(path)]
     if workspace.prompts.is_symlink():
         links.insert(0, workspace.prompts)
     if links:
@@ -225,10 +244,10 @@ def _require_no_links(workspace: Workspace) -> None:
 
 
 def _is_below(path: Path, roots: Iterable[Path]) -> bool:
-    """Whether a path without links lies below one of the folders, and not in a hidden one."""
+    """Whether a path without links lies below one of the folders, and is searched."""
     for root in roots:
         if path.is_relative_to(root):
-            return path == root or path.relative_to(root).parts[0][0] != "."
+            return path == root or path.relative_to(root).parts[0] != RECORDS
     return False
 
 
@@ -322,47 +341,67 @@ def _remove_responses(
 
 def _other_responses(workspace: Workspace) -> list[Path]:
     """Folders of responses in the workspace, of `--out`, beside its own."""
-    return sorted(_folders_with(workspace, dataset.SETTINGS) - {workspace.responses})
+    files = [path for path in _paths_of(workspace) if path.name == dataset.SETTINGS]
+    return sorted({file.parent for file in files} - {workspace.responses})
 
 
 def _other_stores(workspace: Workspace) -> list[Path]:
     """Stores in the workspace's folder, of `--store` and copies, beside its own."""
     own = workspace.root / "features"
-    # Without its record, a store has these.
-    lost = _folders_with(workspace, COMMITS) & _folders_with(workspace, SHARDS)
-    return sorted(
-        folder
-        for folder in (_folders_with(workspace, STORE) | lost) - {own}
-        if ANNEXES not in folder.relative_to(workspace.root).parts
-    )
+    stores = _stores_among(_paths_of(workspace))
+    return sorted(store for store in stores - {own} if not _is_annex(store, stores))
 
 
-def _folders_with(workspace: Workspace, record: str) -> set[Path]:
-    """The folders in the workspace that have a file or folder of this name."""
-    inside = [path for folder in _folders(workspace) for path in _paths_below(folder)]
-    files = [*workspace.root.glob(record), *inside]
-    return {file.parent for file in files if file.name == record}
+def _stores_among(paths: Iterable[P]) -> set[P]:
+    """The folders that are stores by what they hold, and annexes of stores."""
+    holders: dict[str, set[P]] = {STORE: set(), COMMITS: set(), SHARDS: set()}
+    for path in paths:
+        if path.name in holders:
+            holders[path.name].add(path.parent)
+    # Without its record, a store has the others.
+    return holders[STORE] | holders[COMMITS] & holders[SHARDS]
+
+
+def _is_annex(folder: PurePath, stores: Collection[PurePath]) -> bool:
+    """Whether a store is part of another one."""
+    return folder.parent.name == ANNEXES and folder.parent.parent in stores
+
+
+def _paths_of(workspace: Workspace) -> Iterator[Path]:
+    """All files and folders of the workspace."""
+    yield from workspace.root.glob("*")
+    for folder in _folders(workspace):
+        yield from _paths_below(folder)
 
 
 def _folders(workspace: Workspace) -> list[Path]:
-    """The folders of the workspace, each of which may be a link; hidden ones are this program's own."""
-    return [path for path in workspace.root.glob("[!.]*") if path.is_dir()]
+    """The folders of the workspace, each of which may be a link; see `parts` for the one that is left out."""
+    paths = workspace.root.glob("*")
+    return [path for path in paths if path.is_dir() and path.name != RECORDS]
 
 
 def _stores_at_url(workspace: Workspace) -> list[str]:
     """The same at the URL, if the workspace is at one."""
     if not workspace.parts:
         return []
-    remote = workspace.parts.remote
-    # The largest folders have no stores, or are the workspace's own.
-    names = {*remote.list_names("")} - {*PARTS, *NO_STORES}
-    stores = list[str]()
-    for name in sorted(names):
-        for file in remote.list_files(name):
-            *folders, leaf = file.split("/")
-            if leaf == STORE and ANNEXES not in folders:
-                stores.append("/".join([workspace.parts.url, name, *folders]))
-    return stores
+    own = PurePosixPath("features")
+    stores = _stores_among(_paths_at_url(workspace.parts.remote, own))
+    return sorted(
+        "/".join([workspace.parts.url, *store.parts])
+        for store in stores
+        if store != own and not _is_annex(store, stores)
+    )
+
+
+def _paths_at_url(remote: Remote, own_store: PurePosixPath) -> Iterator[PurePosixPath]:
+    """All files and folders at the URL of the workspace, without those of its own store, the most."""
+    names = {*remote.list_names("")} - {str(own_store)}
+    folders = {PurePosixPath(name) for name in names}
+    inside = {*remote.list_names(str(own_store))} - OF_STORES
+    for folder in folders | {own_store / name for name in inside}:
+        for file in remote.list_files(str(folder)):
+            path = folder / file
+            yield from (path, *path.parents)
 
 
 @dataclass(frozen=True)

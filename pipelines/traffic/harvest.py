@@ -486,13 +486,16 @@ def _prompts(workspace: Workspace) -> list[Prompt]:
 
 
 def _media_files(workspace: Workspace) -> dict[str, int]:
-    """The files of harvested media on this machine and, of a workspace at a URL, there: names and bytes."""
-    folder = workspace.root / MEDIA
-    paths = folder.iterdir() if folder.is_dir() else ()
-    local = {path.name: path.stat().st_size for path in paths}
+    """The files of harvested media on this machine and, of a workspace at a URL, there: names and bytes.
+
+    Folders beside them are the user's.
+    """
+    paths = (workspace.root / MEDIA).glob("*")
+    local = {path.name: path.stat().st_size for path in paths if not path.is_dir()}
     if not workspace.parts:
         return local
-    return {**workspace.parts.remote.list_files(MEDIA), **local}
+    listed = workspace.parts.remote.list_files(MEDIA)
+    return {name: size for name, size in listed.items() if "/" not in name} | local
 
 
 def _sweep(workspace: Workspace) -> dict[str, int]:

@@ -523,14 +523,16 @@ def test_responses_and_stores_under_other_names_in_the_workspace_lose_it_too(
     workspace: Workspace,
 ) -> None:
     root = workspace.root
-    for folder in (root, root / "of" / "june"):
+    names = ("", "of/june", ".hidden", "annexes", "harvested")
+    folders = [root / name for name in names]
+    for folder in folders:
         shutil.copytree(workspace.responses, folder / "greedy")
         shutil.copytree(workspace.features, folder / "int8")
     shutil.copytree(workspace.responses, root, dirs_exist_ok=True)
     forgotten = forget(workspace, 30 * DAY)
-    assert (forgotten.responses, forgotten.samples) == (12, 2)
+    assert (forgotten.responses, forgotten.samples) == (21, 2)
     assert dataset.keys(root) == dataset.keys(workspace.responses)
-    for folder in (root, root / "of" / "june"):
+    for folder in folders:
         left = dataset.keys(folder / "greedy")
         assert left == dataset.keys(workspace.responses)
         assert len(Store.open(folder / "int8")) == 1
@@ -550,13 +552,34 @@ def test_a_store_that_has_lost_its_record_is_no_success(
     assert forget(workspace, 30 * DAY).samples == 2
 
 
+STORES_AT_URL = (
+    "features",
+    "int8",
+    "of/june",
+    "features/june",
+    *(
+        f"{folder}/of/june"
+        for folder in (
+            "annexes",
+            "drafters",
+            "harvested",
+            "images",
+            "prompts",
+            "reports",
+            "responses",
+            "traffic",
+        )
+    ),
+)
+
+
 def test_other_stores_at_the_url_of_the_workspace_lose_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path / "cache"))
     here = Workspace.of("demo-small", f"memory://{tmp_path.name}/runs")
     assert here.parts
-    paths = [f"{here.parts.url}/{name}" for name in ("features", "int8", "of/june")]
+    paths = [f"{here.parts.url}/{name}" for name in STORES_AT_URL]
     for path in paths:
         with make(path).writer("a") as writer:
             for number, when in enumerate((OLD, NEW)):
@@ -601,21 +624,36 @@ def test_links_of_the_users_that_lead_to_nothing_that_would_stay_are_allowed(
     (mine / "run-1").mkdir(parents=True)
     shutil.copytree(workspace.responses, workspace.root / "of" / "june")
     (tmp_path / "notes").touch()
-    targets = ("run-1", "run-0", "../of/june", "..", str(tmp_path / "notes"))
+    targets = (
+        "run-1",
+        "run-0",
+        "latest-2",
+        "../of/june",
+        "..",
+        str(tmp_path / "notes"),
+    )
     for number, target in enumerate(targets):
         (mine / f"latest-{number}").symlink_to(target)
     assert forget(workspace, 30 * DAY).responses == 6
     assert not raw(workspace, "Zebedee")
 
 
-@pytest.mark.parametrize("target", ["../.aside", "../../../elsewhere", "../../../gone"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("june", "../../gone"),
+        ("of/june", "../../gone"),
+        ("of/june", "../../elsewhere"),
+        ("of/june", ".parts"),
+    ],
+)
 def test_a_link_to_a_folder_that_is_not_searched_is_no_success(
-    workspace: Workspace, tmp_path: Path, target: str
+    workspace: Workspace, tmp_path: Path, name: str, target: str
 ) -> None:
-    mine = workspace.root / "of"
-    mine.mkdir()
-    (mine / "june").symlink_to(target)
-    for folder in (workspace.root / ".aside", tmp_path / "elsewhere"):
+    link = workspace.root / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(workspace.root / target)
+    for folder in (workspace.root / ".parts", tmp_path / "elsewhere"):
         folder.mkdir()
     with pytest.raises(DataError, match="symbolic link"):
         forget(workspace, 30 * DAY)
