@@ -280,9 +280,12 @@ def read(
     """The latest selected evaluations of a workspace for a page in `out`, by default `reports/index.html`.
 
     Raises:
-        DataError: There are no evaluations, or a JSON file in their folder is not one.
+        DataError: There are no evaluations, or a JSON file in their folder is not one; or `out` is in the
+            workspace where `forget` does not look for pages.
         StoreError: `where` has a mistake.
     """
+    if out is not None:
+        _require_place(workspace, out)
     reports = workspace.reports
     selected = selection.latest(reports, workspace.model, where)
     served = sorted(selected.server_results, key=lambda result: result.evaluation.name)
@@ -343,19 +346,26 @@ def make(
 ) -> ReportPage:
     """Read as `read` does, and write the page.
 
-    For a page in the workspace, nothing that it shows is deleted meanwhile. DataError if `out` is in the
-    workspace where `forget` does not look for pages.
+    For a page in the workspace, nothing that it shows is deleted meanwhile.
     """
-    is_inside = out is None or out.resolve().is_relative_to(workspace.root.resolve())
-    if out is not None and is_inside and not _is_page_of(workspace, out):
-        raise DataError(
-            f"--out {out}: in a workspace, pages are {workspace.reports}/NAME.html: `forget` removes those "
-            "that show what is deleted"
-        )
+    is_inside = out is None or _is_inside(workspace, out)
     with only_writer(workspace.reports, wait=True) if is_inside else nullcontext():
         report = read(workspace, out, where)
         write(report.html, report.page)
     return report
+
+
+def _require_place(workspace: Workspace, out: Path) -> None:
+    """DataError if a report, of any format, would be in the workspace where `forget` looks for no pages."""
+    if _is_inside(workspace, out) and not _is_page_of(workspace, out):
+        raise DataError(
+            f"--out {out}: in a workspace, reports are {workspace.reports}/NAME.html: `forget` removes those "
+            "that show what is deleted"
+        )
+
+
+def _is_inside(workspace: Workspace, file: Path) -> bool:
+    return file.resolve().is_relative_to(workspace.root.resolve())
 
 
 def _is_page_of(workspace: Workspace, file: Path) -> bool:

@@ -416,12 +416,15 @@ def test_a_page_that_is_written_meanwhile_is_removed(
     assert not raw(held_out, "Zebedee")
 
 
-@pytest.mark.parametrize("name", ["page.html", "reports/a/page.html", "reports/page"])
+@pytest.mark.parametrize(
+    "name", ["page.html", "reports/a/page.html", "reports/page", "reports/page.json"]
+)
 def test_a_page_is_not_written_where_it_would_stay(
     workspace: Workspace, name: str
 ) -> None:
-    with pytest.raises(DataError, match=r"NAME\.html"):
-        page.make(workspace, workspace.root / name)
+    for step in (page.make, page.read):  # of a page, and of a table
+        with pytest.raises(DataError, match=r"NAME\.html"):
+            step(workspace, workspace.root / name)
 
 
 def test_prompts_that_were_read_before_a_deletion_are_not_answered_after_it(
