@@ -33,6 +33,7 @@ Meta = Mapping[str, str | int | float | bool | None]
 TIME = "time"
 """The meta column that says when a sample was asked, in seconds since 1970: `store gc --older-than`."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+MOST_DAYS = 100_000  # of a length of time; a wait can be little longer
 
 # Bounds of what is read: far beyond any target, and small enough to compute with.
 Size = Annotated[int, Bounds(ge=1, le=1 << 17)]  # of a vector
@@ -348,4 +349,7 @@ def seconds(text: str, option: str) -> float:
             f"{option} '{text}': write a number with s, m, h, d or w, such as 30d"
         )
     number, unit = match.groups()
-    return float(number) * UNITS[unit]
+    length = float(number) * UNITS[unit]
+    if length > MOST_DAYS * UNITS["d"]:
+        raise DataError(f"{option} '{text[:20]}': give at most {MOST_DAYS}d")
+    return length

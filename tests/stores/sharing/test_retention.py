@@ -171,8 +171,9 @@ def test_the_command_deletes_by_age_and_refuses_what_is_no_age(
         129600,
         604800,
     ]
-    with pytest.raises(DataError, match="--age"):
-        seconds("-1d", "--age")
+    for text in ("-1d", "100001d", "9" * 400 + "d"):
+        with pytest.raises(DataError, match="--age"):
+            seconds(text, "--age")
 
 
 def test_a_sample_of_the_future_is_told_after_the_others_are_deleted(
