@@ -1,5 +1,7 @@
 """Files at URLs, and their copies on this machine: `s3://bucket/a/1.png` is `<cache>/s3/bucket/a/1.png`.
 
+So is `s3a://bucket/a/1.png`.
+
 The cache is the folder in VLMDISTILL_CACHE, else `vlmdistill` in XDG_CACHE_HOME or ~/.cache.
 """
 
@@ -15,6 +17,8 @@ from vlmdistill.stores.errors import DataError, StoreError, one_line
 
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
 """Of object stores, not of the web."""
+NAMED_AS = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
+"""The same object stores under one protocol each."""
 VARIABLE = "VLMDISTILL_CACHE"
 
 
@@ -38,7 +42,7 @@ def copy_of(url: str) -> Path:
         raise DataError(
             f"{url} names no object that can be copied: give a URL such as s3://bucket/name"
         )
-    return cache().joinpath(protocol, *names)
+    return cache().joinpath(NAMED_AS.get(protocol, protocol), *names)
 
 
 def address(path: str | Path) -> str:

@@ -16,7 +16,8 @@ from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.media.frames import check_unchanged, media_file
 from vlmdistill.pipelines.media.images import MediaError
-from vlmdistill.pipelines.media.urls import at_hand
+from vlmdistill.pipelines.media.urls import address, at_hand, copy_of
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 
 def rows(folder: Path, image: str = "") -> str:
@@ -87,6 +88,29 @@ def test_a_cache_behind_a_symbolic_link_is_the_same_cache(
     import_prompts([rows(tmp_path)], linked.prompts)
     ((file,),) = (prompt.files for prompt in prompt_table.read(linked.prompts))
     assert file.startswith(f"{runs}/demo-small/images/")
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("s3", ["s3a"]), ("gs", ["gcs"]), ("az", ["abfs", "abfss"])]
+)
+def test_a_bucket_has_one_copy_under_all_its_protocols(
+    name: str, others: list[str]
+) -> None:
+    for other in others:
+        copy = copy_of(f"{other}://bucket/runs/demo")
+        assert copy == copy_of(f"{name}://bucket/runs/demo")
+        assert address(copy) == f"{name}://bucket/runs/demo"
+
+
+def test_a_workspace_is_the_same_under_all_protocols_of_its_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_CACHE", str(tmp_path))
+    first, second = (
+        Workspace.of("demo-small", f"{protocol}://bucket/runs")
+        for protocol in ("s3", "s3a")
+    )
+    assert first == second
 
 
 def test_the_check_of_machines_keeps_files_that_the_driver_may_not_read(
