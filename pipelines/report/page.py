@@ -359,8 +359,8 @@ def _require_place(workspace: Workspace, out: Path) -> None:
     """DataError if a report, of any format, would be in the workspace where `forget` looks for no pages."""
     if _is_inside(workspace, out) and not _is_page_of(workspace, out):
         raise DataError(
-            f"--out {out}: in a workspace, reports are {workspace.reports}/NAME.html: `forget` removes those "
-            "that show what is deleted"
+            f"--out {out}: in a workspace, reports are {workspace.reports}/NAME.html, where `forget` finds "
+            f"what shows deleted prompts: write it there, or outside of {workspace.root}"
         )
 
 
