@@ -38,6 +38,7 @@ from vlmdistill.pipelines.report.results import (
     DISTURBED,
     DrafterResult,
     ServerResult,
+    conditions,
     marked,
 )
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
@@ -303,19 +304,29 @@ def read(
 def _beside_present_weights(
     workspace: Workspace, results: Sequence[DrafterResult]
 ) -> list[DrafterResult]:
-    """The results, the latest first, with a remark where a drafter has other weights than its last one."""
-    last: dict[str, str] = {}  # by drafter, when it was measured
+    """The results, the latest first, with a remark where a drafter has other weights now.
+
+    Not where a later one under the same conditions tells what the drafter does now.
+    """
+    last: dict[tuple[object, ...], str] = {}  # when it was measured
     for result in results:
-        last.setdefault(result.drafter, result.evaluation.measured)
-    weights_of = {name: _present_weights(workspace, name) for name in last}
+        last.setdefault(_measured_alike(result), result.evaluation.measured)
+    names = {result.drafter for result in results}
+    weights_of = {name: _present_weights(workspace, name) for name in names}
     remarked = []
     for result in results:
         measured, present = result.evaluation.weights, weights_of[result.drafter]
-        is_last = result.evaluation.measured == last[result.drafter]
+        is_last = result.evaluation.measured == last[_measured_alike(result)]
         if is_last and measured and present and measured != present:
             result = replace(result, remarks=(OTHER_WEIGHTS,))
         remarked.append(result)
     return remarked
+
+
+def _measured_alike(result: DrafterResult) -> tuple[object, ...]:
+    """Equal for results of a drafter that one group ranks at one temperature."""
+    settings = conditions(result.evaluation).values()
+    return result.drafter, result.temperature, *settings
 
 
 def _present_weights(workspace: Workspace, name: str) -> str | None:

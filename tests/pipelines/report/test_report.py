@@ -721,21 +721,34 @@ def test_a_report_without_evaluations_names_the_command_to_run(
 def test_a_drafter_that_was_trained_again_is_said(
     workspace: Workspace, save: Save
 ) -> None:
-    """Unless there is a later evaluation of the present weights."""
+    """Unless a later evaluation under the same conditions is of the present weights."""
     folder = workspace.drafter("sparrow")
     folder.mkdir(parents=True)
     (folder / WEIGHTS).write_bytes(b"new")
     present = hashlib.sha256(b"new").hexdigest()
     save("sparrow", title="before", measured="2026-01-01 00:00:00", weights="old")
 
-    def said() -> bool:
-        (found,) = read(workspace).groups
-        return any("other weights" in text for text in found.warnings)
+    def said() -> list[bool]:
+        return [
+            any("other weights" in text for text in found.warnings)
+            for found in read(workspace).groups
+        ]
 
-    assert said()
-    later = {"title": "after", "measured": "2026-01-02 00:00:00"}
-    save("sparrow", stem="after", weights=present, **later)
-    assert not said()
+    assert said() == [True]
+    later = {"measured": "2026-01-02 00:00:00", "weights": present}
+    save("sparrow", measured_on_others(), stem="other prompts", **later)
+    assert said() == [False, True]
+    save("sparrow", stem="after", title="after", **later)
+    assert not any(said())
+
+
+def measured_on_others() -> Measurement:
+    """On prompts that no other evaluation has."""
+    at = measured()
+    others = [
+        dataclasses.replace(prompt, key=f"other {prompt.key}") for prompt in at.prompts
+    ]
+    return dataclasses.replace(at, prompts=tuple(others), shown=())
 
 
 def test_evaluations_of_servers_are_a_section_of_their_own(
