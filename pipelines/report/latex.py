@@ -157,6 +157,9 @@ def _table(groups: "Sequence[Group]") -> list[str]:
     by_temperature: dict[float, _Methods] = {}
     results_of_sets = dict(_sets(groups))
     has_seeds = False
+    measured: dict[str, set[tuple[str, ...]]] = {}  # by name, what has it
+    for result in (one for results in results_of_sets.values() for one in results):
+        measured.setdefault(result.name, set()).add(_version(result))
     for name, results in results_of_sets.items():
         names: dict[str, str] = {}  # of a result with a seed, the name of its row
         for compared in over_seeds(results):
@@ -172,7 +175,10 @@ def _table(groups: "Sequence[Group]") -> list[str]:
                     names[result.name] = row_name
         for result in results:
             methods = by_temperature.setdefault(result.temperature, {})
-            method = methods.setdefault(names.get(result.name, result.name), _Method())
+            own_name = result.name
+            if len(measured[own_name]) > 1:  # their mean would be of no drafter
+                own_name = " ".join(filter(None, (own_name, *_version(result))))
+            method = methods.setdefault(names.get(result.name, own_name), _Method())
             method.lossless &= result.evaluation.lossless
             method.sound &= not {*result.wrong_counts} - {NOT_LOSSLESS}
             method.ranked &= not result.unranked
@@ -189,6 +195,12 @@ def _table(groups: "Sequence[Group]") -> list[str]:
     caption = _caption(groups[0], by_temperature) + (SEEDS if has_seeds else "")
     alignment = "l" + "r" * 2 * len(columns)
     return _framed(caption, alignment, _header(columns), rows)
+
+
+def _version(result: "DrafterResult") -> tuple[str, ...]:
+    """What may differ between evaluations of one name on several sets."""
+    evaluation = result.evaluation
+    return evaluation.title, evaluation.tree, (evaluation.weights or "")[:8]
 
 
 def _cell(result: "DrafterResult") -> _Cell:

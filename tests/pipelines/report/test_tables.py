@@ -245,6 +245,26 @@ def test_latex_is_a_table_of_methods_and_sets(
     assert len(caption) < 150
 
 
+@pytest.mark.parametrize("other", [{"weights": "new"}, {"tree": "chain-7"}])
+def test_latex_has_no_mean_over_sets_of_different_drafters(
+    workspace: Workspace, report: Report, save: Save, other: dict[str, Any]
+) -> None:
+    """One was trained again between the sets, or had another tree."""
+    for file in workspace.reports.glob("*.json"):
+        file.unlink()
+    save("wren", on_sets({"a": 2}), weights="old")
+    save("wren", on_sets({"b": 3}), stem="later", **{"weights": "old", **other})
+    save("msd", on_sets({"a": 2}), weights="same")
+    save("msd", on_sets({"b": 3}), stem="msd later", weights="same")
+    table = report("--format", "latex").partition(r"\midrule")[2].splitlines()
+    rows = [line.split("&") for line in table if line.startswith(("wren", "msd"))]
+    means = {cells[0].strip(): cells[-1].strip(" \\") for cells in rows}
+    assert len(means) == 3
+    (mean,) = (mean for name, mean in means.items() if name == "msd")
+    assert "2.50" in mean
+    assert [mean for name, mean in means.items() if name != "msd"] == ["--"] * 2
+
+
 def test_csv_has_raw_numbers_of_all_prompts_and_of_groups(
     workspace: Workspace, report: Report
 ) -> None:
