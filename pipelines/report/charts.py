@@ -275,10 +275,11 @@ def _tau_mark(
     points = [(x, y)]
     note = f"tau {figures.tau:.2f}, decode speedup {figures.decode_speedup:.2f}"
     spans = []
-    if figures.intervals:
-        tau = figures.intervals["tau"]
-        speedup = figures.intervals["decode_speedup"]
+    tau = figures.intervals.get("tau")
+    speedup = figures.intervals.get("decode_speedup")
+    if tau:
         spans.append(_across(x_of, tau, y))
+    if speedup:
         spans.append(_upright(y_of, speedup, x))
     ideal = figures.budget.ideal
     values.append(ideal)

@@ -22,7 +22,7 @@ from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import records
-from vlmdistill.pipelines.bench.records import Measurement
+from vlmdistill.pipelines.bench.records import Measurement, Phases, PromptResult
 from vlmdistill.pipelines.report import charts
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.comparison import rank
@@ -338,6 +338,48 @@ def test_charts_are_whole_files(
         assert not re.search(r"href|url\(|@import|<script|var\(", text)
         assert "#1f5fbf" in text  # a color of the light page
     assert any("text_only" in file.name for file in files)
+
+
+def of_one_token(one: PromptResult) -> PromptResult:
+    """Without a cycle, except for the first prompt."""
+    if one.key == "k0":
+        return one
+    short: dict[str, Any] = {
+        "tokens": 1,
+        "calls": 0,
+        "passes": 0,
+        "accepted": 0,
+        "decode_seconds": 0.0,
+        "chain_tried": (),
+        "chain_accepted": (),
+    }
+    plain, drafted = replace(one.plain, **short), replace(one.drafted, **short)
+    return replace(one, plain=plain, drafted=drafted)
+
+
+def in_no_time(one: PromptResult) -> PromptResult:
+    none: dict[str, Any] = {
+        "seconds": 0.0,
+        "prefill_seconds": 0.0,
+        "decode_seconds": 0.0,
+        "phases": Phases(),
+    }
+    plain, drafted = replace(one.plain, **none), replace(one.drafted, **none)
+    return replace(one, plain=plain, drafted=drafted)
+
+
+@pytest.mark.parametrize("change", [of_one_token, in_no_time])
+def test_a_rate_without_an_interval_is_drawn(
+    workspace: Workspace,
+    report: Report,
+    tmp_path: Path,
+    change: Callable[[PromptResult], PromptResult],
+) -> None:
+    at = measured(count=12, noise=0.1)
+    at = in_sequence(replace(at, prompts=tuple(map(change, at.prompts))))
+    records.write(evaluation("short", at), workspace.reports / "short.json")
+    report("--plots", str(tmp_path / "plots"))
+    assert "short" in (workspace.reports / "index.html").read_text()
 
 
 def test_without_the_package_that_draws_them_the_extra_is_named(
