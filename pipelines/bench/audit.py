@@ -69,6 +69,9 @@ SLOW_BESIDE: Final = 1.3
 """A plain step beside drafters over one in another process, in which none is loaded; over the
 share of the CPU that the evaluation had."""
 STEPS: Final = 32  # of plain decoding that must be compared, at least
+FEW_STEPS: Final = 8
+"""Steps of a response below which they tell little: the first ones after a prefill take
+longer, and other programs take slices of time that are longer than all of them."""
 LONG_ENCODING: Final = 3.0  # likewise, of encoding,
 ENCODING: Final = 0.05  # besides these CPU seconds of each prompt
 LONG_OWN_STEP: Final = 2.0  # the target's own step over one of plain decoding,
@@ -492,14 +495,14 @@ class _Ratio:
 
     @classmethod
     def of_steps(cls, prompts: Iterable[PromptResult]) -> "_Ratio":
-        """Of responses with a second token, in CPU seconds on a CPU.
+        """Of responses with `FEW_STEPS` or more, in CPU seconds on a CPU.
 
         The spread is from the lower half of the logarithms, which a few slow responses leave as it is.
         """
         seconds, bare_seconds, logarithms = 0.0, 0.0, []
         for prompt in prompts:
             spent, calls = _decode_seconds(prompt.plain), prompt.plain.calls
-            if prompt.bare_step and spent and calls:
+            if prompt.bare_step and spent and calls >= FEW_STEPS:
                 seconds += spent
                 bare_seconds += calls * prompt.bare_step
                 logarithms.append(math.log(spent / calls / prompt.bare_step))

@@ -362,6 +362,34 @@ def test_a_loop_that_is_slow_in_a_part_of_the_responses_is_in_doubt(
     assert doubted(evaluation("wren", with_own_steps(at, slow_share)))
 
 
+def of_steps(steps: int, at: Measurement) -> Measurement:
+    """The same seconds of a step, in responses of plain decoding with so many."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        own = one.plain
+        decode_seconds = own.decode_seconds * steps / own.calls
+        plain = replace(
+            own,
+            tokens=1 + steps,
+            calls=steps,
+            passes=steps,
+            decode_seconds=decode_seconds,
+            seconds=own.prefill_seconds + decode_seconds,
+        )
+        return replace(one, plain=plain)
+
+    return in_sequence(changed(at, planted))
+
+
+@pytest.mark.parametrize(("steps", "tells"), [(1, False), (3, False), (8, True)])
+def test_few_steps_of_a_response_do_not_tell_of_a_slow_loop(
+    steps: int, tells: bool
+) -> None:
+    """The first ones after a prefill take longer than the target's own after the last."""
+    slow = of_steps(steps, with_own_steps(measured(), lambda one: 1.3))
+    assert bool(audit.slow_baseline(evaluation("wren", slow))) == tells
+
+
 @pytest.mark.parametrize(("prompts", "doubts"), [(7, False), (24, True)])
 def test_few_prompts_beside_other_programs_do_not_tell_of_less_work(
     prompts: int, doubts: bool
