@@ -625,13 +625,16 @@ def _odd_times(evaluation: Evaluation) -> Iterator[str]:
 
 
 def _long_own_steps(measurement: Measurement, where: str) -> Iterator[str]:
-    """The target's own steps, which no decoder's clock has, take far longer than those of plain decoding."""
+    """The target's own steps, which no decoder's clock has, take far longer than those of plain decoding.
+
+    Than the elapsed seconds, which are not less than the CPU seconds of the same steps.
+    """
     long, measured = 0, 0
     for prompt in measurement.prompts:
         plain = prompt.plain
-        if prompt.bare_step is not None and plain.calls:
+        if prompt.bare_step is not None and plain.calls >= FEW_STEPS:
             measured += 1
-            step = _decode_seconds(plain) / plain.calls
+            step = plain.decode_seconds / plain.calls
             long += prompt.bare_step > LONG_OWN_STEP * step
     if measured >= FEWEST and long > max(1, OFTEN * measured):
         yield (

@@ -902,6 +902,24 @@ def test_responses_that_are_prepared_in_the_own_steps_are_in_doubt(
     assert doubted(evaluation("wren", changed(at, planted))) == doubts
 
 
+@pytest.mark.parametrize("steps", [3, 104])
+@pytest.mark.parametrize("longer", [1.0, 10.0])
+def test_own_steps_are_compared_with_the_time_that_passed(
+    steps: int, longer: float
+) -> None:
+    """Other programs had the CPU during the prefill, so CPU seconds of the steps are not known."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.4 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.4 * one.drafted.seconds)
+        step = one.plain.decode_seconds / one.plain.calls
+        return replace(one, plain=plain, drafted=own, bare_step=longer * step)
+
+    made = evaluation("wren", changed(of_steps(steps, measured()), planted))
+    found = any("own step" in doubt for doubt in audit.doubts_of_run(made))
+    assert found == (steps > 3 and longer > 1)
+
+
 @pytest.mark.parametrize("device", ["CPU", "GPU"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_that_changes_the_target_is_a_failure(
