@@ -531,7 +531,7 @@ def _decode_seconds(decoded: Decoding) -> float:
 def _slow_target(evaluation: Evaluation) -> Iterator[str]:
     """Plain decoding is slower than `generate`, or than in the first evaluation on this machine."""
     now, earlier = baseline(evaluation), evaluation.earlier
-    if now.against_stock and now.against_stock < 1 / SLOW:
+    if now.against_stock and now.against_stock < 1 / _slow(evaluation, now):
         yield f"plain decoding is slower than model.generate: {now.against_stock:.2f} times as fast"
         return
     if earlier is None:
@@ -549,10 +549,10 @@ def _slow_target(evaluation: Evaluation) -> Iterator[str]:
         )
 
 
-def _slow(evaluation: Evaluation, now: Baseline, earlier: Baseline) -> float:
-    """How many times as slow plain decoding must be than earlier, beside `generate`, to be in doubt."""
+def _slow(evaluation: Evaluation, *baselines: Baseline) -> float:
+    """How many times as slow plain decoding must be to be in doubt: as `generate`, or as earlier."""
     least = SLOW_SHARED if _is_busy(evaluation) else SLOW
-    error = math.hypot(now.error, earlier.error)
+    error = math.hypot(*(baseline.error for baseline in baselines))
     return least * math.exp(ERRORS_OF_FEW * error)
 
 

@@ -844,6 +844,28 @@ def test_a_machine_of_uneven_speed_is_no_slow_target(
     assert doubted(replace(of_six(1, slower), earlier=before)) == doubts
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+@pytest.mark.parametrize("busy", [False, True])
+def test_plain_decoding_as_slow_as_a_machine_is_uneven_is_not_in_doubt(
+    noise: float, busy: bool
+) -> None:
+    """Compared with `generate`, as with an earlier evaluation."""
+
+    def is_doubted(slower: float) -> bool:
+        def planted(one: PromptResult) -> PromptResult:
+            sign = -1 if int(one.key[1:]) % 2 else 1
+            seconds = 1.5 / slower * float(np.exp(sign * noise))
+            return generated(seconds)(one)
+
+        at = changed(measured(count=6), planted)
+        made = evaluation("wren", beside_others(at) if busy else at)
+        return bool(audit.slow_baseline(made))
+
+    least = (1.5 if busy else 1.15) * np.exp(3 * noise / 5**0.5)
+    assert not is_doubted(0.95 * least)
+    assert is_doubted(1.2 * least)
+
+
 def without_a_drafter(at: Measurement, share: float) -> tuple[Again, ...]:
     """What two prompts take in a process that has loaded none: this share of what they took."""
     return tuple(
