@@ -65,9 +65,9 @@ SLOW_SHARED: Final = 1.5  # likewise, where other programs had a part of the CPU
 FEW_STOCK: Final = 3
 """Responses of `generate` below which the spread of its speed is not known,"""
 UNKNOWN_ERROR: Final = 0.15  # so that the logarithm of its mean has this error
-SLOW_BESIDE: Final = 1.3
-"""A plain step beside drafters over one in another process, in which none is loaded; over the
-share of the CPU that the evaluation had."""
+SLOW_BESIDE: Final = 1.25
+"""A plain step beside drafters over one in another process, in which none is loaded; besides
+three unknown errors, and over the root of the evaluation's share of the CPU."""
 STEPS: Final = 32  # of plain decoding that must be compared, at least
 FEW_STEPS: Final = 8
 """Steps of a response below which they tell little: the first ones after a prefill take
@@ -557,30 +557,27 @@ def _slow(evaluation: Evaluation, *baselines: Baseline) -> float:
 
 
 def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
-    """Plain steps take longer than in a process that has loaded no drafter yet."""
-    calls, step, step_alone = 0, 0.0, 0.0
-    prompts = []
+    """Plain steps take longer than in a process that has loaded no drafter yet.
+
+    The error is of machines, not of these steps: a drafter that slows some more than others could raise that.
+    """
+    steps, seconds, seconds_alone, prompts = 0, 0.0, 0.0, 0
     for again, prompt in _decoded_twice(evaluation):
-        if prompt.plain.calls and again.plain_step:
-            prompts.append(prompt)
-            calls += prompt.plain.calls
-            step += _decode_seconds(prompt.plain) / prompt.plain.calls
-            step_alone += again.plain_step
-    if calls < STEPS:
+        calls = prompt.plain.calls
+        if calls >= FEW_STEPS and again.plain_step:
+            prompts += 1
+            steps += calls
+            seconds += _decode_seconds(prompt.plain)
+            seconds_alone += calls * again.plain_step
+    if steps < STEPS:
         return
-    every_prompt = [
-        prompt
-        for measurement in evaluation.temperatures
-        for prompt in measurement.prompts
-    ]
-    # Both processes vary as much as steps of this one do, and the other's in one moment all alike.
-    error = _Ratio.of_steps(every_prompt).spread * math.sqrt(1 + 1 / len(prompts))
-    # Beside other programs caches are theirs, too, and CPU seconds differ by as much.
-    slow = SLOW_BESIDE / (_cpu_share(evaluation) or 1.0)
-    if step > slow * math.exp(ERRORS_OF_FEW * error) * step_alone:
+    slow = SLOW_BESIDE * math.exp(ERRORS_OF_FEW * UNKNOWN_ERROR / math.sqrt(prompts))
+    # Beside other programs caches are theirs, too, and CPU seconds differ.
+    slow /= math.sqrt(_cpu_share(evaluation) or 1.0)
+    if seconds > slow * seconds_alone:
         yield (
-            f"a step of plain decoding takes {step / step_alone:.2f} times as long as in a process that has "
-            "loaded no drafter"
+            f"a step of plain decoding takes {seconds / seconds_alone:.2f} times as long as in a process "
+            "that has loaded no drafter"
         )
 
 

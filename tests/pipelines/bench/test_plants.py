@@ -866,8 +866,10 @@ def test_plain_decoding_as_slow_as_a_machine_is_uneven_is_not_in_doubt(
     assert is_doubted(1.2 * least)
 
 
-def without_a_drafter(at: Measurement, share: float) -> tuple[Again, ...]:
-    """What two prompts take in a process that has loaded none: this share of what they took."""
+def without_a_drafter(
+    at: Measurement, share: float, prompts: int = 4
+) -> tuple[Again, ...]:
+    """What prompts take in a process that has loaded none: this share of what they took."""
     return tuple(
         Again(
             key=one.key,
@@ -875,11 +877,11 @@ def without_a_drafter(at: Measurement, share: float) -> tuple[Again, ...]:
             encoding=0.01,
             plain_step=share * one.plain.decode_seconds / one.plain.calls,
         )
-        for one in at.prompts[:2]
+        for one in at.prompts[:prompts]
     )
 
 
-@pytest.mark.parametrize("slower", [1.0, 1.15, 1.45, 2.1, 3.0])
+@pytest.mark.parametrize("slower", [1.0, 1.15, 1.5, 1.65, 2.1, 2.4, 3.0])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_drafter_that_slows_the_target_is_in_doubt_at_once(
     slower: float, busy: bool
@@ -892,7 +894,50 @@ def test_a_drafter_that_slows_the_target_is_in_doubt_at_once(
         beside_others(at) if busy else at,
         again=without_a_drafter(at, share),
     )
-    assert bool(audit.slow_baseline(made)) == (slower > (2.6 if busy else 1.3))
+    assert bool(audit.slow_baseline(made)) == (slower > (2.2 if busy else 1.56))
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_drafter_that_slows_some_steps_more_than_others_is_in_doubt(
+    busy: bool,
+) -> None:
+    """The spread that it causes itself excuses nothing."""
+    honest = measured()
+
+    def unevenly(one: PromptResult) -> float:
+        return 1.6 if int(one.key[1:]) % 2 else 4.0
+
+    # Its wrapper slows the target's own steps by chance, too.
+    at = with_own_steps(honest, unevenly)
+    own_step = np.mean([unevenly(one) for one in at.prompts])
+    at = changed(
+        at, lambda one: replace(one, bare_step=own_step * (one.bare_step or 0.0))
+    )
+    made = evaluation(
+        "wren",
+        beside_others(at) if busy else at,
+        again=without_a_drafter(honest, 0.5 if busy else 1.0),
+    )
+    assert audit.slow_baseline(made)
+
+
+@pytest.mark.parametrize(
+    ("slower", "doubts"), [(1.0, False), (1.5, False), (1.9, False), (2.1, True)]
+)
+def test_a_single_prompt_tells_only_of_a_target_of_half_the_speed(
+    slower: float, doubts: bool
+) -> None:
+    at = measured(count=1)
+    alone = without_a_drafter(at, 1 / slower)
+    assert bool(audit.slow_baseline(evaluation("wren", at, again=alone))) == doubts
+
+
+@pytest.mark.parametrize("steps", [3, 104])
+def test_few_steps_do_not_tell_of_a_drafter_that_slows_the_target(steps: int) -> None:
+    at = of_steps(steps, measured(count=40))
+    alone = without_a_drafter(at, 0.3, prompts=40)
+    made = evaluation("wren", at, again=alone)
+    assert bool(audit.slow_baseline(made)) == (steps > 3)
 
 
 @pytest.mark.parametrize(
