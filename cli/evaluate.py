@@ -403,6 +403,7 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
         for row in rows:
             if row.setdefault("not_ranked"):
                 row["speedup"] = None  # a number in doubt is not shown
+            row["temperature"] = f"{row['temperature']:g}"
         columns = list(selection.LISTED)
         lines = [[_cell(row[name]) for name in columns] for row in rows]
         console.rows(columns, lines)

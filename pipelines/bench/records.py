@@ -35,6 +35,7 @@ AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
 
 Record = TypeVar("Record")
 Count = Annotated[int, Meta(ge=0, le=10**15)]
+Name = Annotated[str, Meta(min_length=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Check = Literal["identical", "near_tie", "different"]
 PromptKind = Literal["text", "image", "images", "video"]
@@ -469,7 +470,7 @@ class Evaluation:
     """The record of the evaluation of one drafter."""
 
     format: Literal[3]
-    name: str
+    name: Name
     drafter: str  # the method
     tree: str
     parameters: Count

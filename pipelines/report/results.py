@@ -25,7 +25,7 @@ from vlmdistill.pipelines.bench.statistics import (
 from vlmdistill.stores import notebook
 
 E = TypeVar("E", Evaluation, ServedEvaluation)
-SEEDED: Final = re.compile(r"(.+)\.s(\d+)")
+SEEDED: Final = re.compile(r"(.+)\.s(\d{1,18})")
 """The name of a drafter, and the number of its seed."""
 DISTURBED: Final = "other programs had most of the CPU"
 NOT_LOSSLESS: Final = "it is not lossless"

@@ -265,6 +265,14 @@ def test_copies_of_one_prompt_are_said(copies: int, warned: bool) -> None:
     assert any("copies" in text for text in result.warnings) == warned
 
 
+def test_a_list_shows_a_temperature_that_is_nearly_0(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("wren", measured(2e-05))
+    assert main(["eval", "--list", "--runs", str(workspace.root.parent)]) == 0
+    assert "2e-05" in capsys.readouterr().out
+
+
 def test_a_list_shows_no_number_in_doubt(
     workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def damaged(change: Callable[[Any], object]) -> bytes:
         (damaged(lambda expected: expected.update(threads="one")), "threads"),
         (damaged(lambda expected: expected["target"].pop("family")), "family"),
         (damaged(lambda expected: expected.update(name=None)), "name"),
+        (damaged(lambda expected: expected.update(name="")), "- at `$.name`"),
         (damaged(lambda expected: expected.update(training=[])), "training"),
         (damaged(lambda expected: expected.update(temperatures={})), "temperatures"),
         (damaged(lambda expected: expected.update(temperatures=[])), "temperatures"),

@@ -54,6 +54,13 @@ def compared(**calls: tuple[int, ...]) -> OverSeeds:
     return of_temperature
 
 
+def test_digits_that_are_no_number_are_no_seed() -> None:
+    """Python reads no number of so many digits."""
+    names = ("good.s1", "good.s" + 5000 * "1")
+    (ranking,) = rank([evaluation(name, of_seed(30)) for name in names])
+    assert over_seeds(ranking.results) == []
+
+
 def test_a_row_has_the_mean_and_the_spread_over_seeds() -> None:
     found = compared(**CALLS)
     assert [drafter.name for drafter in found.drafters] == ["good", "bad"]
