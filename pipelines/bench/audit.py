@@ -80,7 +80,8 @@ SLOW_READS: Final = 1.5
 """A step over that of an earlier evaluation, which was not measured beside it."""
 FAST_PACE: Final = 2.0
 """The calibrated step over plain decoding's: other programs can only slow it down."""
-BETWEEN: Final = 0.003  # seconds that may pass between two decodings of a prompt
+BETWEEN: Final = 0.003
+"""Seconds that may pass between two decodings of a prompt, over the share of the CPU."""
 OF_TURNS: Final = 0.005  # share of all prompts' time that two clocks differ by
 ASLEEP: Final = 0.05  # share of the prompts during which a machine may sleep
 BACKWARDS: Final = 1.0  # seconds that the machine's clock may be set back
@@ -573,7 +574,7 @@ def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
         return
     slow = SLOW_BESIDE * math.exp(ERRORS_OF_FEW * UNKNOWN_ERROR / math.sqrt(prompts))
     # Beside other programs caches are theirs, too, and CPU seconds differ.
-    slow /= math.sqrt(_cpu_share(evaluation) or 1.0)
+    slow /= math.sqrt(_cpu_share(evaluation.temperatures) or 1.0)
     if seconds > slow * seconds_alone:
         yield (
             f"a step of plain decoding takes {seconds / seconds_alone:.2f} times as long as in a process "
@@ -650,7 +651,7 @@ def _fast_pace(
         if calibration.plain_step
     ]
     plain = measurement.prompts[0].plain
-    if not plain.calls or not steps:
+    if plain.calls < FEW_STEPS or not steps:
         return
     step = plain.decode_seconds / plain.calls
     if FAST_PACE * step < min(steps):
@@ -673,7 +674,8 @@ def _unaccounted_turns(measurement: Measurement, where: str) -> Iterator[str]:
     turns = every_turn[: len(every_turn) - asleep]
     passed, decoding = sum(map(_passed, turns)), sum(map(_spent, turns))
     decodings = sum(len(turn.seconds) for turn in turns)
-    allowed = OF_TURNS * passed + BETWEEN * decodings
+    between = BETWEEN / (_cpu_share([measurement]) or 1.0)
+    allowed = OF_TURNS * passed + between * decodings
     if abs(passed - decoding) > allowed:
         yield (
             f"the decodings{where} have {decoding:.1f} seconds, and {passed:.1f} passed by the machine's "
@@ -813,14 +815,14 @@ def first_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
 
 def _is_busy(evaluation: Evaluation) -> bool:
     """Whether other programs had a part of the CPU: caches are theirs then, too, and CPU seconds differ."""
-    return is_busy(_cpu_share(evaluation))
+    return is_busy(_cpu_share(evaluation.temperatures))
 
 
-def _cpu_share(evaluation: Evaluation) -> float | None:
+def _cpu_share(temperatures: Iterable[Measurement]) -> float | None:
     """Of all decodings; None on a GPU."""
     sides = [
         side
-        for measurement in evaluation.temperatures
+        for measurement in temperatures
         for prompt in measurement.prompts
         for side in (prompt.plain, prompt.drafted)
     ]

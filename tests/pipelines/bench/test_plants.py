@@ -492,6 +492,26 @@ def test_a_machine_may_sleep_during_few_prompts(prompts: int, doubts: bool) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("share", "seconds", "doubts"),
+    [(1.0, 0.015, False), (1.0, 0.022, True), (0.5, 0.022, False), (0.5, 0.03, True)],
+)
+def test_other_programs_may_run_between_decodings(
+    share: float, seconds: float, doubts: bool
+) -> None:
+    """What this one does there takes longer by its share of the CPU."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        turn = replace(one.turn, ended=one.turn.ended + seconds)
+        plain = replace(one.plain, cpu_seconds=share * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=share * one.drafted.seconds)
+        return replace(one, plain=plain, drafted=own, turn=turn)
+
+    at = changed(measured(), planted)
+    found = audit.doubts_of_run(evaluation("wren", at))
+    assert any("something else ran" in text for text in found) == doubts
+
+
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_prompts_that_are_decoded_several_times_are_in_doubt(times: int) -> None:
     """The fastest of these turns is in the record, and time passed meanwhile."""
@@ -648,6 +668,11 @@ def test_a_lone_record_that_is_faster_than_the_machine_is_in_doubt() -> None:
     scaled_at = in_sequence(changed(measured(), faster))
     made = evaluation("wren", scaled_at, calibrations=honest.calibrations)
     assert doubted(made)
+    # A single step may well take half of the median on a busy machine.
+    of_one_step = of_steps(1, scaled_at)
+    assert not audit.doubts_of_run(
+        replace(made, temperatures=(of_one_step,))
+    )
 
 
 def test_steps_after_a_long_prompt_take_longer_than_all_others() -> None:
