@@ -856,12 +856,15 @@ def _error_against_stock(evaluation: Evaluation) -> float:
 
 
 def _beside_stock(evaluation: Evaluation) -> tuple[list[Decoding], list[Stock]]:
-    """The responses of plain decoding and of `generate` to the prompts that both responded to."""
+    """The responses of plain decoding and of `generate` to the prompts that both responded to.
+
+    Of a single token there is nothing but the prefill, which is compared with the drafter's.
+    """
     plain: list[Decoding] = []
     stock: list[Stock] = []
     for measurement in evaluation.temperatures:
         for prompt in measurement.prompts:
-            if prompt.stock is not None:
+            if prompt.stock is not None and prompt.plain.calls:
                 plain.append(prompt.plain)
                 stock.append(prompt.stock)
     return plain, stock

@@ -7,6 +7,7 @@ caches, slowly and from step to step. Other programs take slices of time whose l
 variance is infinite.
 """
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -176,8 +177,9 @@ def prompt(
     """A prompt decoded by both sides and, sometimes, by the stock model; responses of about this length."""
     draw = machine.draw
     text = number % 5 == 4
+    spread = np.log(length / 6), np.log(5 * length)
     tokens, other_tokens = (
-        int(np.clip(np.exp(draw.normal(np.log(length), 0.3)), length / 6, 5 * length))
+        max(1, round(np.exp(np.clip(draw.normal(np.log(length), 0.3), *spread))))
         for _ in range(2)
     )
     if temperature == 0:
@@ -185,7 +187,7 @@ def prompt(
     sides = {
         "plain": response(tokens, tokens - 1, of_drafter=False),
         "drafted": response(
-            other_tokens, int((other_tokens - 1) / 3) + 1, of_drafter=True
+            other_tokens, math.ceil((other_tokens - 1) / 3), of_drafter=True
         ),
     }
     order = ["plain", "drafted"]
@@ -197,8 +199,11 @@ def prompt(
         between += machine.between()
         if side == "stock":
             machine.drifts()
-            cpu_N = machine.cpu_seconds(AGAINST_STOCK * STEP, machine.load.step, tokens)
-            spent = float(cpu_N.sum())
+            prefill = machine.cpu_seconds(PREFILL, machine.load.work)[0]
+            cpu_N = machine.cpu_seconds(
+                AGAINST_STOCK * STEP, machine.load.step, tokens - 1
+            )
+            spent = float(prefill + cpu_N.sum())
             elapsed = machine.elapsed(spent)
             stock = Stock(tokens=tokens, seconds=elapsed, cpu_seconds=spent)
             seconds.append(elapsed)
@@ -265,17 +270,31 @@ def calibration(machine: Machine) -> Calibration:
     )
 
 
+def cpu_step(decoded: Decoding) -> float | None:
+    """In CPU seconds, of which a step has the same share as the response."""
+    if not decoded.calls:
+        return None
+    cpu_share = (decoded.cpu_seconds or 0.0) / decoded.seconds
+    return cpu_share * decoded.decode_seconds / decoded.calls
+
+
 def measured_alone(made: Evaluation, machine: Machine) -> tuple[Again, ...]:
     """What a process takes that has loaded no drafter, of which the first prompts are decoded plainly."""
+    prompt_of = {
+        (at.temperature, prompt.key): prompt
+        for at in made.temperatures
+        for prompt in at.prompts
+    }
     every_again = []
     for place, again in enumerate(decoded_again(made)):
         machine.drifts()
         encoding = float(machine.cpu_seconds(ENCODING, machine.load.work)[0])
         again = replace(again, encoding=encoding)
         if place < PLAIN:
-            steps_N = machine.cpu_seconds(STEP, machine.load.step, LENGTH)
+            first = prompt_of[again.temperature, again.key]
+            plainly = decoded(first.plain, machine, STEP, first.kind == "text")
             again = replace(
-                again, plain_step=float(steps_N.mean()), plain_response="its own"
+                again, plain_step=cpu_step(plainly), plain_response="its own"
             )
         every_again.append(again)
     return tuple(every_again)
@@ -328,12 +347,15 @@ def alarms(made: Evaluation) -> set[str]:
     [QUIET, UNEVEN, DISTURBED, BUSY],
     ids=["quiet", "uneven", "disturbed", "busy"],
 )
-@pytest.mark.parametrize(("number", "length"), [(8, 24), (49, LENGTH), (100, LENGTH)])
+@pytest.mark.parametrize(
+    ("number", "length"),
+    [(8, 24), (49, LENGTH), (100, LENGTH), (1, LENGTH), (24, 3), (24, 1), (12, 2)],
+)
 def test_honest_evaluations_are_seldom_doubted(
     number: int, length: int, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repeating, "PROMPTS", 8)
-    draw = np.random.default_rng(number)
+    draw = np.random.default_rng((number, length))
     doubted, of_audit = 0, Counter[str]()
     for _ in range(TRIALS):
         found = alarms(honest(number, load, draw, length))

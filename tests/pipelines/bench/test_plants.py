@@ -670,9 +670,7 @@ def test_a_lone_record_that_is_faster_than_the_machine_is_in_doubt() -> None:
     assert doubted(made)
     # A single step may well take half of the median on a busy machine.
     of_one_step = of_steps(1, scaled_at)
-    assert not audit.doubts_of_run(
-        replace(made, temperatures=(of_one_step,))
-    )
+    assert not audit.doubts_of_run(replace(made, temperatures=(of_one_step,)))
 
 
 def test_steps_after_a_long_prompt_take_longer_than_all_others() -> None:
@@ -877,6 +875,13 @@ def test_a_machine_of_uneven_speed_is_no_slow_target(
     assert doubted(replace(of_six(1, slower), earlier=before)) == doubts
 
 
+def test_responses_of_a_single_token_are_not_compared_with_generate() -> None:
+    at = changed(of_steps(0, measured()), generated(0.05))
+    made = evaluation("wren", at)
+    assert audit.against_stock(made) is None
+    assert not audit.slow_baseline(made)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 @pytest.mark.parametrize("busy", [False, True])
 def test_plain_decoding_as_slow_as_a_machine_is_uneven_is_not_in_doubt(
@@ -942,7 +947,7 @@ def test_a_drafter_that_slows_some_steps_more_than_others_is_in_doubt(
 
     # Its wrapper slows the target's own steps by chance, too.
     at = with_own_steps(honest, unevenly)
-    own_step = np.mean([unevenly(one) for one in at.prompts])
+    own_step = float(np.mean([unevenly(one) for one in at.prompts]))
     at = changed(
         at, lambda one: replace(one, bare_step=own_step * (one.bare_step or 0.0))
     )
