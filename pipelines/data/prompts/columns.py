@@ -30,6 +30,7 @@ CHOICES_COLUMN = re.compile(
     r".*(choice|option|candidate)s.*|choice_list", re.IGNORECASE
 )
 SMALL_LETTERS = ("a", "b")  # of columns that are choices if a row has both
+LABEL = re.compile(r"\s*[(\[\uFF08]?(?P<letter>[A-Za-z])[.):\]\u3001\uFF0E\uFF09]\s*")
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
@@ -229,8 +230,16 @@ def _require_no_gap(letters: list[str]) -> None:
 
 
 def _without_letters(choices: Sequence[str]) -> dict[str, str]:
-    """Choices by their letters, which they may begin with."""
+    """Choices by their letters, without labels: of any form if all have theirs."""
     by_letter = lettered(choices)
+    labels = {letter: LABEL.match(by_letter[letter]) for letter in by_letter}
+    bare = {
+        letter: by_letter[letter][label.end() :]
+        for letter, label in labels.items()
+        if label and label["letter"].upper() == letter
+    }
+    if len(by_letter) > 1 and len([*filter(None, bare.values())]) == len(by_letter):
+        return bare
     return {letter: _without_letter(letter, by_letter[letter]) for letter in by_letter}
 
 
@@ -287,7 +296,7 @@ def _parsed_list(value: Any) -> Any:
     for parse in (_json_list, _python_list):
         try:
             return parse(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return value
 

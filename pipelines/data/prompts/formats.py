@@ -525,7 +525,7 @@ def _is_python_of_turns(text: str) -> bool:
     """Whether text is a list of turns as Python writes it, as pandas does in a CSV file."""
     try:
         items = ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return False
     return isinstance(items, list) and all(map(_is_turn, items))
 

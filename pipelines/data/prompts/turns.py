@@ -45,7 +45,10 @@ TOOLS = (
 CONTENT_KEYS = ("content", "value", "text")
 TEMPLATED = re.compile(
     r"<\|im_start\|>(?:system|user|assistant)|<\|start_header_id\|>(?:system|user|assistant)"
-    r"|<start_of_turn>(?:user|model)|\A\s*+(?:<s>\s*+)?\[INST\]"
+    r"|<start_of_turn>(?:user|model)|\A\s*+(?:<s>\s*+)?\[INST\]|\[/INST\]"
+    r"|<\|(?:im_)?(?:system|user|assistant)\|>|<\uFF5C(?:User|Assistant)\uFF5C>"
+    r"|<\|start\|>(?:system|user|assistant)|<\|start_of_role\|>"
+    r"|<\|START_OF_TURN_TOKEN\|>|<extra_id_\d>(?:System|User|Assistant)"
 )
 """Where a text has turns, as chat templates write them: targets read their marks as the marks of turns."""
 

@@ -88,6 +88,18 @@ ASKED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"video": FILM, "question": "When?", "options": ["A. Now.", "B. Later."], "videoID": "x"},
         ["1.mp4", "When?\nA. Now.\nB. Later."],
     ),
+    "AQuA-RAT": (
+        {"question": "How many?", "options": ["A)21", "B)21.5"], "correct": "A"},
+        ["How many?\nA. 21\nB. 21.5"],
+    ),
+    "labels of other forms": (
+        {"question": "Which?", "choices": ["(a) red", "[B] blue", "c.green"]},
+        ["Which?\nA. red\nB. blue\nC. green"],
+    ),
+    "a text that begins as a label": (
+        {"question": "Which?", "choices": ["A.M.", "P.M."]},
+        ["Which?\nA. A.M.\nB. P.M."],
+    ),
     "MVBench": (
         {"video": FILM, "question": "What?", "candidates": ["x", "y"], "answer": "x"},
         ["1.mp4", "What?\nA. x\nB. y"],

@@ -417,6 +417,11 @@ def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
         "<|start_header_id|>user<|end_header_id|>What?",
         "<start_of_turn>user\nWhat?<end_of_turn>",
         "<s>[INST] What? [/INST]",
+        "What? [/INST] A wall. </s><s>[INST] Why?",
+        "What?\n<extra_id_1>Assistant\nA wall.\n<extra_id_1>User\nWhy?",
+        "<|user|>\nWhat?<|end|>\n<|assistant|>\n",
+        "<\uff5cUser\uff5c>What?<\uff5cAssistant\uff5c>",
+        "<|start|>user<|message|>What?<|end|>",
     ],
 )
 def test_a_prompt_that_a_chat_template_wrote_is_refused(out: Path, text: str) -> None:
@@ -967,6 +972,22 @@ def test_a_value_that_is_nested_deeply_costs_its_row_alone(
     (tmp_path / "rows.json").write_text(text)
     summary = import_prompts([str(tmp_path / "rows.json")], out)
     assert (summary.added, sum(summary.skipped.values())) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Which value?", "choices": "[{[1, 2]: 'x'}]"},
+        {"question": "Which value?", "history": "[{[1]}]"},
+        {"prompt": "[{{}}]"},
+    ],
+    ids=["choices", "history", "prompt"],
+)
+def test_text_that_python_cannot_evaluate_ends_no_import(
+    out: Path, row: dict[str, Any]
+) -> None:
+    imported(out, row, TALK)
+    assert "A wall." in {prompt.reference for prompt in read(out)}
 
 
 def test_a_source_without_a_usable_row_is_no_success_beside_another(
