@@ -45,7 +45,7 @@ from vlmdistill.stores.backends.clock import SKEW, beyond, mark
 from vlmdistill.stores.backends.local import left_over
 from vlmdistill.stores.backends.locks import lock
 from vlmdistill.stores.backends.opening import open_backend
-from vlmdistill.stores.backends.remote import Remote, remove_unsent
+from vlmdistill.stores.backends.remote import Remote, remove_unsent, unsent
 from vlmdistill.stores.commits import LEDGER
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.manifest import (
@@ -466,7 +466,14 @@ def _remove_left_over(workspace: Workspace) -> list[Path]:
 def _sending(workspace: Workspace) -> list[Path]:
     """Remove shards that killed runs were sending to a URL; the folders of running ones, if it is at one.
 
-    A run whose driver was killed has workers that live a little longer.
+    A run whose driver was killed has workers that live a little longer. DataError if a folder of this user
+    cannot be removed.
     """
+    folders = unsent()
     in_use = remove_unsent()
+    for folder in {*folders} - {*in_use}:
+        if os.path.lexists(folder) and folder.lstat().st_uid == os.getuid():
+            raise DataError(
+                f"{folder} cannot be removed, and may have samples on their way to a URL: remove it"
+            )
     return in_use if workspace.parts else []

@@ -326,6 +326,11 @@ class Remote(Backend):
         self._locks.release(folder)
 
 
+def unsent() -> list[Path]:
+    """The folders of shards on their way to a URL, in the folder for temporary files."""
+    return [*Path(tempfile.gettempdir()).glob(f"{UNSENT}*")]
+
+
 def remove_unsent() -> list[Path]:
     """Remove shards that were on their way to a URL when their process on this machine was killed.
 
@@ -333,7 +338,7 @@ def remove_unsent() -> list[Path]:
     """
     locks = WorkspaceLocks()
     in_use = list[Path]()
-    for folder in Path(tempfile.gettempdir()).glob(f"{UNSENT}*"):
+    for folder in unsent():
         with contextlib.suppress(OSError):  # it is of another user
             if locks.take(folder, must=True):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -725,6 +725,9 @@ def test_shards_that_a_killed_process_was_sending_go(
     forget(held_out, 30 * DAY)
     assert sent.is_dir()
     assert not left.exists()
+    left.symlink_to(tmp_path / "elsewhere")  # which is not removed
+    with pytest.raises(DataError, match="vlmdistill-unsent-0 cannot be removed"):
+        forget(held_out, 30 * DAY)
     here.release(sent)
 
 
