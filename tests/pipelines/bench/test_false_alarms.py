@@ -44,7 +44,7 @@ from vlmdistill.pipelines.report.results import of_drafters
 
 pytestmark = pytest.mark.timeout(count(600, 7200))
 TRIALS = count(10, 400)
-OF_EACH, OF_ANY = 0.005, 0.02  # shares of honest evaluations
+OF_EACH, OF_ANY = 0.0075, 0.02  # shares of honest evaluations
 STEP, PREFILL, VISION, ENCODING = 0.014, 0.06, 0.005, 0.004  # seconds
 LENGTH = 100  # tokens of a response
 AGAINST_STOCK = 1.66
