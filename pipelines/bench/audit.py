@@ -282,7 +282,7 @@ def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
         in_phases = sum(sum(astuple(response.phases)) for response in decoded)
         if in_phases > allowed:
             yield f"the phases of {whose}{where} have more seconds than elapsed"
-        in_cycles = sum(map(_cycle_seconds, decoded))
+        in_cycles = sum(response.cycle_seconds for response in decoded)
         # On a GPU another clock has the phases: its own.
         if cpu_seconds and in_phases > (1 + TOLERANCE) * in_cycles:
             yield f"the phases of {whose}{where} have more seconds than its cycles"
@@ -293,10 +293,6 @@ def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
     ]
     if differing:
         yield f"the seconds of decodings{where} are recorded twice, and differ: {_some(differing)}"
-
-
-def _cycle_seconds(decoded: Decoding) -> float:
-    return decoded.prefill_seconds + decoded.decode_seconds
 
 
 def _decodings(measurement: Measurement) -> Iterator[Decoding | Stock]:

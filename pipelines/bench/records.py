@@ -124,6 +124,11 @@ class DecodingCounts(Chains):
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
     cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
 
+    @property
+    def cycle_seconds(self) -> float:
+        """Elapsed in all cycles, by the decoder's clock."""
+        return self.prefill_seconds + self.decode_seconds
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(DecodingCounts):

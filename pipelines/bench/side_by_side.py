@@ -191,17 +191,18 @@ class SideBySide:
             )
 
         passes_before = self.target.passes
-        self.target.computed_with.clear()
+        self.target.computed_with = computed_with = set[Arithmetic]()
         decoded = timed(decoder, self.target.device)
-        self._check_arithmetic(name or "plain decoding")
+        self.target.computed_with = None
+        self._check_arithmetic(name or "plain decoding", computed_with)
         turn.decoded[name] = decoded
         turn.passes[name] = self.target.passes - passes_before
         turn.seed[name] = generator.initial_seed()
         return decoded.seconds
 
-    def _check_arithmetic(self, name: str) -> None:
+    def _check_arithmetic(self, name: str, computed_with: set[Arithmetic]) -> None:
         """TrainingError if a decoder let the target compute otherwise: its time would not compare."""
-        for other in self.target.computed_with - {self._arithmetic}:
+        for other in computed_with - {self._arithmetic}:
             raise TrainingError(
                 f"{name} decoded with other settings of torch ({other}) than the evaluation began with "
                 f"({self._arithmetic}): a drafter has to leave them as they are"

@@ -537,9 +537,7 @@ def _checks(decoded: Sequence[Decoding]) -> Checks:
 
 
 def _accounted(decoded: Sequence[Decoding]) -> float:
-    inside = sum(
-        response.prefill_seconds + response.decode_seconds for response in decoded
-    )
+    inside = sum(response.cycle_seconds for response in decoded)
     outside = sum(response.seconds for response in decoded)
     return inside / outside if outside else 1.0
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlmdistill.pipelines.bench.records import Decoding, ShownResponse
+from vlmdistill.pipelines.bench.records import Decoding, PromptResult, ShownResponse
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.media.urls import at_hand, is_url
 from vlmdistill.pipelines.report.comparison import Group
@@ -121,23 +121,27 @@ def samples(group: Group, own: OwnFiles) -> list[ShownPrompt]:
 
 def _as_counted(result: DrafterResult, response: ShownResponse) -> ShownResponse:
     """With the tau of its prompt's counts, which were audited; its own if that was not measured."""
-    for prompt in result.measurement.prompts:
-        if prompt.key == response.key:
-            counts = prompt.drafted
-            return replace(response, tau=(counts.tokens - 1) / max(1, counts.calls))
-    return response
+    prompt = _measured(result, response)
+    if prompt is None:
+        return response
+    counts = prompt.drafted
+    return replace(response, tau=(counts.tokens - 1) / max(1, counts.calls))
+
+
+def _measured(result: DrafterResult, response: ShownResponse) -> PromptResult | None:
+    """The prompt of a response; None if it was not measured."""
+    prompts = result.measurement.prompts
+    return next((prompt for prompt in prompts if prompt.key == response.key), None)
 
 
 def _replay(result: DrafterResult, response: ShownResponse) -> Replay | None:
     """The replay of a response; None if its prompt was not measured, or without times."""
-    if not (_timed(response.pieces) and _timed(response.plain)):
+    prompt = _measured(result, response)
+    if prompt is None or not (_timed(response.pieces) and _timed(response.plain)):
         return None
-    for prompt in result.measurement.prompts:
-        if prompt.key == response.key:
-            drafted = Playback(response.pieces, prompt.drafted)
-            plain = Playback(response.plain, prompt.plain)
-            return Replay(result.label, result.temperature, drafted, plain)
-    return None
+    drafted = Playback(response.pieces, prompt.drafted)
+    plain = Playback(response.plain, prompt.plain)
+    return Replay(result.label, result.temperature, drafted, plain)
 
 
 def _timed(pieces: Sequence[Piece]) -> bool:

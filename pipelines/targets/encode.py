@@ -23,11 +23,8 @@ from vlmdistill.stores.schema import Span
 Messages = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length"]
 MESSAGE_KEYS = ("role", "content")
-ROLES = (
-    "system",
-    "user",
-    "assistant",
-)  # a template drops others, or writes them as they are
+# A template drops others, or writes them as they are.
+ROLES = ("system", "user", "assistant")
 PART_KEYS = {
     "text": ("type", "text"),
     "image": ("type", "image", "path", "digest"),

@@ -70,7 +70,8 @@ class VisionLanguageTarget(TargetModel):
         self._compiled = compiled
         self._prompt: EncodedPrompt | None = None  # of the last prefill
         self.sequence = 0  # prefills so far
-        self.computed_with = set[Arithmetic]()  # calls of `extend` so far
+        self.computed_with: set[Arithmetic] | None = None
+        """A set to which each call of `extend` adds its settings; an evaluation gives one."""
 
     @property
     def passes(self) -> int:
@@ -192,7 +193,8 @@ class VisionLanguageTarget(TargetModel):
         sources: Collection[str] = ("hidden",),
     ) -> dict[str, Tensor]:
         """One forward pass over N tokens after the committed prefix, see `Target.extend`."""
-        self.computed_with.add(Arithmetic.of(self.device))
+        if self.computed_with is not None:
+            self.computed_with.add(Arithmetic.of(self.device))
         return self._decoder.extend(ids_N, depth_N, visible_NN, sources)
 
     @torch.inference_mode()

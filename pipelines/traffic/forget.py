@@ -230,9 +230,7 @@ def _require_no_links(workspace: Workspace) -> None:
         target = Path(os.path.realpath(link))
         return not link.is_file() and not _is_below(target, roots)
 
-    folders = [path for path in searched if path.name not in NO_TRAFFIC]
-    inside = [path for folder in folders for path in _paths_below(folder)]
-    paths = [*workspace.root.glob("*"), *inside]
+    paths = _paths_of(workspace, NO_TRAFFIC)
     links = [path for path in paths if path.is_symlink() and stays(path)]
     if workspace.prompts.is_symlink():
         links.insert(0, workspace.prompts)
@@ -271,11 +269,8 @@ def _require_no_writers(workspace: Workspace) -> None:
     prompts, and finds that some are deleted; see `require_listed`.
     """
     own = {lock_file(workspace.reports), lock_file(workspace.prompts)}
-    folders = [path for path in _folders(workspace) if path.name not in NO_TRAFFIC]
-    inside = [path for folder in folders for path in _paths_below(folder)]
-    for file in {*workspace.root.glob(LOCKS), *inside} - own:
-        if not file.match(LOCKS):
-            continue
+    paths = _paths_of(workspace, NO_TRAFFIC)
+    for file in {path for path in paths if path.match(LOCKS)} - own:
         try:
             handle = lock(file)
         except FileNotFoundError:  # removed meanwhile
@@ -367,11 +362,12 @@ def _is_annex(folder: PurePath, stores: Collection[PurePath]) -> bool:
     return folder.parent.name == ANNEXES and folder.parent.parent in stores
 
 
-def _paths_of(workspace: Workspace) -> Iterator[Path]:
-    """All files and folders of the workspace."""
+def _paths_of(workspace: Workspace, without: Collection[str] = ()) -> Iterator[Path]:
+    """All files and folders of the workspace, but what is below its folders of these names."""
     yield from workspace.root.glob("*")
     for folder in _folders(workspace):
-        yield from _paths_below(folder)
+        if folder.name not in without:
+            yield from _paths_below(folder)
 
 
 def _folders(workspace: Workspace) -> list[Path]:

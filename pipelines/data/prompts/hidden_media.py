@@ -129,6 +129,11 @@ def _kind_of_value(value: Any) -> str:
     return ""
 
 
+def is_data_url(text: str) -> bool:
+    """Whether a text is the content of a file as a URL."""
+    return text[:5].lower() == "data:"
+
+
 def _kind_of_text(text: str) -> str:
     for kind, pattern in BASE64.items():
         if text[:11].lower() == f"data:{kind}/":

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from vlmdistill.pipelines.data.prompts.hidden_media import (
     TYPE_KEYS,
     is_about_media,
+    is_data_url,
     kind_of_column,
     media_kind,
     names_part_of_video,
@@ -402,7 +403,7 @@ def _path_or_bytes(item: Any) -> Media:
         )
     if not isinstance(item, str) or not item:
         raise BadRowError("no media file", f"neither path nor bytes: {str(item)[:60]}")
-    if item[:5].lower() == "data:":
+    if is_data_url(item):
         return _from_base64(item.partition(",")[2])
     if item[:7].lower() == "file://":
         path = item[7:].removeprefix("localhost")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from vlmdistill.pipelines.data.prompts.hidden_media import media_kind
+from vlmdistill.pipelines.data.prompts.hidden_media import is_data_url, media_kind
 
 # Possessive quantifiers (`++`), so that long texts are read once.
 QWEN_IMAGE = re.compile(r"<img>[^<>\n]{1,1000}</img>")
@@ -36,9 +36,8 @@ def image_named_in(text: str) -> str:
     first = len(body) - len(body.lstrip())
     end = len(body.rstrip())
     for image, file in _images(body, files):
-        is_data = file[:5].lower() == "data:"
         is_at_an_end = image.start() == first or image.end() == end
-        if (is_at_an_end or is_data) and media_kind(file):
+        if (is_at_an_end or is_data_url(file)) and media_kind(file):
             return image[0]
     return ""
 
