@@ -1,9 +1,9 @@
 """Deletion: traffic that was asked too long ago leaves the workspace, and its bytes leave the disk.
 
 Samples go first, then responses, images and videos, then the prompts in reports, and the prompts last: they
-tell what is too old, so that a deletion that was stopped is done again. Responses left by a killed harvest
-have no prompt, hence no age; they are deleted, and the next harvest restores them. Reports show no harvested
-prompt that is not in the workspace, whatever has deleted it.
+tell what is too old, so that a deletion that was stopped is done again. Samples and responses have the time
+of their prompt, which may be in another file. Reports show no harvested prompt that is not in the workspace,
+whatever has deleted it.
 
 All files that the product writes are named by what is in use, or left over. What killed runs have left over
 may hold any prompt, so all of it goes, and at a URL all that the last version does not name.
@@ -28,9 +28,7 @@ from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.traffic.harvest import (
     MEDIA,
-    UNLISTED,
     audited,
-    unlisted,
     unnamed,
 )
 from vlmdistill.pipelines.workspace.parts import RECORDS
@@ -124,13 +122,13 @@ def forget(
             only_writer(workspace.responses) as answered,
         ):
             noted.deletes = answered.deletes = not dry_run
-            old_keys = _old_keys(prompts, before) | unlisted(workspace, prompts)
+            old_keys = _old_keys(prompts, before)
             # Before the store is looked at: what is sent after that would not be seen.
             running = [] if dry_run else _sending(workspace)
             samples, size = _expire(workspace, before, old_keys, dry_run)
             old_keys |= samples
             kept = [prompt for prompt in prompts if prompt.key not in old_keys]
-            responses = _remove_responses(workspace, old_keys, dry_run)
+            responses = _remove_responses(workspace, before, old_keys, dry_run)
             media = unnamed(workspace, kept, dry_run)
             kept_keys = frozenset(prompt.key for prompt in kept)
             shown = _ShownPrompts(workspace.reports, old_keys, kept_keys)
@@ -146,7 +144,6 @@ def forget(
             )
             if dry_run:
                 return forgotten
-            (workspace.traffic / UNLISTED).unlink(missing_ok=True)
             if forgotten.has_deleted:
                 workspace.traffic.mkdir(parents=True, exist_ok=True)
                 line = {"when": utc(time.time()), "forgot": asdict(forgotten)}
@@ -324,13 +321,13 @@ def _stores(workspace: Workspace) -> list[str]:
 
 
 def _remove_responses(
-    workspace: Workspace, keys: Collection[str], dry_run: bool
+    workspace: Workspace, before: float, keys: Collection[str], dry_run: bool
 ) -> int:
-    """Remove the responses to prompts with these keys; their number."""
-    count = dataset.remove(workspace.responses, keys, dry_run=dry_run)
+    """Remove the old responses, and those to prompts with these keys; their number."""
+    count = dataset.remove(workspace.responses, keys, before, dry_run=dry_run)
     for folder in _other_responses(workspace):
         with only_writer(folder):
-            count += dataset.remove(folder, keys, dry_run=dry_run)
+            count += dataset.remove(folder, keys, before, dry_run=dry_run)
     return count
 
 

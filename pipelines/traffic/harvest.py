@@ -4,10 +4,9 @@
                 harvested/                    images and videos of the logs, named by their hash
                 traffic/audit.jsonl           a line for each harvest: what was kept, and dropped why
                         sources.json          log files that are read
-                        unlisted.txt          keys of responses not yet listed in prompts.parquet
 
 Responses are written before their prompts, so no prompt lacks a response. After a kill, the next harvest
-picks up the unlisted responses. Nothing is kept of what is dropped.
+restores the prompts of responses that have none. Nothing is kept of what is dropped.
 """
 
 import json
@@ -48,7 +47,7 @@ from vlmdistill.pipelines.traffic.tokens import (
     response_text,
 )
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
-from vlmdistill.stores.backends.local import atomic_write, sync
+from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import FOR_USER, DataError, naming, one_line
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash, utc
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 
 MEDIA = "harvested"
 CHAT: Format = "chat"
-AUDIT, READ, UNLISTED = "audit.jsonl", "sources.json", "unlisted.txt"
+AUDIT, READ = "audit.jsonl", "sources.json"
 KNOWN = "known"  # the reason of what an earlier harvest or an import has
 EVAL_SHARE = 0.1
 ROWS_PER_FILE = 256  # of responses
@@ -163,7 +162,7 @@ def harvest(
             source = (", ".join(names), rows, CHAT)
             summary = import_rows([source], workspace.prompts, choices, gate=job)
         finally:
-            traffic_part.save()  # first: it says which responses have no prompt yet
+            traffic_part.save()
             responses_part.save()
             media = _sweep(workspace)
         if not job.exchanges and all(file.name in logs.unread for file in logs.files):
@@ -362,8 +361,8 @@ class _Harvest(ImportGate):
             prompt = replace(prompt, time=int(time_of_request))
         else:
             prompt = earlier
-        is_unlisted = prompt.key in self._answered  # by a harvest that was killed
-        if not is_unlisted:
+        has_response = prompt.key in self._answered  # of a harvest that was killed
+        if not has_response:
             self._keep_response(prompt, pending, is_new=earlier is None)
         self.kept.add(prompt.key)
         del self._pending[row.source, row.number]
@@ -416,6 +415,7 @@ class _Harvest(ImportGate):
             top_p=_number(exchange.request.get("top_p"), 1.0),
             max_new_tokens=max(len(ids), 1),
             target=str(self.target.fingerprint),
+            time=prompt.time,
         )
 
     def close(self) -> None:
@@ -428,11 +428,6 @@ class _Harvest(ImportGate):
         """Write the responses that are kept so far."""
         rows = self._rows
         self._rows = []
-        listed = self.workspace.traffic / UNLISTED
-        with naming(listed), listed.open("a") as file:
-            file.writelines(f"{row.key}\n" for row in rows)
-        for path in (listed, listed.parent):  # or nothing tells of them after a crash
-            sync(path)
         name = content_hash(sorted(row.key for row in rows))
         dataset.write_part(self.workspace.responses, name, rows)
 
@@ -548,18 +543,6 @@ def _harvested_name(folders: Collection[str], path: str) -> str:
     return name if folder in folders else ""
 
 
-def unlisted(workspace: Workspace, prompts: Sequence[Prompt]) -> set[str]:
-    """The keys of responses without a prompt of traffic: a harvest was killed before it wrote the prompts.
-
-    `prompts` are all prompts of the workspace. One that was imported since does not count: it has no time.
-    """
-    file = workspace.traffic / UNLISTED
-    if not file.is_file():
-        return set()
-    listed = {prompt.key for prompt in prompts if prompt.time is not None}
-    return set(file.read_text().split()) - listed
-
-
 def _files_read(file: Path, policy: Policy) -> dict[str, Any]:
     """The log files that an earlier harvest has read with this policy, and their state then."""
     noted = json.loads(file.read_text()) if file.is_file() else {}
@@ -569,14 +552,9 @@ def _files_read(file: Path, policy: Policy) -> dict[str, Any]:
 def _note(
     workspace: Workspace, harvested: Harvest, read: Mapping[str, Any], policy: Policy
 ) -> None:
-    """Add a line to the audit, then note what was read, and what an earlier harvest has left unlisted."""
+    """Add a line to the audit, then note what was read."""
     folder = workspace.traffic
     audited(folder, asdict(harvested))
-    keys = unlisted(workspace, _prompts(workspace))
-    with atomic_write(folder / UNLISTED) as new:
-        new.write_text("".join(f"{key}\n" for key in sorted(keys)))
-    if not keys:
-        (folder / UNLISTED).unlink()
     with atomic_write(folder / READ) as new:
         new.write_text(json.dumps({"policy": policy.hash, "files": read}) + "\n")
 

@@ -98,6 +98,8 @@ class ResponseRow:
     max_new_tokens: int
     seed: int = 0  # of its batch
     target: str  # fingerprint
+    time: int | None = None
+    """When its prompt was asked, in seconds since 1970; None: it is no traffic."""
 
 
 def check_settings(out: Path, settings: Mapping[str, Any]) -> None:
@@ -169,6 +171,7 @@ def schema() -> Any:
         "ids": pa.list_(pa.int32()),
         "repetition": pa.float32(),
         "seed": pa.int64(),
+        "time": pa.int64(),
     }
     columns = list[tuple[str, Any]]()
     for column in dataclasses.fields(ResponseRow):
@@ -209,8 +212,16 @@ def pack(out: Path) -> None:
         path.unlink()
 
 
-def remove(out: Path, keys: Collection[str], *, dry_run: bool = False) -> int:
+def remove(
+    out: Path,
+    keys: Collection[str],
+    before: float = -math.inf,
+    *,
+    dry_run: bool = False,
+) -> int:
     """Remove the responses to the prompts with these keys, and their failures; the number of responses.
+
+    Removed are also those to traffic that was asked `before` a time, whose prompts may be anywhere.
 
     Only one run writes to a folder at a time; see `only_writer`.
     """
@@ -219,7 +230,10 @@ def remove(out: Path, keys: Collection[str], *, dry_run: bool = False) -> int:
     count = 0
     for path in _paths(out):
         rows = _read(path, schema().names)
-        remains = [key not in keys for key in rows["key"].to_pylist()]
+        asked = zip(rows["key"].to_pylist(), rows["time"].to_pylist(), strict=True)
+        remains = [
+            key not in keys and (time is None or time >= before) for key, time in asked
+        ]
         removed = remains.count(False)
         count += removed
         if dry_run or not removed:
@@ -267,7 +281,8 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(regular(path), columns=list(columns))
+        with pq.ParquetFile(regular(path)) as file:
+            return _with_time(file.read(list(columns)), columns)
     except (OSError, pa.ArrowInvalid) as error:
         raise _damaged(path, error) from None
 
@@ -280,9 +295,18 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     try:
         with pq.ParquetFile(regular(path)) as file:
             for batch in file.iter_batches(BATCH_ROWS, columns=list(columns)):
-                yield batch.select(list(columns)).replace_schema_metadata()
+                yield _with_time(batch, columns).replace_schema_metadata()
     except (OSError, pa.ArrowInvalid) as error:
         raise _damaged(path, error) from None
+
+
+def _with_time(rows: Any, columns: Sequence[str]) -> Any:
+    """These columns of rows; files of earlier versions lack the time."""
+    import pyarrow as pa
+
+    if "time" in columns and "time" not in rows.schema.names:
+        rows = rows.append_column("time", pa.nulls(len(rows), pa.int64()))
+    return rows.select(list(columns))
 
 
 def _first(rows: Any, seen: set[str]) -> Any:

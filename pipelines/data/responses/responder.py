@@ -316,7 +316,13 @@ class Responder:
         }
         del columns["thinking"]  # it is the same for all rows of a folder
         columns |= values
-        return ResponseRow(key=prompt.key, keep=not reason, reason=reason, **columns)
+        return ResponseRow(
+            key=prompt.key,
+            keep=not reason,
+            reason=reason,
+            time=prompt.time,
+            **columns,
+        )
 
 
 def _tokens(encoded: "EncodedPrompt") -> dict[str, int]:

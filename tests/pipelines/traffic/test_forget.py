@@ -225,26 +225,41 @@ def test_what_a_killed_harvest_left_without_a_prompt_is_deleted(
         later = write(tmp_path / "later.jsonl", texts("Ermintrude", NEW))
         assert harvest(workspace, [str(later)]).kept == 3
     assert forget(workspace, 30 * DAY).responses == 6
-    assert not raw(workspace, "Dougal")
+    # An imported prompt is no traffic.
+    is_imported = other in ("prompts", "both")
+    assert ("prompts" in raw(workspace, "Dougal")) == is_imported
+    assert "Dougal" not in str(dataset.table(workspace.responses))
     assert raw(workspace, "Florence")
 
 
-def test_what_tells_of_responses_without_a_prompt_is_on_the_disk_before_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_responses_to_the_prompts_of_another_workspace_go_when_they_are_old(
+    held_out: Workspace, tmp_path: Path
 ) -> None:
-    synced = list[str]()
-    sync = os.fsync
+    other = Workspace.of("demo", tmp_path / "runs")
+    respond(
+        prompt_table.load(held_out.prompts, split="all"),
+        other.responses,
+        "demo-small",
+        dataset.SamplingSettings(max_new_tokens=4),
+        options=WorkerOptions(workers=0),
+    )
+    assert forget(other, 30 * DAY).responses == 3
+    new = {
+        prompt.key
+        for prompt in prompt_table.read(held_out.prompts)
+        if (prompt.time or 0) > NOW - 30 * DAY
+    }
+    assert dataset.keys(other.responses) == new
+    assert forget(other, 0).responses == 3
 
-    def noted(handle: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
-        sync(handle)
 
-    log = write(tmp_path / "log.jsonl", texts("Zebedee", OLD))
-    monkeypatch.setattr(os, "fsync", noted)
-    harvest(Workspace.of("demo-small", tmp_path / "runs"), [str(log)])
-    (unlisted,) = (path for path in synced if path.endswith("unlisted.txt"))
-    part = next(path for path in synced if "part-" in path)
-    assert synced.index(unlisted) < synced.index(part)
+def test_responses_go_when_they_are_old_although_the_prompts_are_lost(
+    held_out: Workspace,
+) -> None:
+    held_out.prompts.unlink()
+    assert forget(held_out, 30 * DAY).responses == 3
+    assert "Zebedee" not in str(dataset.table(held_out.responses))
+    assert "Florence" in str(dataset.table(held_out.responses))
 
 
 def texts(word: str, when: float, count: int = 3) -> list[dict[str, Any]]:

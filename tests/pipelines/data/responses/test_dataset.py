@@ -1,5 +1,6 @@
 """Many responses and prompts: files are packed and columns planned, and nothing is lost or there twice."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -169,3 +170,14 @@ def test_prompts_and_responses_are_read_where_nothing_can_be_written(
     assert dataset.Responses(responses).row(0).text == "text k1"
     for handle in handles:
         os.close(handle)
+
+
+def test_files_of_earlier_versions_have_no_time_and_lose_old_traffic_by_key(
+    tmp_path: Path,
+) -> None:
+    dataset.write_part(tmp_path, "0", [row("k1"), row("k2")])
+    (file,) = tmp_path.iterdir()
+    pq.write_table(pq.read_table(file).drop_columns(["time"]), file)
+    assert [response.time for response in dataset.read(tmp_path)] == [None, None]
+    assert dataset.remove(tmp_path, {"k1"}, before=math.inf) == 1
+    assert dataset.keys(tmp_path) == {"k2"}
