@@ -35,9 +35,10 @@ LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of 
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
 HISTORY = "history"
-NO_VALUE = "nan"  # as text, which Python makes of the NaN of a table
+NO_VALUES = ("nan", "<noinput>", "<noInput>")
+"""Texts without a value: what Python makes of the NaN of a table, and the marks of Alpaca's `input`."""
 
-PAIRS = "give it as pairs of texts: a question and its response"
+PAIRS = "give it as turns, or as pairs of texts: a question and its response"
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]
@@ -112,7 +113,7 @@ def _details(row: Row) -> dict[str, str]:
     for name in DETAILS:
         if isinstance(row.get(name), list | Mapping | bytes) and has_content(row[name]):
             raise BadRowError("text of another form", f"'{name}': give one text")
-    return _without_nan_text(_texts_and_numbers(row, DETAILS))
+    return _with_value(_texts_and_numbers(row, DETAILS))
 
 
 def _texts(row: Row, names: Sequence[str]) -> dict[str, str]:
@@ -130,8 +131,10 @@ def _texts_and_numbers(row: Row, names: Sequence[str]) -> dict[str, str]:
     return _texts({name: _written(row.get(name)) for name in names}, names)
 
 
-def _without_nan_text(texts: Mapping[str, str]) -> dict[str, str]:
-    return {name: text for name, text in texts.items() if text.strip() != NO_VALUE}
+def _with_value(texts: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: text for name, text in texts.items() if text.strip() not in NO_VALUES
+    }
 
 
 def _written(value: Any) -> Any:
@@ -156,10 +159,12 @@ def _has_line(question: str, text: str) -> bool:
 
 def _has_choices(question: str, choices: Mapping[str, str]) -> bool:
     """Whether a question has all choices: after their letters, or each as a line."""
-    patterns = (
-        rf"\b{letter}[.):\]]\s*{re.escape(choice.strip())}(?!\w)"
+    # A choice that is its letter alone is the name of what the question has.
+    texts = {
+        letter: "" if choice.strip() == letter else re.escape(choice.strip())
         for letter, choice in choices.items()
-    )
+    }
+    patterns = (rf"\b{letter}[.):\]]\s*{texts[letter]}(?!\w)" for letter in texts)
     has_letters = all(re.search(pattern, question) for pattern in patterns)
     return has_letters or all(_has_line(question, text) for text in choices.values())
 
@@ -189,7 +194,7 @@ def _choices(row: Row, question: str) -> tuple[dict[str, str], Sequence[str]]:
 
 def _column_choices(texts: Mapping[str, str]) -> dict[str, str]:
     """The choices in columns by their letters, up to the last one that is not NaN."""
-    last = max(_without_nan_text(texts), default="")
+    last = max(_with_value(texts), default="")
     return {
         letter: _without_letter(letter, text)
         for letter, text in texts.items()
@@ -334,7 +339,9 @@ def _list(value: Any) -> list[Any]:
 
 
 def _earlier_turns(history: list[Any]) -> list[Turn]:
-    """The turns of pairs of texts; BadRowError if they are something else."""
+    """The turns that a list has, or pairs of texts; BadRowError if they are something else."""
+    if all(isinstance(item, Mapping) and "role" in item for item in history):
+        return history
     if not all(_is_pair(item) for item in history):
         raise BadRowError(HISTORY, PAIRS)
     return [

@@ -32,6 +32,7 @@ from vlmdistill.pipelines.data.prompts.row_media import (
 )
 from vlmdistill.pipelines.data.prompts.turns import (
     MessageReader,
+    is_open,
     is_system,
     require_alternating,
 )
@@ -283,7 +284,7 @@ def conversation(
             "not an object", f"{type(row.value).__name__} instead of a JSON object"
         )
     _require_no_prompt(row.value)
-    located_turns = _with_system(_turns_of(row.value, ask))
+    located_turns = _without_open_turn(_with_system(_turns_of(row.value, ask)))
     # In LLaVA, <image> is a placeholder even in a row without images. In a chat, whose parts show its images,
     # <image 1> is ordinary text in such a row.
     media = RowMedia(located_turns.row, sampling, has_tags=source_format == "llava")
@@ -386,6 +387,14 @@ def _with_system(located_turns: Turns) -> Turns:
         [first, *located_turns.turns],
         located_turns.read_columns | set(system),
     )
+
+
+def _without_open_turn(located_turns: Turns) -> Turns:
+    """The turns without an empty response at their end, which is the one that is asked for."""
+    turns = located_turns.turns
+    if turns and is_open(turns[-1]):
+        turns = turns[:-1]
+    return replace(located_turns, turns=turns)
 
 
 def _system_content(values: Sequence[Any]) -> Any:

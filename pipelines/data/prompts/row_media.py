@@ -48,7 +48,8 @@ PLACEHOLDER = re.compile(
 FOREIGN_PLACEHOLDER = re.compile(
     r"<\|?(?:image|img|video|vision|media)_?(?:placeholder|here|pad|start|end|context|(?:soft_)?token)\|?>"
     r"|<im_(?:start|end|patch)>|<start_of_image>|<\|begin_of_(?:image|video)\|>"
-    r"|<\|?img\|?>|\[(?:img|image|video)\]|</(?:image|video)>|<(?:image|video)\s*/>"
+    r"|<\|?img_?\d*\|?>|\[(?:img|image|video)_?\d*\]|\{(?:img|image|video)_?\d*\}|<picture>"
+    r"|</(?:image|video)>|<(?:image|video)\s*/>"
     r"|<vila/(?:image|video)>"
     r"|<ref-object>|<bbox>",  # of ms-swift, which takes them from the column `objects`
     re.IGNORECASE,

@@ -11,6 +11,7 @@ from typing import Any
 
 from vlmdistill.pipelines.data.prompts.augment import Message
 from vlmdistill.pipelines.data.prompts.json_rows import loads
+from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.data.prompts.row_media import (
     FILE_KEYS,
     FOREIGN_PLACEHOLDER,
@@ -31,7 +32,9 @@ from vlmdistill.stores.errors import lone_surrogate
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(
+        ("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"
+    ),
 }
 TOOLS = (
     "tool",
@@ -49,6 +52,7 @@ TEMPLATED = re.compile(
     r"|<\|(?:im_)?(?:system|user|assistant)\|>|<\uFF5C(?:User|Assistant)\uFF5C>"
     r"|<\|start\|>(?:system|user|assistant)|<\|start_of_role\|>"
     r"|<\|START_OF_TURN_TOKEN\|>|<extra_id_\d>(?:System|User|Assistant)"
+    r"|(?:\b(?:Assistant|ASSISTANT)|### Response):\s*+\Z"
 )
 """Where a text has turns, as chat templates write them: targets read their marks as the marks of turns."""
 
@@ -58,6 +62,13 @@ def role_of(turn: Any) -> str:
     if not isinstance(turn, Mapping):
         return ""
     return str(turn.get("role") or turn.get("from")).lower()
+
+
+def is_open(turn: Any) -> bool:
+    """Whether a turn is an assistant's that has nothing: the response that is asked for."""
+    if ROLES.get(role_of(turn)) != "assistant":
+        return False
+    return not any(has_content(turn[key]) for key in turn.keys() - {"role", "from"})
 
 
 def is_system(turn: Any) -> bool:
@@ -142,7 +153,7 @@ class MessageReader:
             )
         if is_response and not self.media.tag_in_response:
             self.media.tag_in_response = placeholder_in(text)
-        if is_response or not ("<" in text or "[" in text):
+        if is_response or not any(mark in text for mark in "<[{"):
             return [{"type": "text", "text": text}] if text else []
         return self._parts_at_placeholders(text, media)
 
@@ -231,7 +242,7 @@ def _part_kind(item: Any) -> str:
 
 
 def _plain_kind(kind: str) -> str:
-    return kind.removeprefix("input_").removesuffix("_url")
+    return kind.removeprefix("input_").removeprefix("output_").removesuffix("_url")
 
 
 def _media_part(item: Mapping[str, Any], kind: Kind, media: RowMedia) -> Part:

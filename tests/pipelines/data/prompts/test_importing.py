@@ -354,7 +354,7 @@ BROKEN: dict[str, Any] = {
     "video sampling": shows(video="broken.mp4", fps=2, frames=4),
     "image is a URL": said("<image>\nWhat?", "x", image="https://example.org/1.png"),
     "image count": said("<image>\n<image>\nWhat?", "x", image="1.png"),
-    "empty turn": said("Hello", "  "),
+    "empty turn": turns(("human", "  "), ("gpt", "a")),
     "unknown role": {"messages": [{"role": ["user"], "content": "a"}]},
     "no user turn": turns(("gpt", "a")),
     "roles do not alternate": turns(("human", "a"), ("user", "b")),

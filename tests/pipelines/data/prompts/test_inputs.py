@@ -344,12 +344,21 @@ def test_all_columns_of_a_question_are_asked(
     assert texts(one(out, row)) == [("user", asked)]
 
 
-def test_columns_before_the_question_are_asked(out: Path) -> None:
-    row = {
-        **ALPACA,
-        "system": "Be brief.",
-        "history": [["Hello", "Hi"], ["Well?", "Yes"]],
-    }
+@pytest.mark.parametrize(
+    "history",
+    [
+        [["Hello", "Hi"], ["Well?", "Yes"]],
+        [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Hi"},
+            {"role": "user", "content": "Well?"},
+            {"role": "assistant", "content": "Yes"},
+        ],
+    ],
+    ids=["pairs", "turns"],
+)
+def test_columns_before_the_question_are_asked(out: Path, history: Any) -> None:
+    row = {**ALPACA, "system": "Be brief.", "history": history}
     assert imported(out, row, turns="all").added == 3
     roles = [role for role, _ in texts(read(out)[-1])]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
@@ -357,7 +366,13 @@ def test_columns_before_the_question_are_asked(out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "history", [[["Hello", "Hi"], ["Well?", None]], [{"user": "Hello"}], ["Hello"]]
+    "history",
+    [
+        [["Hello", "Hi"], ["Well?", None]],
+        [{"user": "Hello"}],
+        ["Hello"],
+        [{"role": "user", "content": "Hello"}, ["Well?", "Yes"]],
+    ],
 )
 def test_earlier_turns_that_are_no_pairs_are_not_left_out(
     out: Path, history: Any
@@ -697,9 +712,12 @@ def test_content_that_is_in_no_prompt_is_counted(tmp_path: Path, out: Path) -> N
         ({"question": "Are there 1 or 2?", "choices": ["1", "2"]}, "\nA. 1\nB. 2"),
         ({"question": "Is A cat larger?", "choices": ["cat"]}, "\nA. cat"),
         ({"question": "Which?\nA. one\nB. two", "choices": ["A. one", "B. two"]}, ""),
+        ({"question": "Which?\n(A) one\n(B) two", "choices": ["A", "B"]}, ""),
+        ({"question": "Which letter is red?", "choices": ["A", "B"]}, "\nA. A\nB. B"),
         ({"question": "Which?", "choices": list("abcdefghijkl")}, MANY),
         ({"question": "Which is red?", "hint": "red"}, "\nred"),
         ({"question": "Hint: red\nWhich?", "hint": "red"}, ""),
+        ({"instruction": "Which is red?", "input": "<noinput>"}, ""),
         ({"question": "Which?", "X": "a coordinate"}, ""),
     ],
 )  # fmt: skip
@@ -707,7 +725,8 @@ def test_choices_and_hints_are_left_out_only_if_the_question_has_them(
     out: Path, row: dict[str, Any], asked: str
 ) -> None:
     imported(out, row)
-    assert texts(read(out)[0])[0][1] == row["question"] + asked
+    question = row.get("question", row.get("instruction"))
+    assert texts(read(out)[0])[0][1] == f"{question}{asked}"
     assert (
         refused(out, {"question": "Who?", "choices": ["x"] * 27})[0]
         == "too many choices"
@@ -817,6 +836,34 @@ def test_any_row_is_a_conversation_or_has_a_reason() -> None:
                 "assistant",
             }
     assert len(reasons) > 10
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        said("Who?", ""),
+        {"messages": [{"role": "user", "content": "Who?"}, {"role": "model"}]},
+        {"texts": [{"user": "Who?", "assistant": None}]},
+    ],
+    ids=["ShareGPT", "chat", "pairs"],
+)
+def test_an_empty_response_at_the_end_is_the_one_that_is_asked_for(
+    out: Path, row: dict[str, Any]
+) -> None:
+    prompt = one(out, row)
+    assert (texts(prompt), prompt.reference) == ([("user", "Who?")], None)
+
+
+def test_a_request_may_have_earlier_responses(out: Path) -> None:
+    earlier = [{"type": "output_text", "text": "A wall."}]
+    asked = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": earlier},
+        {"role": "user", "content": "Why?"},
+    ]
+    row = {"custom_id": "1", "url": "/v1/responses", "body": {"input": asked}}
+    prompt = one(out, row, turns="last")
+    assert texts(prompt)[1] == ("assistant", "A wall.")
 
 
 def test_instructions_of_a_request_for_a_response_are_the_system_prompt(

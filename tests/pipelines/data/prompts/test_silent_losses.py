@@ -404,6 +404,10 @@ def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
         "<image />What?",
         "[IMG] What?",
         "[image]\nWhat?",
+        "[image_1] What?",
+        "<img_1>What?",
+        "{image}\nWhat?",
+        "<picture>\nWhat?",
         "<image>1.jpg</image>What?",
     ):
         row = said(text, "A wall.", image="1.jpg")
@@ -422,6 +426,9 @@ def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
         "<|user|>\nWhat?<|end|>\n<|assistant|>\n",
         "<\uff5cUser\uff5c>What?<\uff5cAssistant\uff5c>",
         "<|start|>user<|message|>What?<|end|>",
+        "\n\nHuman: What?\n\nAssistant:",
+        "A chat between a user and an assistant. USER: What? ASSISTANT: ",
+        "### Instruction:\nWhat?\n\n### Response:\n",
     ],
 )
 def test_a_prompt_that_a_chat_template_wrote_is_refused(out: Path, text: str) -> None:
@@ -1077,8 +1084,9 @@ ASIDE = "What is in <image> here?"
         ({"question": ASIDE}, {"question": "What is this?", "image": "1.jpg"}),
         (said(ASIDE, "A wall."), said("What is this?", "A wall.", image="1.jpg")),
         ({"question": ASIDE}, said("What is this?", "A wall.", image="1.jpg")),
+        (chat({"type": "text", "text": ASIDE}), chat(IMAGE, WHAT)),
     ],
-    ids=["chat", "columns", "LLaVA", "mixed"],
+    ids=["chat", "columns", "LLaVA", "mixed", "parts"],
 )
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_tag_is_no_text_in_a_source_whose_other_rows_have_images(
