@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MOST_SHOWN = 3  # of the files that are not read
+NOTED = (
+    "skipped_file",
+    "unread_files",
+    "sampled",
+)  # of a summary, in lines of their own
 FEW = 20  # held-out prompts, below which results are noise
 
 
@@ -177,6 +182,8 @@ def prompts(
     console.result(facts if as_json else _without_empty(facts), as_json)
     if summary.unread_files:
         _warn_of_unread_files(summary.unread_files)
+    if summary.sampled:
+        _note_sampled(summary.sampled)
     if summary.hidden_media:
         _warn_of_hidden_media(summary.hidden_media)
     if limits := ignorance(workspace.model, summary.datasets):
@@ -192,6 +199,15 @@ def _warn_of_hidden_media(counts: "Counter[str]") -> None:
     console.note(
         f"warning: columns hold or name images or videos that no prompt shows: {names}: if they belong "
         f"to the questions, {RENAME}"
+    )
+
+
+def _note_sampled(counts: "Counter[str]") -> None:
+    names = ", ".join(f"{name} ({count})" for name, count in counts.most_common(5))
+    ellipsis = ", ..." if len(counts) > 5 else ""
+    console.note(
+        f"the rows say how their videos are sampled: {names}{ellipsis}. If that is how the files were "
+        "recorded, give --fps or --frames"
     )
 
 
@@ -241,5 +257,5 @@ def _without_empty(summary: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in summary.items()
-        if name in always or (value and name not in ("skipped_file", "unread_files"))
+        if name in always or (value and name not in NOTED)
     }

@@ -74,13 +74,13 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
     if not _has_choices(question, choices):
         lines += [f"{letter}. {choice}" for letter, choice in choices.items()]
     history = _history(row)
-    reference = _reference(row)
+    references = _references(row)
+    reference = next(iter(references.values()), "")
     if reference and reference not in choices.values():
         _require_no_answer(questions, reference)
     turns = [*_earlier_turns(history), *_round("\n".join(lines), reference)]
     read = {*questions, *details, *choice_columns}
-    if reference:  # else a response of another form is one that is not read
-        read.update(REFERENCES)
+    read.update(name for name, text in references.items() if text == reference)
     if history:
         read.add(HISTORY)
     return turns, read
@@ -132,9 +132,7 @@ def _texts_and_numbers(row: Row, names: Sequence[str]) -> dict[str, str]:
 
 
 def _with_value(texts: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: text for name, text in texts.items() if text.strip() not in NO_VALUES
-    }
+    return {name: text for name, text in texts.items() if text.strip() not in NO_VALUES}
 
 
 def _written(value: Any) -> Any:
@@ -363,10 +361,10 @@ def _is_pair(item: Any) -> bool:
     return all(isinstance(text, str) for text in item)
 
 
-def _reference(row: Row) -> str:
-    """The dataset's own response: the first text in its columns; empty if there is none."""
-    texts = (_first_text(row.get(name)) for name in REFERENCES)
-    return next(filter(None, texts), "")
+def _references(row: Row) -> dict[str, str]:
+    """The columns that hold a response, and its first text; the first one is the dataset's own response."""
+    texts = {name: _first_text(row.get(name)) for name in REFERENCES}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _first_text(response: Any) -> str:

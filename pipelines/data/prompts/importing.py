@@ -137,6 +137,8 @@ class ImportSummary:
     """Prompts that were removed, since their images or videos have other content now."""
     trimmed: int  # conversations without the assistant turn before their first question
     skipped: Counter[str]  # by reason
+    sampled: Counter[str]
+    """How many videos the rows themselves sample, by `fps` or `frames` and its value."""
     unread_columns: Counter[str]
     """Columns with text, and keys of turns and parts, that were not used."""
     unread_files: Sequence[str]
@@ -243,6 +245,7 @@ def import_rows(
         present=present,
         trimmed=job.trimmed,
         skipped=job.reasons,
+        sampled=job.sampled,
         unread_columns=job.unread,
         unread_files=job.unread_files,
         hidden_media=job.hidden,
@@ -332,6 +335,7 @@ class _Import:
     new: dict[str, _NewPrompt] = field(default_factory=dict)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
+    sampled: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     hidden: Counter[str] = field(default_factory=Counter)
     unread_files: list[str] = field(default_factory=list)
@@ -469,6 +473,8 @@ class _Import:
         except BadRowError as error:
             self._skip(row, error)
             return
+        if not self.choices.sampling:
+            self.sampled.update(_samplings(talk.messages))
         self.trimmed += talk.trimmed
         self.unread.update(talk.unread)
         self.hidden.update(talk.hidden)
@@ -560,6 +566,12 @@ class _Import:
                 size = 0
         if chunk:
             yield chunk
+
+
+def _samplings(messages: Iterable[Message]) -> Iterator[str]:
+    """The sampling of each video that has one."""
+    for part in media_parts(messages):
+        yield from (f"{name} {part[name]:g}" for name in SAMPLING if name in part)
 
 
 def _text_length(messages: Iterable[Message]) -> int:

@@ -94,9 +94,7 @@ def _copy(published: EvaluationSet, data: Path | None) -> Path:
     """The folder of a copy: in `data`, else in the hub's cache, after a download if that is possible."""
     reason = ""
     if data is not None:
-        repository = published.repository
-        names = (published.name, repository, Path(repository).name, "")
-        for folder in (data / name for name in names):
+        for folder in _folders(published, data):
             if next(folder.glob(published.files), None) is not None:
                 return folder
     elif _is_on_hub(published) and published.kind == "image":
@@ -113,11 +111,27 @@ def _copy(published: EvaluationSet, data: Path | None) -> Path:
             first_sentence = one_line(error).partition(". ")[0]
             reason = f", nor could it be downloaded ({first_sentence})"
     looked_in = f" in {data}" if data else ""
+    if data is not None and next(data.glob(published.files), None) is not None:
+        looked_in += (
+            " (its own files may be another set's: it is not named after this one)"
+        )
     unpack = f", unpack {published.unpack} there" if published.unpack else ""
     raise DataError(
         f"there is no copy of {published.name} (with {published.files}){looked_in}{reason}: "
         f"`{_download_command(published, data)}`{unpack}, and give --bench-data {data or 'DIR'}"
     )
+
+
+def _folders(published: EvaluationSet, data: Path) -> Iterator[Path]:
+    """Where a copy may be: folders named after the set or its repository; many sets have the same files."""
+    repository = published.repository
+    names = (published.name, repository, Path(repository).name)
+    yield from (data / name for name in names)
+    path = data.absolute()
+    if path.parent.name == "snapshots":  # in the hub's cache: datasets--OWNER--NAME/
+        path = path.parents[1]
+    if path.name.lower().rpartition("--")[2] in map(str.lower, names):
+        yield data
 
 
 def _is_on_hub(published: EvaluationSet) -> bool:
@@ -149,9 +163,15 @@ def _require_complete(
     """DataError if some files of a set are missing: the samples would be chosen from fewer rows."""
     stems = {file.stem for file in files}
     missing = sorted(published.folders.keys() - stems)
-    shards = (re.search(r"^(.*-)\d{5}-of-(\d{5})", file.stem) for file in files)
-    shard = next(filter(None, shards), None)
-    if shard:
+    matches = (re.search(r"^(.*-)\d{5}-of-(\d{5})", file.stem) for file in files)
+    shards = [*filter(None, matches)]
+    counts = sorted({shard[2] for shard in shards})
+    if len(counts) > 1:
+        raise DataError(
+            f"{published.name} in {folder}: {published.files} has files of {' and of '.join(counts)}: remove "
+            "those of the earlier download"
+        )
+    for shard in shards[:1]:
         prefix, count = shard[1], int(shard[2])
         numbers = {stem.removeprefix(prefix)[:5] for stem in stems}
         all_numbers = [f"{number:05}" for number in range(count)]

@@ -272,14 +272,14 @@ def test_options_of_sets_need_a_set(option: tuple[str, str], tmp_path: Path) -> 
 
 
 def test_a_question_that_is_null_is_not_the_word_none(tmp_path: Path) -> None:
-    asking(f"data/{SHARD}", question=None, answer="14")(tmp_path)
+    asking(f"data/{SHARD}", question=None, answer="14")(tmp_path / "chartqa")
     with pytest.raises(DataError, match=r"not the published one \(.* null"):
         imported("chartqa@msd", tmp_path, tmp_path / "prompts.parquet")
 
 
 def test_a_column_of_several_types_holds_what_its_json_says(tmp_path: Path) -> None:
-    chartqa(tmp_path)
-    file = tmp_path / f"data/{SHARD}"
+    chartqa(tmp_path / "chartqa")
+    file = tmp_path / f"chartqa/data/{SHARD}"
     table = pq.read_table(file)
     question = pa.array(['"Which bar is highest?"'], pa.json_())
     pq.write_table(
@@ -293,7 +293,7 @@ def test_a_column_of_several_types_holds_what_its_json_says(tmp_path: Path) -> N
 
 
 def test_mmspec_keeps_its_topics_apart(tmp_path: Path) -> None:
-    mmspec(tmp_path)
+    mmspec(tmp_path / "mmspec")
     assert (
         imported("mmspec", tmp_path, tmp_path / "prompts.parquet")[0].dataset
         == "mmspec/general vqa"
@@ -325,11 +325,11 @@ def many(to: Path, count: int = 130) -> None:
 
 
 def test_samples_are_chosen_by_number_and_seed_from_all_files(tmp_path: Path) -> None:
-    many(tmp_path)
+    many(tmp_path / "chartqa")
     chosen = {
         name: [
             prompt.messages[-1]["content"][1]["text"]
-            for prompt in imported(name, tmp_path, tmp_path / name)
+            for prompt in imported(name, tmp_path, tmp_path / f"{name}.parquet")
         ]
         for name in ("chartqa@msd", "chartqa@hivis")
     }
@@ -370,12 +370,31 @@ def test_what_is_missing_says_what_to_download(tmp_path: Path) -> None:
 
 
 def test_samples_are_not_chosen_from_some_of_the_files(tmp_path: Path) -> None:
-    many(tmp_path)
-    (tmp_path / "data/test-00001-of-00002.parquet").unlink()
+    many(tmp_path / "chartqa")
+    (tmp_path / "chartqa/data/test-00001-of-00002.parquet").unlink()
     failing("chartqa", tmp_path, "1 files", "test-00001")
     mvbench(tmp_path / "mvbench")
     (tmp_path / "mvbench/json/state_change.json").unlink()
     failing("mvbench", tmp_path, "state_change")
+
+
+def test_a_copy_of_another_set_with_the_same_files_is_not_measured(
+    tmp_path: Path,
+) -> None:
+    copy = tmp_path / "chartqa"
+    chartqa(copy)
+    assert imported("chartqa@msd", copy, tmp_path / "chartqa.parquet")
+    failing("mme", copy, "lmms-lab-encoder/MME", "not named")
+    failing("chartqa", copy.rename(tmp_path / "sets"), "not named")
+    cached = tmp_path / "datasets--lmms-lab-encoder--ChartQA" / "snapshots" / "1f0e"
+    chartqa(cached)
+    assert imported("chartqa@msd", cached, tmp_path / "cached.parquet")
+
+
+def test_files_of_two_downloads_are_not_measured_together(tmp_path: Path) -> None:
+    many(tmp_path / "chartqa")
+    chartqa(tmp_path / "chartqa")
+    failing("chartqa", tmp_path, "files of 00001 and of 00002")
 
 
 def test_without_the_hub_a_missing_set_says_what_to_download(
@@ -389,12 +408,12 @@ def test_without_the_hub_a_missing_set_says_what_to_download(
 @pytest.mark.parametrize("name", ["textvqa", "seed-bench", "gqa", "mmspec"])
 def test_a_wrong_column_is_named(name: str, tmp_path: Path) -> None:
     next(copy for known, (copy, _) in COPIES.items() if known.startswith(name))(
-        tmp_path
+        tmp_path / name
     )
     column = {"seed-bench": "data_type", "gqa": "imageId", "mmspec": "turns"}.get(
         name, "question"
     )
-    for file in tmp_path.glob(SETS[name].files):
+    for file in (tmp_path / name).glob(SETS[name].files):
         if file.suffix == ".parquet":
             table = pq.read_table(file)
             pq.write_table(
@@ -416,8 +435,8 @@ def test_a_wrong_column_is_named(name: str, tmp_path: Path) -> None:
 def test_an_empty_split_a_broken_file_and_unknown_names_end_in_one_line(
     tmp_path: Path,
 ) -> None:
-    textvqa(tmp_path)
-    file = tmp_path / "data/validation-00000-of-00001.parquet"
+    textvqa(tmp_path / "textvqa")
+    file = tmp_path / "textvqa/data/validation-00000-of-00001.parquet"
     pq.write_table(pq.read_table(file).slice(0, 0), file)
     failing("textvqa", tmp_path, "no rows")
     file.write_bytes(b"PAR1")
@@ -431,8 +450,8 @@ def test_an_empty_split_a_broken_file_and_unknown_names_end_in_one_line(
 
 
 def test_no_file_outside_of_a_copy_is_read(tmp_path: Path) -> None:
-    mmspec(tmp_path)
-    file = tmp_path / "dataset/MMSpec/test/mmspec.jsonl"
+    mmspec(tmp_path / "mmspec")
+    file = tmp_path / "mmspec/dataset/MMSpec/test/mmspec.jsonl"
     file.write_text(
         file.read_text().replace("mmspec_001.jpg", "../../../../../secret.jpg")
     )

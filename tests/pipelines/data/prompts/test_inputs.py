@@ -854,6 +854,22 @@ def test_an_empty_response_at_the_end_is_the_one_that_is_asked_for(
     assert (texts(prompt), prompt.reference) == ([("user", "Who?")], None)
 
 
+def test_a_text_beside_the_response_is_no_column_that_was_read(out: Path) -> None:
+    row = {"question": "What does the caption claim?", "answer": "Red."}
+    beside = {**row, "caption": "Figure 3: red wins.", "label": "Red."}
+    assert imported(out, beside).unread_columns == {"caption": 1}
+
+
+def test_a_summary_says_how_rows_sample_their_videos(out: Path) -> None:
+    rows = [
+        {"question": "What moves?", "video": "1.mp4", "fps": 24.0},
+        {"question": "What falls?", "video": "1.mp4", "num_frames": 4},
+        {"question": "What stays?", "video": "1.mp4"},
+    ]
+    assert imported(out, *rows).sampled == {"fps 24": 1, "frames 4": 1}
+    assert imported(out, *rows, frames=2).sampled == {}
+
+
 def test_a_request_may_have_earlier_responses(out: Path) -> None:
     earlier = [{"type": "output_text", "text": "A wall."}]
     asked = [
