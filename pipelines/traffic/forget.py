@@ -57,7 +57,7 @@ from vlmdistill.stores.manifest import (
     VIEWS,
 )
 from vlmdistill.stores.schema import utc
-from vlmdistill.stores.sharing.retention import Expired, expire
+from vlmdistill.stores.sharing.retention import Expired, expire, require_past
 from vlmdistill.stores.store import Store
 
 PARTS = ("prompts", "responses", "reports", "traffic")
@@ -158,14 +158,25 @@ def forget(
             f"{len(running)} running commands still use prompts, such as in {running[0]}: wait until they "
             "end, or stop them, and run it again"
         )
-    from_future = [prompt.time for prompt in kept if (prompt.time or 0) > now + SKEW]
+    _require_past(workspace, kept, now)
+    return forgotten
+
+
+def _require_past(workspace: Workspace, prompts: Iterable[Prompt], now: float) -> None:
+    """Error if traffic was asked in the future: no deletion by age would ever reach it."""
+    times = [prompt.time or 0 for prompt in prompts]
+    for folder in (workspace.responses, *_other_responses(workspace)):
+        times += dataset.times(folder)
+    from_future = [time for time in times if time > now + SKEW]
     if from_future:
         raise DataError(
-            f"{len(from_future)} prompts stay that were asked in the future, such as on "
-            f"{utc(from_future[0] or 0)}: a clock was wrong at their harvest, or is now. To delete all "
+            f"{len(from_future)} prompts and responses stay that were asked in the future, such as on "
+            f"{utc(from_future[0])}: a clock was wrong at their harvest, or is now. To delete all "
             "traffic: --older-than 0s"
         )
-    return forgotten
+    for path in _stores(workspace):
+        if store := Store.find(path):
+            require_past(store, now)
 
 
 def _old_keys(prompts: Iterable[Prompt], before: float) -> set[str]:

@@ -379,6 +379,11 @@ def keys(out: Path) -> set[str]:
     return set(table(out, ["key"])["key"].to_pylist())
 
 
+def times(out: Path) -> list[int]:
+    """The times at which the prompts of traffic were asked, in seconds since 1970."""
+    return [time for time in table(out, ["time"])["time"].to_pylist() if time]
+
+
 def without_response(prompts: Sequence[Prompt], out: Path) -> Sequence[Prompt]:
     """The prompts that have no response in `out`."""
     import polars as pl

@@ -529,6 +529,24 @@ def test_traffic_of_the_future_is_told_and_goes_with_all_traffic(
     assert not raw(workspace, "Florence")
 
 
+def test_samples_and_responses_of_the_future_are_no_success_without_their_prompts(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    later = int(NOW + 300 * DAY)
+    with make(tmp_path / "theirs").writer("b") as writer:
+        writer.add(sample(7, time=later))
+    shutil.copytree(tmp_path / "theirs", workspace.root / "theirs")
+    with pytest.raises(FOR_USER, match="1 samples stay that were asked in the future"):
+        forget(workspace, 30 * DAY)
+    shutil.rmtree(workspace.root / "theirs")
+    row = next(dataset.read(workspace.responses))
+    dataset.write_part(workspace.responses, "x", [replace(row, key="x", time=later)])
+    with pytest.raises(DataError, match=r"1 prompts and responses stay.*0s"):
+        forget(workspace, 30 * DAY)
+    assert forget(workspace, 0).responses == 4
+    assert not dataset.times(workspace.responses)
+
+
 def test_what_was_left_before_a_store_has_a_record_goes(held_out: Workspace) -> None:
     left = Path(held_out.features) / "staging" / f"{1:016}"
     left.mkdir(parents=True)
