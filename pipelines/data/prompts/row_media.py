@@ -46,10 +46,12 @@ PLACEHOLDER = re.compile(
     r"(?:[ \t]*\r?\n| )?"
 )
 FOREIGN_PLACEHOLDER = re.compile(
-    r"<\|?(?:image|img|video|vision|media)_?(?:placeholder|here|pad|start|end|context|(?:soft_)?token)\|?>"
+    r"<\|?(?:image|img|video|vision|media)[_-]?"
+    r"(?:placeholder|plh|here|pad|start|end|context|(?:soft_)?token)\|?>"
     r"|<im_(?:start|end|patch)>|<start_of_image>|<\|begin_of_(?:image|video)\|>"
     r"|<\|?img_?\d*\|?>|\[(?:img|image|video)_?\d*\]|\{(?:img|image|video)_?\d*\}|<picture>"
-    r"|</(?:image|video)>|<(?:image|video)\s*/>"
+    r"|</(?:image|video)>|<(?:image|video)(?:\s+|\s*/)>|&lt;(?:image|video)&gt;"
+    r"|<\|?(?:image|video)\s*:[^<>\n]{0,200}>"
     r"|<vila/(?:image|video)>"
     r"|<ref-object>|<bbox>",  # of ms-swift, which takes them from the column `objects`
     re.IGNORECASE,

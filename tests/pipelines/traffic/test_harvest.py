@@ -159,9 +159,11 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
         exchange(6, request=asked("Q 6?", previous_response_id="r_5")),
         exchange(7, request=asked("Q 7?", add_generation_prompt=False)),
         exchange(8, request=asked("Q 8?", add_generation_prompt=True)),
+        exchange(9, request=asked("Q 9?", media_io_kwargs={"video": {"fps": 1}})),
+        exchange(10, request=asked("Q 10?", reasoning={"effort": "high"})),
     ]
     made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (3, {"another prompt": 4, "cut text": 2})
+    assert (made.kept, made.dropped) == (3, {"another prompt": 6, "cut text": 2})
 
 
 def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
