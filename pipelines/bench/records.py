@@ -615,6 +615,15 @@ def heading(file: Path) -> Heading:
     return read_as(Heading, file, "an evaluation")
 
 
+def is_evaluation(file: Path) -> bool:
+    """Whether a file is an evaluation."""
+    try:
+        heading(file)
+    except DataError:
+        return False
+    return True
+
+
 def read_as(kind: type[Record], file: Path, what: str) -> Record:
     """Read a record of a kind; DataError on an invalid file, or of another format."""
     try:

@@ -13,9 +13,10 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TypeVar
 
@@ -131,12 +132,13 @@ def forget(
             responses = _remove_responses(workspace, before, old_keys, dry_run)
             media = unnamed(workspace, kept, dry_run)
             kept_keys = frozenset(prompt.key for prompt in kept)
-            shown = _ShownPrompts(workspace.reports, old_keys, kept_keys)
+            shown = _ShownPrompts(_evaluations(workspace), old_keys, kept_keys)
+            copied = _remove_copied_prompts(workspace, before, old_keys, dry_run)
             forgotten = Forgotten(
                 before=utc(now - older_than),
                 samples=len(samples),
                 responses=responses,
-                prompts=len(prompts) - len(kept),
+                prompts=len(prompts) - len(kept) + copied,
                 media=len(media),
                 reports=len(shown.evaluations()),
                 bytes=size + sum(media.values()),
@@ -151,7 +153,7 @@ def forget(
         shown.remove()
         running += _remove_left_over(workspace)
         reports.publish()
-        if forgotten.prompts:
+        if len(kept) < len(prompts):
             prompt_table.write(file, kept)
     if running:
         raise DataError(
@@ -202,7 +204,7 @@ def _now(workspace: Workspace, dry_run: bool) -> float:
     )
     paths = (path for folder in folders for path in folder.glob("*"))
     files = [path for path in paths if path.is_file()]
-    far_ahead = beyond(now, files)
+    far_ahead = beyond(now, files, confirmed=workspace.traffic / CLOCK)
     if files and not dry_run:
         mark(workspace.traffic / CLOCK)
     if far_ahead:
@@ -348,6 +350,40 @@ def _other_responses(workspace: Workspace) -> list[Path]:
     return sorted({file.parent for file in files} - {workspace.responses})
 
 
+def _remove_copied_prompts(
+    workspace: Workspace, before: float, keys: Collection[str], dry_run: bool
+) -> int:
+    """Remove old prompts from copies of the prompts file in the workspace; their number."""
+    count = 0
+    for file in _files_outside_stores(workspace, ".parquet"):
+        if file == workspace.prompts or not prompt_table.is_prompts(file):
+            continue
+        prompts = prompt_table.read(file)
+        old_keys = _old_keys(prompts, before).union(keys)
+        kept = [prompt for prompt in prompts if prompt.key not in old_keys]
+        count += len(prompts) - len(kept)
+        if not dry_run and len(kept) < len(prompts):
+            prompt_table.write(file, kept)
+    return count
+
+
+def _evaluations(workspace: Workspace) -> dict[Path, list[Path]]:
+    """The files of evaluations by folder: of the reports, and of copies of them in the workspace."""
+    files = {workspace.reports: records.files_in(workspace.reports)}
+    for file in _files_outside_stores(workspace, ".json"):
+        if file.parent != workspace.reports and records.is_evaluation(file):
+            files.setdefault(file.parent, []).append(file)
+    return files
+
+
+def _files_outside_stores(workspace: Workspace, suffix: str) -> Iterator[Path]:
+    """The files of the workspace with such an ending, but those of stores."""
+    stores = {workspace.root / "features", *_other_stores(workspace)}
+    for path in _paths_of(workspace, NO_TRAFFIC):
+        if path.suffix == suffix and path.is_file() and stores.isdisjoint(path.parents):
+            yield path
+
+
 def _other_stores(workspace: Workspace) -> list[Path]:
     """Stores in the workspace's folder, of `--store` and copies, beside its own."""
     own = workspace.root / "features"
@@ -412,7 +448,8 @@ def _paths_at_url(remote: Remote, own_store: PurePosixPath) -> Iterator[PurePosi
 class _ShownPrompts:
     """The prompts in reports that are old, or were harvested and are not in the workspace any more."""
 
-    reports: Path
+    files: Mapping[Path, Sequence[Path]]
+    """Those of evaluations, by folder."""
     old_keys: AbstractSet[str]
     kept_keys: AbstractSet[str]
 
@@ -423,7 +460,7 @@ class _ShownPrompts:
     def evaluations(self) -> dict[Path, Evaluation]:
         """The evaluations that show such prompts, by file, without their texts."""
         changed = {}
-        for file in records.files_in(self.reports):
+        for file in chain.from_iterable(self.files.values()):
             evaluation = records.read(file)
             deleted = self._deleted(evaluation.temperatures[0].prompts)
             stripped = evaluation.without(deleted)
@@ -434,11 +471,13 @@ class _ShownPrompts:
     def remove(self) -> None:
         """Take the texts out of evaluations and unfinished ones; the numbers stay, pages are made again."""
         # First, and always: a page may be of a run that another machine has ended since.
-        for page in self.reports.glob(PAGES):
-            page.unlink()
+        for folder in self.files:
+            for page in folder.glob(PAGES):
+                page.unlink()
         for file, evaluation in self.evaluations().items():
             records.write(evaluation, file)
-        unfinished.strip(self.reports, self._stays)
+        for folder in self.files:
+            unfinished.strip(folder, self._stays)
 
     def _stays(self, decoded: Decoded) -> bool:
         results = decoded.results.values()

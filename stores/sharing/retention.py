@@ -26,6 +26,7 @@ from vlmdistill.stores.manifest import (
     CACHE,
     INDEX,
     STATS,
+    STORE,
     VIEWS,
     RunRecord,
     TableRecord,
@@ -66,7 +67,7 @@ def time_of(store: Store) -> float:
         return backend.now()
     now = time.time()
     files = (backend.root / name for name in backend.list_files(""))
-    why = beyond(now, files)
+    why = beyond(now, files, confirmed=backend.root / STORE)
     if why:
         raise StoreError(
             f"{why} of {store.path}: if it is right, `touch {store.path}/store.json` and repeat"

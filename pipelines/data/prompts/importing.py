@@ -24,6 +24,7 @@ from vlmdistill.pipelines.data.prompts.formats import (
 )
 from vlmdistill.pipelines.data.prompts.hidden_media import HiddenMediaError
 from vlmdistill.pipelines.data.prompts.prompt_table import (
+    TRAFFIC,
     Prompt,
     Split,
     load,
@@ -161,6 +162,11 @@ class ImportGate:
 
     def accept(self, row: Row, prompt: Prompt) -> Prompt:
         """A new prompt of a row, maybe changed; BadRowError if it is skipped."""
+        if prompt.dataset.startswith(TRAFFIC):
+            raise BadRowError(
+                "name of traffic",
+                f"'{prompt.dataset}' is as harvested datasets are called: rename the file or folder",
+            )
         return prompt
 
     def skipped(self, row: Row) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from vlmdistill.pipelines.data.prompts import sources
 from vlmdistill.pipelines.data.prompts.evaluation_sets import EvaluationSet, Paper
+from vlmdistill.pipelines.data.prompts.hidden_media import media_kind
 from vlmdistill.pipelines.data.prompts.importing import (
     DUPLICATE,
     Choices,
@@ -340,7 +341,15 @@ def _media(
         )
     escaped = {name: glob.escape(str(value)) for name, value in values.items()}
     pattern = published.media.format_map(escaped)
-    media_file = min(folder.absolute().glob(pattern), default=None)
+    files = folder.absolute().glob(pattern)
+    by_kind = [(media_kind(file.name), file) for file in files]
+    # A picture beside a film is its preview, and other files are no media.
+    usable = [
+        (kind != published.kind, file)
+        for kind, file in by_kind
+        if kind or file.is_dir()
+    ]
+    _, media_file = min(usable, default=(True, None))
     if media_file is None:
         advice = "download it again"
         if published.unpack:

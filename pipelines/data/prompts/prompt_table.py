@@ -147,6 +147,16 @@ def _file(path: Path) -> Any:
     return file
 
 
+def is_prompts(path: Path) -> bool:
+    """Whether a Parquet file is a prompts file."""
+    try:
+        with reading_parquet(path):
+            _file(path)
+    except DataError:
+        return False
+    return True
+
+
 def _columns(file: Any) -> list[str]:
     """The columns of prompts that a file has."""
     return [name for name in schema().names if name in file.schema_arrow.names]

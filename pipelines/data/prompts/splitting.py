@@ -60,7 +60,9 @@ def resplit(out: Path, eval_share: float, fixed: Collection[str] = ()) -> SplitS
             sides.join(prompt_ties, prompt.split if is_fixed else None)
         new_prompts = []
         for prompt, prompt_ties in zip(prompts, ties, strict=True):
-            split = sides.of(prompt_ties[0], eval_share)
+            split = prompt.split
+            if prompt.key not in fixed:
+                split = sides.of(prompt_ties[0], eval_share)
             new_prompts.append(dataclasses.replace(prompt, split=split))
         write(out, new_prompts)
     pairs = zip(prompts, new_prompts, strict=True)

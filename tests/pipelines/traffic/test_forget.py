@@ -459,6 +459,25 @@ def test_prompts_that_were_read_before_a_deletion_are_not_answered_after_it(
     prompt_table.require_listed(mine)
 
 
+def test_copies_of_evaluations_and_prompts_in_the_workspace_lose_it_too(
+    workspace: Workspace,
+) -> None:
+    reports = workspace.reports
+    old = next(row.key for row in prompt_table.read(workspace.prompts) if row.time)
+    results = measured(shown=(shown(old, prompt="Is Zebedee there?"),))
+    for folder in (reports, reports / "before", workspace.root / "kept"):
+        folder.mkdir(parents=True, exist_ok=True)
+        records.write(evaluation("wren", results), folder / "wren.json")
+        (folder / "page.html").write_text("Zebedee")
+    copy = workspace.root / "kept" / "copy.parquet"
+    shutil.copy(workspace.prompts, copy)
+    forgotten = forget(workspace, 30 * DAY)
+    assert (forgotten.prompts, forgotten.reports) == (6, 3)
+    assert not holding(workspace.root, b"Zebedee")
+    left = [prompt.key for prompt in prompt_table.read(workspace.prompts)]
+    assert [prompt.key for prompt in prompt_table.read(copy)] == left
+
+
 def test_a_command_that_is_about_to_make_a_folder_for_old_prompts_makes_it_fail(
     held_out: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -909,6 +928,12 @@ def test_a_clock_that_is_far_ahead_deletes_nothing_unless_it_is_said_twice(
         for dry_run in (True, False):
             with pytest.raises(DataError, match="400 days"):
                 forget(workspace, 30 * DAY, dry_run=dry_run)
+        # Another command has written under the same clock.
+        (workspace.traffic / ".clock").unlink()
+        written = NOW + 400 * DAY - 10
+        os.utime(workspace.traffic / "audit.jsonl", (written, written))
+        with pytest.raises(DataError, match=r"started on .* 400 days"):
+            forget(workspace, 30 * DAY)
     assert len(prompt_table.read(workspace.prompts)) == 7
     long_ago = NOW - 90 * DAY
     for file in workspace.root.rglob("*"):

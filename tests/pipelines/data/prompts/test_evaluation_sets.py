@@ -391,6 +391,16 @@ def test_a_copy_of_another_set_with_the_same_files_is_not_measured(
     assert imported("chartqa@msd", cached, tmp_path / "cached.parquet")
 
 
+def test_what_lies_beside_a_film_is_not_shown_for_it(tmp_path: Path) -> None:
+    copy = tmp_path / "video-mme"
+    video_mme(copy)
+    film_file = copy / "data" / "fFj[1].mkv"
+    for ending in (".en.srt", ".gif"):
+        film_file.with_suffix(ending).write_bytes(b"GIF89a")
+    (prompt,) = imported("video-mme", tmp_path, tmp_path / "prompts.parquet")
+    assert prompt.files == [str(film_file)]
+
+
 def test_files_of_two_downloads_are_not_measured_together(tmp_path: Path) -> None:
     many(tmp_path / "chartqa")
     chartqa(tmp_path / "chartqa")

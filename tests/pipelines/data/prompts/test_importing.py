@@ -24,6 +24,7 @@ from vlmdistill.pipelines.data.prompts.importing import (
     import_prompts,
 )
 from vlmdistill.pipelines.data.prompts.prompt_table import load, read
+from vlmdistill.pipelines.data.prompts.splitting import resplit
 from vlmdistill.stores.errors import DataError
 
 
@@ -368,6 +369,28 @@ BROKEN: dict[str, Any] = {
     },
     "duplicate": said("fine", "yes"),
 }
+
+
+def test_prompts_with_responses_stay_in_their_split_also_if_they_share_a_question(
+    tmp_path: Path, out: Path
+) -> None:
+    talk = said("What?", "A sign.", "Why?", "So.")
+    source = write(tmp_path / "talk.json", [talk])
+    import_prompts([source], out, choices=Choices(split="eval"))
+    import_prompts([source], out, choices=Choices(split="train", turns="all"))
+    splits = {prompt.key: prompt.split for prompt in read(out)}
+    assert sorted(splits.values()) == ["eval", "train"]
+    for share in (0.0, 0.5, 0.9):
+        assert resplit(out, share, fixed=splits).moved == 0
+        assert {prompt.key: prompt.split for prompt in read(out)} == splits
+
+
+def test_a_file_is_not_called_as_harvested_traffic_is(
+    tmp_path: Path, out: Path
+) -> None:
+    file = write(tmp_path / "traffic-signs.json", [said("What?", "A sign.")])
+    with pytest.raises(DataError, match="name of traffic"):
+        import_prompts([file], out)
 
 
 @pytest.mark.parametrize("lines", [False, True], ids=["array", "lines"])
