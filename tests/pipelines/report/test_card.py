@@ -15,6 +15,7 @@ from tests.pipelines.bench.made_up import in_turn, measured
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.description import weights_hash
 from vlmdistill.pipelines.bench.records import Leak, PromptResult
+from vlmdistill.pipelines.cluster import engine_environment
 from vlmdistill.pipelines.report.card import CARD
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -60,7 +61,10 @@ def test_a_card_says_what_its_reader_has_to_install(
     workspace: Workspace,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # With an environment of vLLM, its own command is shown.
+    monkeypatch.setenv(engine_environment.VARIABLE, str(tmp_path / "none"))
     drafter = synthetic.build(method, **settings)
     synthetic.save(method, workspace.drafter(method), drafter)
     with_plugin = exported(workspace, tmp_path / "own", drafter=method)
