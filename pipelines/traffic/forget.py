@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
@@ -133,12 +134,12 @@ def forget(
             media = unnamed(workspace, kept, dry_run)
             kept_keys = frozenset(prompt.key for prompt in kept)
             shown = _ShownPrompts(_evaluations(workspace), old_keys, kept_keys)
-            copied = _remove_copied_prompts(workspace, before, old_keys, dry_run)
+            copies = _remove_copies(workspace, before, old_keys, dry_run)
             forgotten = Forgotten(
                 before=utc(now - older_than),
                 samples=len(samples),
-                responses=responses,
-                prompts=len(prompts) - len(kept) + copied,
+                responses=responses + copies["responses"],
+                prompts=len(prompts) - len(kept) + copies["prompts"],
                 media=len(media),
                 reports=len(shown.evaluations()),
                 bytes=size + sum(media.values()),
@@ -168,7 +169,10 @@ def _require_past(workspace: Workspace, prompts: Iterable[Prompt], now: float) -
     """Error if traffic was asked in the future: no deletion by age would ever reach it."""
     times = [prompt.time or 0 for prompt in prompts]
     for folder in (workspace.responses, *_other_responses(workspace)):
-        times += dataset.times(folder)
+        times += chain.from_iterable(map(dataset.times_in, dataset.files_in(folder)))
+    times += chain.from_iterable(
+        dataset.times_in(file) for file, _ in _copies(workspace)
+    )
     from_future = [time for time in times if time > now + SKEW]
     if from_future:
         raise DataError(
@@ -338,7 +342,8 @@ def _remove_responses(
 ) -> int:
     """Remove the old responses, and those to prompts with these keys; their number."""
     count = dataset.remove(workspace.responses, keys, before, dry_run=dry_run)
-    for folder in _other_responses(workspace):
+    others = _other_responses(workspace)
+    for folder in others:
         with only_writer(folder):
             count += dataset.remove(folder, keys, before, dry_run=dry_run)
     return count
@@ -350,21 +355,24 @@ def _other_responses(workspace: Workspace) -> list[Path]:
     return sorted({file.parent for file in files} - {workspace.responses})
 
 
-def _remove_copied_prompts(
+def _remove_copies(
     workspace: Workspace, before: float, keys: Collection[str], dry_run: bool
-) -> int:
-    """Remove old prompts from copies of the prompts file in the workspace; their number."""
-    count = 0
+) -> Counter[str]:
+    """Remove old rows of copied files in the workspace; the number of `prompts` and `responses`."""
+    counts = Counter[str]()
+    for file, kind in _copies(workspace):
+        counts[kind] += dataset.remove_rows(file, keys, before, dry_run=dry_run)
+    return counts
+
+
+def _copies(workspace: Workspace) -> Iterator[tuple[Path, str]]:
+    """The files of prompts and responses that no command has written there, and what they have."""
+    folders = (workspace.responses, *_other_responses(workspace))
     for file in _files_outside_stores(workspace, ".parquet"):
-        if file == workspace.prompts or not prompt_table.is_prompts(file):
-            continue
-        prompts = prompt_table.read(file)
-        old_keys = _old_keys(prompts, before).union(keys)
-        kept = [prompt for prompt in prompts if prompt.key not in old_keys]
-        count += len(prompts) - len(kept)
-        if not dry_run and len(kept) < len(prompts):
-            prompt_table.write(file, kept)
-    return count
+        if file != workspace.prompts and prompt_table.is_prompts(file):
+            yield file, "prompts"
+        if file.parent not in folders and dataset.is_responses(file):
+            yield file, "responses"
 
 
 def _evaluations(workspace: Workspace) -> dict[Path, list[Path]]:
@@ -377,10 +385,13 @@ def _evaluations(workspace: Workspace) -> dict[Path, list[Path]]:
 
 
 def _files_outside_stores(workspace: Workspace, suffix: str) -> Iterator[Path]:
-    """The files of the workspace with such an ending, but those of stores."""
+    """The files of the workspace with such an ending, but links and those of stores."""
     stores = {workspace.root / "features", *_other_stores(workspace)}
     for path in _paths_of(workspace, NO_TRAFFIC):
-        if path.suffix == suffix and path.is_file() and stores.isdisjoint(path.parents):
+        is_file = path.is_file() and not path.is_symlink()
+        if path.suffix == suffix and is_file and stores.isdisjoint(path.parents):
+            if not os.access(path, os.R_OK):
+                raise DataError(f"{path} cannot be read, and may have traffic")
             yield path
 
 

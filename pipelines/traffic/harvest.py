@@ -23,6 +23,7 @@ from vlmdistill.pipelines.data.prompts.formats import Format
 from vlmdistill.pipelines.data.prompts.importing import Choices, ImportGate, import_rows
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.prompts.row import MOST_BYTES, Row
+from vlmdistill.pipelines.data.prompts.turns import ROLES, is_open, role_of
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.data.responses.quality import repetition
@@ -60,6 +61,7 @@ MEDIA = "harvested"
 CHAT: Format = "chat"
 AUDIT, READ = "audit.jsonl", "sources.json"
 KNOWN = "known"  # the reason of what an earlier harvest or an import has
+API_ROLES = ("system", "developer", "user", "assistant")
 EVAL_SHARE = 0.1
 ROWS_PER_FILE = 256  # of responses
 ELSEWHERE = (
@@ -279,6 +281,7 @@ class _Harvest(ImportGate):
         messages, text = self.policy.redacted(exchange, response)
         if not isinstance(messages, list):
             raise BadRowError("no conversation")
+        _require_as_it_is(messages)
         row = replace(exchange.row, value={"messages": messages}, dataset=self.dataset)
         conversation = formats.conversation(row, CHAT)
         if conversation.trimmed:
@@ -438,6 +441,16 @@ class _Harvest(ImportGate):
         prompts = prompt_table.read(file)
         splits = Counter(prompt.split for prompt in prompts if prompt.key in self.kept)
         return splits["train"], splits["eval"]
+
+
+def _require_as_it_is(messages: list[Any]) -> None:
+    """BadRowError for turns that a dataset may have, and that a server reads otherwise."""
+    if messages and is_open(messages[-1]):
+        raise BadRowError("another prompt", "it ends with an empty response")
+    roles = {role_of(turn) for turn in messages}
+    of_datasets = roles.intersection(ROLES) - {*API_ROLES}
+    if of_datasets:
+        raise BadRowError("another prompt", f"a turn of '{min(of_datasets)}'")
 
 
 def _near(prompt: Prompt) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.traffic.dialects import Exchange
 from vlmdistill.stores.errors import PanicError, one_line, without_panics
@@ -188,7 +189,7 @@ def require_whole(exchange: Exchange) -> None:
     A prompt of the request's own template is known by its tokens, where the server has counted them.
     """
     request = exchange.request
-    own = [name for name in OWN_PROMPT if request.get(name)]
+    own = [name for name in OWN_PROMPT if has_content(request.get(name))]
     own += [NO_TURN] if request.get(NO_TURN) is False else []
     is_counted = _counted(exchange, "prompt_tokens") is not None
     if own and not is_counted and not exchange.response.get("prompt_token_ids"):

@@ -18,6 +18,7 @@ from vlmdistill.pipelines.data.prompts.hidden_media import (
     kind_of_column,
     kind_of_keys,
     media_kind,
+    names_unseen,
 )
 from vlmdistill.pipelines.data.prompts.json_rows import loads
 from vlmdistill.pipelines.data.prompts.row import Row, has_content
@@ -76,6 +77,8 @@ class Conversation:
     """Those of `unread` that hold or name images or videos."""
     unshown: tuple[str, ...] = ()
     """Placeholders that are text: images are missing there, if other rows have columns for them."""
+    shows_by_tag: bool = False
+    """Whether a placeholder shows an image or a video."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +291,7 @@ def conversation(
     # In LLaVA, <image> is a placeholder even in a row without images. In a chat, whose parts show its images,
     # <image 1> is ordinary text in such a row.
     media = RowMedia(located_turns.row, sampling, has_tags=source_format == "llava")
-    reader = MessageReader(media, counts_from_text=source_format != "chat")
+    reader = MessageReader(media, is_chat=source_format == "chat")
     messages = [reader.message(turn) for turn in located_turns.turns]
     users = [message for message in messages if message["role"] == "user"]
     if not users:
@@ -307,7 +310,7 @@ def conversation(
             "image count",
             f"the text has the line {reader.lines[0]}, but parts show the images and videos: remove it",
         )
-    return _trimmed(messages, unread)
+    return replace(_trimmed(messages, unread), shows_by_tag=reader.shows_by_tag)
 
 
 def _without_nan(row: Row) -> Row:
@@ -439,7 +442,7 @@ def _require_nothing_hidden(
     """Refuse a row that seems to have images or videos, where none was read.
 
     HiddenMediaError if a column that was not read holds one, or if a column is named after one; BadRowError
-    if the text has a placeholder for one.
+    if such a column names a file of sound or a document, or if the text has a placeholder.
     """
     if unread.hidden:
         name, kind = next(iter(unread.hidden.items()))
@@ -450,6 +453,9 @@ def _require_nothing_hidden(
             named = named or media_kind(value)
         if named:
             raise HiddenMediaError(named, str(name))
+    for name in unread.names:
+        if kind := names_unseen(name, row.get(name)):
+            raise BadRowError(kind, f"'{name}': prompts have images and videos")
     if reader.unplaced:
         raise without_media(reader.unplaced[0])
 

@@ -26,10 +26,13 @@ BASE64 = {
     "video": re.compile(r"(AAAA..Z0eXB|GkXfo)[A-Za-z0-9+/=\s]*"),
 }
 NAMING_COLUMN = re.compile(
-    r"(?:(?:image|img|picture|pic|photo)|(?P<film>video|vid|clip|gif|youtube))s?[ _-]?"
+    r"(?:(?:image|img|picture|pic|photo)|(?P<film>video|vid|clip|gif|youtube|yt))s?[ _-]?"
     r"(?:id|idx|index|uid|uuid|key|hash|md5|sha256|name|file|file[ _-]?name|path|url|uri|link"
     r"|b64|base64|base64[ _-]?str|bytes)s?|(?P<vid>vid)",
     re.IGNORECASE,
+)
+YOUTUBE = re.compile(
+    r"https?://(?:(?:www|m)\.)?(?:youtube\.com/(?:watch|shorts/)|youtu\.be/)\S+\Z"
 )
 QUOTED = re.compile(r"\"([^\"\n]++)\"|'([^'\n]++)'")
 MEDIA_WORDS = (
@@ -43,6 +46,10 @@ PART_WORDS = (
 )
 UNIT_WORDS = "video time frame frames t ts s sec secs second seconds ms"
 """Words beside those of `PART_WORDS` in names for a part of a video: `start_sec`, but not `clip_id`."""
+SOUND_ENDINGS = (".aac", ".flac", ".m4a", ".mp3", ".ogg", ".opus", ".wav")
+DOCUMENT_ENDINGS = (".pdf", ".docx", ".pptx")
+DOCUMENT_WORDS = {"pdf", "doc", "document", "file"}
+"""Words in names of columns of documents: a text may also name the one that it is from, as its source."""
 STOP = "stop"  # alone it may be texts that end a response
 FIRST_BYTES = {
     b"\xff\xd8\xff": "image",  # JPEG
@@ -110,6 +117,19 @@ def media_kind(value: Any) -> str:
     return next(filter(None, kinds), "")
 
 
+def names_unseen(name: str, value: Any) -> str:
+    """Whether a column names a file of sound or a document, which no target sees; empty if not."""
+    for item in islice(_values(value), MOST_VALUES):
+        if not isinstance(item, str) or len(item) >= LONGEST_NAME or "\n" in item:
+            continue
+        if item.lower().endswith(SOUND_ENDINGS):
+            return "audio"
+        is_of_documents = not _words(name).isdisjoint(DOCUMENT_WORDS)
+        if is_of_documents and item.lower().endswith(DOCUMENT_ENDINGS):
+            return "document"
+    return ""
+
+
 def _values(value: Any) -> Iterator[Any]:
     """A value and all values in it."""
     yield value
@@ -150,6 +170,8 @@ def _kind_of_text(text: str) -> str:
 def _kind_of_name(text: str) -> str:
     if len(text) >= LONGEST_NAME or "\n" in text:
         return ""
+    if YOUTUBE.match(text):
+        return "video"
     has_query = "?" in text or "#" in text
     if has_query and not re.search(r"\s", text):
         text = re.split(r"[?#]", text, maxsplit=1)[0]

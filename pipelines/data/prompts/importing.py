@@ -402,8 +402,8 @@ class _Import:
         has_media = False
         for row, talk in talks:
             columns = row.value if isinstance(row.value, Mapping) else {}
-            shows_media = talk is not None and any(media_parts(talk.messages))
-            has_media = has_media or shows_media or has_media_columns(columns)
+            shows_by_tag = talk is not None and talk.shows_by_tag
+            has_media = has_media or shows_by_tag or has_media_columns(columns)
             if talk and talk.unshown:
                 waiting.append((row, talk))
                 self._texts[row.source] += _text_length(talk.messages)

@@ -164,16 +164,17 @@ def _require_complete(
     """DataError if some files of a set are missing: the samples would be chosen from fewer rows."""
     stems = {file.stem for file in files}
     missing = sorted(published.folders.keys() - stems)
-    matches = (re.search(r"^(.*-)\d{5}-of-(\d{5})", file.stem) for file in files)
-    shards = [*filter(None, matches)]
-    counts = sorted({shard[2] for shard in shards})
-    if len(counts) > 1:
+    shards = [re.search(r"^(.*-)(\d{5})-of-(\d{5})", file.stem) for file in files]
+    names = [shard and shard[0] for shard in shards]
+    counts = {shard and shard[3] for shard in shards}
+    # Behind the name may be a hash, so that another upload does not replace the file.
+    if len(counts) > 1 or (counts != {None} and len({*names}) < len(names)):
         raise DataError(
-            f"{published.name} in {folder}: {published.files} has files of {' and of '.join(counts)}: remove "
-            "those of the earlier download"
+            f"{published.name} in {folder}: {published.files} has files of several downloads, such as "
+            f"{files[0].name} and {files[-1].name}: remove the others"
         )
-    for shard in shards[:1]:
-        prefix, count = shard[1], int(shard[2])
+    if shard := next(filter(None, shards), None):
+        prefix, count = shard[1], int(shard[3])
         numbers = {stem.removeprefix(prefix)[:5] for stem in stems}
         all_numbers = [f"{number:05}" for number in range(count)]
         missing += [

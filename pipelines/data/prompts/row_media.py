@@ -49,13 +49,18 @@ FOREIGN_PLACEHOLDER = re.compile(
     r"<\|?(?:image|img|video|vision|media)[_-]?"
     r"(?:placeholder|plh|here|pad|start|end|context|(?:soft_)?token)\|?>"
     r"|<im_(?:start|end|patch)>|<start_of_image>|<\|begin_of_(?:image|video)\|>"
-    r"|<\|?img_?\d*\|?>|\[(?:img|image|video)_?\d*\]|\{(?:img|image|video)_?\d*\}|<picture>"
-    r"|</(?:image|video)>|<(?:image|video)(?:\s+|\s*/)>|&lt;(?:image|video)&gt;"
+    r"|<\|?img_?\d*\|?>|</(?:image|video)>|<(?:image|video)(?:\s+|\s*/)>"
     r"|<\|?(?:image|video)\s*:[^<>\n]{0,200}>"
     r"|<vila/(?:image|video)>"
     r"|<ref-object>|<bbox>",  # of ms-swift, which takes them from the column `objects`
     re.IGNORECASE,
 )
+WORD_PLACEHOLDER = re.compile(
+    r"\[(?:img|image|video)_?\d*\]|(?<![\w}])\{(?:img|image|video)_?\d*\}"
+    r"|<picture>|&lt;(?:image|video)&gt;",
+    re.IGNORECASE,
+)
+"""Those that are ordinary text in a row that has placeholders of the known form."""
 ON_ITS_OWN_LINE = re.compile(
     r"\A\s*(<(?:image|video)>)[ \t]*\r?\n|\n[ \t]*(<(?:image|video)>)\s*\Z"
 )

@@ -17,6 +17,8 @@ from vlmdistill.pipelines.data.prompts.row_media import (
     FOREIGN_PLACEHOLDER,
     KINDS,
     ON_ITS_OWN_LINE,
+    PLACEHOLDER,
+    WORD_PLACEHOLDER,
     Kind,
     Part,
     RowMedia,
@@ -52,9 +54,11 @@ TEMPLATED = re.compile(
     r"|<\|(?:im_)?(?:system|user|assistant)\|>|<\uFF5C(?:User|Assistant)\uFF5C>"
     r"|<\|start\|>(?:system|user|assistant)|<\|start_of_role\|>"
     r"|<\|START_OF_TURN_TOKEN\|>|<extra_id_\d>(?:System|User|Assistant)"
-    r"|(?:\b(?:Assistant|ASSISTANT)|### Response):\s*+\Z"
 )
 """Where a text has turns, as chat templates write them: targets read their marks as the marks of turns."""
+OPEN_END = re.compile(r"(?:\b(?:Assistant|ASSISTANT)|### Response):\s*+\Z")
+"""The end of a prompt that a template without such marks wrote, if a question's beginning is before it."""
+QUESTION_MARK = re.compile(r"\b(?:USER|Human|User):|### Instruction:")
 
 
 def role_of(turn: Any) -> str:
@@ -65,10 +69,12 @@ def role_of(turn: Any) -> str:
 
 
 def is_open(turn: Any) -> bool:
-    """Whether a turn is an assistant's that has nothing: the response that is asked for."""
-    if ROLES.get(role_of(turn)) != "assistant":
+    """Whether a turn is an assistant's without content: the response that is asked for."""
+    if ROLES.get(role_of(turn)) != "assistant" or _calls_tools(turn):
         return False
-    return not any(has_content(turn[key]) for key in turn.keys() - {"role", "from"})
+    items = [item for key in CONTENT_KEYS for item in _content_items(turn.get(key))]
+    texts = [item.get("text") if _part_kind(item) == "text" else item for item in items]
+    return not any(map(has_content, texts))
 
 
 def is_system(turn: Any) -> bool:
@@ -81,14 +87,16 @@ class MessageReader:
     """Reads the turns of one row."""
 
     media: RowMedia
-    counts_from_text: bool = True
-    """Whether `<image 1>` needs an image also in a row without any column for media."""
+    is_chat: bool = False
+    """Whether parts show the images, and texts are as a server reads them; else `<image 1>` needs one."""
     numbered: list[str] = field(default_factory=list)
     """Placeholders with a number, of a row without images and videos."""
     lines: list[str] = field(default_factory=list)
     """Placeholders that are the first or the last line of a text, where no column has images or videos."""
     unshown: list[str] = field(default_factory=list)
     """Placeholders that are ordinary text, since the row has no column for media."""
+    shows_by_tag: bool = False
+    """Whether a placeholder shows an image or a video."""
 
     @property
     def unplaced(self) -> list[str]:
@@ -105,7 +113,7 @@ class MessageReader:
         media = self.media.of_turn(turn)
         parts = []
         for item in _content_items(turn.get(content_key)):
-            parts += self._parts(item, media, is_response=role == "assistant")
+            parts += self._parts(item, media, role)
         own_columns = set[str]()
         if media is not self.media:
             media.place_numbered()
@@ -117,21 +125,22 @@ class MessageReader:
         _require_content(role, parts)
         return {"role": role, "content": parts}
 
-    def _parts(self, item: Any, media: RowMedia, is_response: bool) -> list[Part]:
+    def _parts(self, item: Any, media: RowMedia, role: str) -> list[Part]:
         """The parts of one item of a content: several if its text has placeholders."""
         if isinstance(item, str):
             item = {"type": "text", "text": item}
         kind = _part_kind(item)
         if kind == "text":
-            return self._parts_of_text(item, media, is_response)
+            return self._parts_of_text(item, media, role)
         for known in KINDS:
             if kind == known:
                 return [_media_part(item, known, media)]
         raise BadRowError("unknown part", kind or type(item).__name__)
 
     def _parts_of_text(
-        self, item: Mapping[str, Any], media: RowMedia, is_response: bool
+        self, item: Mapping[str, Any], media: RowMedia, role: str
     ) -> list[Part]:
+        is_response = role == "assistant"
         text = item.get("text")
         other_keys = unread_names(item, {"type", "text"})
         media.unread.add(other_keys, item, "text.")
@@ -147,9 +156,12 @@ class MessageReader:
             raise BadRowError(
                 "text is not Unicode", f"unpaired surrogate at character {position}"
             )
-        if templated := TEMPLATED.search(text):
+        mark = TEMPLATED.search(text)
+        if role == "user" and not self.is_chat:
+            mark = mark or _open_end(text)
+        if mark:
             raise BadRowError(
-                "chat template in the text", f"{templated[0]}: write turns with roles"
+                "chat template in the text", f"{mark[0]}: write turns with roles"
             )
         if is_response and not self.media.tag_in_response:
             self.media.tag_in_response = placeholder_in(text)
@@ -163,6 +175,8 @@ class MessageReader:
             advice = "write <image>, and the path in a column image"
             raise BadRowError("image in the text", f"{named[:80]}: {advice}")
         foreign = FOREIGN_PLACEHOLDER.search(text)
+        if not (self.shows_by_tag or PLACEHOLDER.search(text)):
+            foreign = foreign or WORD_PLACEHOLDER.search(text)
         if foreign and media.tagged and media:
             raise BadRowError("foreign placeholder", f"{foreign[0]}: write <image>")
         if not media.tagged:
@@ -190,23 +204,38 @@ class MessageReader:
         """Whether a placeholder shows an image or a video; else it is ordinary text."""
         is_numbered = placeholder["number"] is not None
         if media or (media.tagged and not is_numbered):
+            self.shows_by_tag = True
             return True
-        is_text = not media.tagged and not (is_numbered and self.counts_from_text)
+        is_text = not media.tagged and (self.is_chat or not is_numbered)
         named = self.unshown if is_text else self.numbered
         named.append(placeholder[0].strip())
         return False
 
 
+def _open_end(text: str) -> re.Match[str] | None:
+    """The mark of an assistant's turn at the end of a text that has that of a question, or a line for it."""
+    end = OPEN_END.search(text)
+    if end is None:
+        return None
+    before = text[: end.start()]
+    has_own_line = before.rstrip(" \t").endswith("\n")
+    return end if has_own_line or QUESTION_MARK.search(before) else None
+
+
 def _known_role(turn: Mapping[str, Any]) -> str:
     """The role of a turn: system, user or assistant."""
     role = role_of(turn)
-    if role in TOOLS or turn.get("tool_calls") or turn.get("function_call"):
+    if role in TOOLS or _calls_tools(turn):
         raise BadRowError("tool call", f"a turn of '{role}': prompts cannot call tools")
     if role not in ROLES:
         raise BadRowError(
             "unknown role", f"{role}, in a turn with {', '.join(map(str, turn))}"
         )
     return ROLES[role]
+
+
+def _calls_tools(turn: Mapping[str, Any]) -> bool:
+    return bool(turn.get("tool_calls") or turn.get("function_call"))
 
 
 def _content_items(content: Any) -> list[Any]:

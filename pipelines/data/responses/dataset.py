@@ -225,29 +225,59 @@ def remove(
 
     Only one run writes to a folder at a time; see `only_writer`.
     """
-    import pyarrow as pa
-
     count = 0
-    for path in _paths(out):
-        rows = _read(path, schema().names)
-        asked = zip(rows["key"].to_pylist(), rows["time"].to_pylist(), strict=True)
-        remains = [
-            key not in keys and (time is None or time >= before) for key, time in asked
-        ]
-        removed = remains.count(False)
-        count += removed
-        if dry_run or not removed:
-            continue
-        if removed == len(rows):
-            path.unlink()
-        else:
-            _write(path, rows.filter(pa.array(remains)))
+    for path in files_in(out):
+        count += remove_rows(path, keys, before, dry_run=dry_run)
     failed = _failed(out)
     if not dry_run and not failed.keys().isdisjoint(keys):
         for key in failed.keys() & {*keys}:
             del failed[key]
         write_failed(out, failed)
     return count
+
+
+def remove_rows(
+    path: Path, keys: Collection[str], before: float, *, dry_run: bool
+) -> int:
+    """The same with one file, of responses or prompts, which goes if no row is left."""
+    import pyarrow as pa
+
+    rows = _read(path)
+    columns = (rows["key"].to_pylist(), _times(rows))
+    remains = [
+        key not in keys and (time is None or time >= before)
+        for key, time in zip(*columns, strict=True)
+    ]
+    removed = remains.count(False)
+    if removed and not dry_run:
+        if any(remains):
+            _write(path, rows.filter(pa.array(remains)))
+        else:
+            path.unlink()
+    return removed
+
+
+def times_in(path: Path) -> list[int]:
+    """The times in one file, of responses or prompts, in seconds since 1970."""
+    return [time for time in _times(_read(path)) if time is not None]
+
+
+def _times(rows: Any) -> list[int | None]:
+    """When the prompts of rows were asked; files of earlier versions do not say it."""
+    has_times = "time" in rows.schema.names
+    return rows["time"].to_pylist() if has_times else [None] * len(rows)
+
+
+def is_responses(path: Path) -> bool:
+    """Whether a Parquet file has responses."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(regular(path)).names
+    except (OSError, pa.ArrowInvalid):
+        return False
+    return {*schema().names} - {"time"} <= {*names}
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
@@ -259,8 +289,8 @@ def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged ({cause}): remove it, and run again")
 
 
-def _paths(out: Path) -> list[Path]:
-    """The files by name."""
+def files_in(out: Path) -> list[Path]:
+    """The files of a folder, by name."""
     # The packs are listed after the parts: a part that vanishes in between is in one of them.
     parts = sorted(out.glob(PART.format("*")))
     packs = sorted(out.glob(PACK.format("*")))
@@ -270,18 +300,20 @@ def _paths(out: Path) -> list[Path]:
 def _consistent(out: Path, read_all: Callable[[list[Path]], T]) -> T:
     """The result of reading all files; they are read again if some were packed meanwhile."""
     try:
-        return read_all(_paths(out))
+        return read_all(files_in(out))
     except GoneError:
-        return read_all(_paths(out))
+        return read_all(files_in(out))
 
 
-def _read(path: Path, columns: Sequence[str]) -> Any:
-    """The columns of a file; DataError if it cannot be read."""
+def _read(path: Path, columns: Sequence[str] | None = None) -> Any:
+    """The columns of a file, by default all; DataError if it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(regular(path)) as file:
+            if columns is None:
+                return file.read()
             return _with_time(file.read(list(columns)), columns)
     except (OSError, pa.ArrowInvalid) as error:
         raise _damaged(path, error) from None
@@ -379,11 +411,6 @@ def keys(out: Path) -> set[str]:
     return set(table(out, ["key"])["key"].to_pylist())
 
 
-def times(out: Path) -> list[int]:
-    """The times at which the prompts of traffic were asked, in seconds since 1970."""
-    return [time for time in table(out, ["time"])["time"].to_pylist() if time]
-
-
 def without_response(prompts: Sequence[Prompt], out: Path) -> Sequence[Prompt]:
     """The prompts that have no response in `out`."""
     import polars as pl
@@ -397,7 +424,7 @@ def without_response(prompts: Sequence[Prompt], out: Path) -> Sequence[Prompt]:
 def read(out: Path, kept: bool = True) -> Iterator[ResponseRow]:
     """The responses in a folder; with `kept`, only those that passed the filters."""
     seen = set[str]()
-    for path in _paths(out):
+    for path in files_in(out):
         for rows in _batches(path, schema().names):
             batch = _first(rows, seen)
             batch = batch.filter(batch["keep"]) if kept else batch

@@ -470,12 +470,22 @@ def test_copies_of_evaluations_and_prompts_in_the_workspace_lose_it_too(
         records.write(evaluation("wren", results), folder / "wren.json")
         (folder / "page.html").write_text("Zebedee")
     copy = workspace.root / "kept" / "copy.parquet"
-    shutil.copy(workspace.prompts, copy)
+    labelled = pl.read_parquet(workspace.prompts).with_columns(label=pl.lit("good"))
+    labelled.write_parquet(copy)
+    theirs = shutil.copy(workspace.prompts, workspace.root.with_name("theirs.parquet"))
+    link = copy.parent / "link.parquet"
+    link.symlink_to(theirs)
+    (part,) = workspace.responses.glob("part-*.parquet")
+    shutil.copy(part, workspace.root / "kept" / "responses.parquet")
     forgotten = forget(workspace, 30 * DAY)
-    assert (forgotten.prompts, forgotten.reports) == (6, 3)
-    assert not holding(workspace.root, b"Zebedee")
+    assert (forgotten.prompts, forgotten.responses, forgotten.reports) == (6, 6, 3)
+    assert holding(workspace.root, b"Zebedee") == [str(link)]
+    assert link.is_symlink()
     left = [prompt.key for prompt in prompt_table.read(workspace.prompts)]
     assert [prompt.key for prompt in prompt_table.read(copy)] == left
+    assert {*pl.read_parquet(copy)["label"]} == {"good"}
+    rows = pl.read_parquet(workspace.root / "kept" / "responses.parquet")
+    assert {*rows["key"]} == dataset.keys(workspace.responses)
 
 
 def test_a_command_that_is_about_to_make_a_folder_for_old_prompts_makes_it_fail(
@@ -563,7 +573,7 @@ def test_samples_and_responses_of_the_future_are_no_success_without_their_prompt
     with pytest.raises(DataError, match=r"1 prompts and responses stay.*0s"):
         forget(workspace, 30 * DAY)
     assert forget(workspace, 0).responses == 4
-    assert not dataset.times(workspace.responses)
+    assert not dataset.keys(workspace.responses)
 
 
 def test_what_was_left_before_a_store_has_a_record_goes(held_out: Workspace) -> None:

@@ -161,9 +161,15 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
         exchange(8, request=asked("Q 8?", add_generation_prompt=True)),
         exchange(9, request=asked("Q 9?", media_io_kwargs={"video": {"fps": 1}})),
         exchange(10, request=asked("Q 10?", reasoning={"effort": "high"})),
+        exchange(11, request=asked("Q 11?", reasoning={"effort": None})),
+        exchange(12, request=asked("Who is this? ASSISTANT:")),
     ]
+    for number, role in enumerate(("assistant", "model"), len(lines)):
+        request = asked(f"Q {number}?")
+        request["messages"].append({"role": role, "content": ""})
+        lines.append(exchange(number, request=request))
     made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (3, {"another prompt": 6, "cut text": 2})
+    assert (made.kept, made.dropped) == (5, {"another prompt": 8, "cut text": 2})
 
 
 def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(

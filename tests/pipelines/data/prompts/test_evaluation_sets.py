@@ -402,9 +402,17 @@ def test_what_lies_beside_a_film_is_not_shown_for_it(tmp_path: Path) -> None:
 
 
 def test_files_of_two_downloads_are_not_measured_together(tmp_path: Path) -> None:
-    many(tmp_path / "chartqa")
-    chartqa(tmp_path / "chartqa")
-    failing("chartqa", tmp_path, "files of 00001 and of 00002")
+    folder = tmp_path / "chartqa"
+    for name in (
+        "test-00000-of-00002.parquet",
+        "test-00000-of-00001-725687bf7a18d64b.parquet",
+        "test-backup.parquet",
+    ):
+        shutil.rmtree(folder, ignore_errors=True)
+        chartqa(folder)
+        assert imported("chartqa", tmp_path, tmp_path / f"{name}.prompts")
+        shutil.copy(folder / "data" / SHARD, folder / "data" / name)
+        failing("chartqa", tmp_path, "several downloads", name)
 
 
 def test_without_the_hub_a_missing_set_says_what_to_download(

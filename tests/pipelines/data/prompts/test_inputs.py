@@ -844,8 +844,14 @@ def test_any_row_is_a_conversation_or_has_a_reason() -> None:
         said("Who?", ""),
         {"messages": [{"role": "user", "content": "Who?"}, {"role": "model"}]},
         {"texts": [{"user": "Who?", "assistant": None}]},
+        {
+            "messages": [
+                {"role": "user", "content": "Who?"},
+                {"role": "assistant", "content": [{"type": "text", "text": ""}]},
+            ]
+        },
     ],
-    ids=["ShareGPT", "chat", "pairs"],
+    ids=["ShareGPT", "chat", "pairs", "parts"],
 )
 def test_an_empty_response_at_the_end_is_the_one_that_is_asked_for(
     out: Path, row: dict[str, Any]

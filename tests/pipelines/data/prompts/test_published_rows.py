@@ -226,6 +226,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "Which?", "choices": ["red", float("nan")]},
         "choices",
     ),
+    "Video-MMMU": (
+        {
+            "question": "What is shown?",
+            "link_selected": "https://www.youtube.com/watch?v=x1",
+        },
+        "video in another column",
+    ),
     "history as text": ({"question": "Who?", "history": "A: Hi"}, "history"),
     "a document": ({"question": "What?", "pdf": "1.pdf"}, "pdf"),
     "ms-swift": (

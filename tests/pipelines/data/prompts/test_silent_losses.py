@@ -439,8 +439,14 @@ def test_a_placeholder_of_another_program_is_refused(out: Path) -> None:
 )
 def test_a_prompt_that_a_chat_template_wrote_is_refused(out: Path, text: str) -> None:
     assert refused(out, {"prompt": text})[0] == "chat template in the text"
-    about = {"prompt": "What do <|im_start|> and [INST] mean?"}
-    assert imported(out.with_name("about.parquet"), about).added == 1
+    for number, question in enumerate(
+        (
+            "What do <|im_start|> and [INST] mean?",
+            "What is next to the field Medical Assistant:",
+        )
+    ):
+        row = {"prompt": question, "answer": "A template.\n\n### Response:"}
+        assert imported(out.with_name(f"{number}.parquet"), row).added == 1
 
 
 def test_indentation_beside_a_placeholder_stays(out: Path) -> None:
@@ -818,6 +824,15 @@ def test_a_text_beside_the_image_of_a_part_is_not_lost(out: Path) -> None:
 def test_a_question_about_a_sound_is_not_asked_without_it(out: Path) -> None:
     row = {"question": "<audio> What is said?", "audio": "1.wav"}
     assert refused(out, row) == ("audio", "'audio': prompts have images and videos")
+    for name, value, kind in (
+        ("audio_id", "./test-mini-audios/3fe64f3d.wav", "audio"),
+        ("file_name", "x.FLAC", "audio"),
+        ("doc_id", "PH_2016.06.08_Economy-Final.pdf", "document"),
+    ):
+        row = {"question": "What is said?", name: value}
+        assert refused(out, row) == (kind, f"'{name}': prompts have images and videos")
+    about = {"question": "What is said in a.wav", "source": "report.pdf"}
+    assert imported(out.with_name("about.parquet"), about).added == 1
     sample = tar(out.parents[1] / "a.tar", ("0.wav", b"RIFF"), ("0.json", TALK))
     with pytest.raises(DataError, match=r"wav \(1\)"):
         import_prompts([sample], out)
@@ -1090,9 +1105,16 @@ ASIDE = "What is in <image> here?"
         ({"question": ASIDE}, {"question": "What is this?", "image": "1.jpg"}),
         (said(ASIDE, "A wall."), said("What is this?", "A wall.", image="1.jpg")),
         ({"question": ASIDE}, said("What is this?", "A wall.", image="1.jpg")),
-        (chat({"type": "text", "text": ASIDE}), chat(IMAGE, WHAT)),
+        (
+            said(ASIDE, "A wall."),
+            {
+                "conversations": [
+                    {"from": "human", "value": "<image> What?", "image": "1.jpg"}
+                ]
+            },
+        ),
     ],
-    ids=["chat", "columns", "LLaVA", "mixed", "parts"],
+    ids=["chat", "columns", "LLaVA", "mixed", "turns"],
 )
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_tag_is_no_text_in_a_source_whose_other_rows_have_images(
@@ -1103,6 +1125,20 @@ def test_a_tag_is_no_text_in_a_source_whose_other_rows_have_images(
     assert (summary.added, summary.skipped) == (1, {"image count": 1})
     alone = imported(out.with_name("alone.parquet"), text_row, TALK)
     assert (alone.added, alone.skipped) == (2, {})
+
+
+def test_a_tag_is_text_where_other_rows_show_images_by_parts(out: Path) -> None:
+    about = chat({"type": "text", "text": "Explain the <image> tag of SVG."})
+    assert imported(out, chat(IMAGE, WHAT), about).added == 2
+
+
+def test_words_like_placeholders_are_text_beside_one_that_shows_the_image(
+    out: Path,
+) -> None:
+    for text in ("<image>\nIs [VIDEO] in it?", "Use <picture> for <image>"):
+        assert imported(out, said(text, "Yes.", image="1.jpg")).added == 1
+    formula = said("What is d_{image} by \\frac{image}{object}?", "1.", image="1.jpg")
+    assert imported(out, formula).added == 1
 
 
 def test_a_tag_is_no_text_in_a_folder_with_images(tmp_path: Path, out: Path) -> None:
