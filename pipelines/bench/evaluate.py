@@ -138,12 +138,10 @@ class _EvaluationRun:
         decoders: list[_Decoder] = []
         for trained, drafter in zip(plan.drafters, loaded, strict=True):
             decoders += _decoders(plan, trained, drafter, target, on_prompt)
-        labels = {decoder.label for decoder in decoders}
-        # The search of `--tree auto` may have chosen other trees then, which the labels name.
+        trees = {decoder.label: str(decoder.tree) for decoder in decoders}
+        # The search of `--tree auto` may have chosen other trees then.
         by_same_decoders = {
-            place: prompt
-            for place, prompt in decoded.items()
-            if prompt.results.keys() == labels
+            place: prompt for place, prompt in decoded.items() if prompt.trees == trees
         }
         return cls(
             plan, target, machine, threads, decoders, unfinished, by_same_decoders

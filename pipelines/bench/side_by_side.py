@@ -141,6 +141,7 @@ class SideBySide:
             number=number,
             temperature=self.temperature,
             threads=torch.get_num_threads(),
+            trees={name: str(tree) for name, (_, tree) in self.drafters.items()},
             results=results,
             shown=self._show(prompt, turn.decoded) if number < SHOWN else {},
         )

@@ -35,6 +35,7 @@ class Decoded:
     number: Count
     temperature: Amount
     threads: Count
+    trees: Mapping[str, str]
     results: Mapping[str, PromptResult]
     shown: Mapping[str, ShownResponse]
     calibration: Calibration | None = None  # right before, if a process began here

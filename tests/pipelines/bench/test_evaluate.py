@@ -27,6 +27,7 @@ from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
 from vlmdistill.drafters.lookahead import Window
 from vlmdistill.pipelines.bench import calibration, side_by_side
+from vlmdistill.pipelines.bench import evaluate as evaluation_run
 from vlmdistill.pipelines.bench import plan as evaluation_plan
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
 from vlmdistill.pipelines.bench.records import Evaluation, new_file, write
@@ -346,6 +347,33 @@ def test_a_tree_is_searched_for_on_prompts_that_are_not_evaluated(
     assert asked.count(asked[1]) == 1  # after one for the threads, what is searched on
     assert asked[1] not in asked[2:]
     assert len(made.keys) == 2
+
+
+def test_an_interrupted_evaluation_takes_over_no_prompts_of_another_tree(
+    workspace: Workspace, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--tree auto` may find another one, as at another first temperature."""
+
+    def interrupted(done: int, total: int, remark: str = "") -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    def run(tree: str, on_prompt: Progress) -> Evaluation:
+        monkeypatch.setattr(
+            evaluation_run, "choose_trees", lambda *_: [Tree.parse(tree)]
+        )
+        settings = dataclasses.replace(SETTINGS, trees=("auto",), limit=2)
+        drafters = open_drafters(workspace, ["tuned"])
+        return evaluate(workspace, drafters, settings, on_prompt=on_prompt)[0]
+
+    with pytest.raises(KeyboardInterrupt):
+        run("chain-4", interrupted)
+    made = run("chain-1", lambda *_: None)
+    assert made.tree == "chain-1"
+    for measurement in made.temperatures:
+        for prompt in measurement.prompts:
+            assert len(prompt.drafted.chain_tried) == 1
+    assert not list(workspace.reports.glob(".*"))
 
 
 def test_an_interrupted_evaluation_continues_after_its_last_prompt(

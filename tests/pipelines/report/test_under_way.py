@@ -60,6 +60,7 @@ def decode(workspace: Workspace, at: Measurement) -> None:
                 number=number,
                 temperature=0,
                 threads=1,
+                trees=dict.fromkeys(results, "chain-4"),
                 results=results,
                 shown={},
                 of=48,

@@ -181,7 +181,7 @@ def test_evaluations_of_two_machines_at_once_are_both_published(
 def test_two_machines_that_finish_the_same_interrupted_evaluation_both_add_theirs(
     runs: str, on: On
 ) -> None:
-    done = Decoded(temperature=0, number=0, threads=1, results={}, shown={})
+    done = Decoded(temperature=0, number=0, threads=1, trees={}, results={}, shown={})
     interrupted = on("a")
     Unfinished(interrupted.reports, {"seed": 1}).add(done)
     interrupted.close()
