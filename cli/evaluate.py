@@ -101,7 +101,14 @@ def evaluate(
             f"here, which is kept with the drafter; default: the drafter's own; {console.LIST}.",
         ),
     ] = None,
-    seed: console.Seed = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=console.LAST_SEED,
+            help="Seed of sampling, to repeat it; default: for each prompt one that no drafter can guess.",
+        ),
+    ] = None,
     threads: Annotated[
         int,
         typer.Option(min=0, help="CPU threads; 0: 1 or all, whichever decodes faster."),

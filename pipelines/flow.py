@@ -91,7 +91,6 @@ class Plan:
             temperatures=self.temperatures,
             limit=self.eval_limit,
             max_new_tokens=self.eval_tokens,
-            seed=self.seed,
         )
 
     @property

@@ -17,7 +17,6 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.clock import Cycle, Timed, clocked, timed
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.pipelines.bench.records import Again, Evaluation
-from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.cluster.processes import Processes
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 PROMPTS = 8  # of each temperature, at most
-PLAIN = 4  # prompts that are decoded plainly as well
+PLAIN = 4  # of these, at most, that are decoded plainly as well
 WARM_UP = 8  # tokens that are decoded before anything is measured
 
 
@@ -41,13 +40,14 @@ class Repeated:
     tree: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RepeatedPrompt:
     """A prompt that is decoded again."""
 
     temperature: float
-    number: int  # of the prompt in the evaluation
     key: str
+    seed: int | None  # of the sampling the first time; None at temperature 0
+    plainly: bool  # without a drafter as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,6 @@ class Conditions:
     model: str
     how: Mapping[str, Any]  # of loading the target
     prompts_file: Path
-    seed: int
     max_new_tokens: int
     threads: int
 
@@ -76,9 +75,14 @@ def repeated_prompts(evaluation: Evaluation) -> Iterator[RepeatedPrompt]:
         seconds = [prompt.turn.seconds for prompt in measurement.prompts]
         hashes = content_hashes(seconds, range(len(seconds)))
         numbers = sorted(range(len(seconds)), key=hashes.__getitem__)
-        for number in sorted(numbers[:PROMPTS]):
-            key = measurement.prompts[number].key
-            yield RepeatedPrompt(measurement.temperature, number, key)
+        for place, number in enumerate(sorted(numbers[:PROMPTS])):
+            prompt = measurement.prompts[number]
+            yield RepeatedPrompt(
+                temperature=measurement.temperature,
+                key=prompt.key,
+                seed=prompt.drafted.seed,
+                plainly=place < PLAIN,
+            )
 
 
 def decode_again(
@@ -136,10 +140,10 @@ class _FreshTarget:
     conditions: Conditions
 
     def measure_alone(self, chosen_prompts: Sequence[RepeatedPrompt]) -> list[Again]:
-        """Encode all prompts, and decode the first ones plainly; calls are not known yet."""
+        """Encode all prompts, and decode some of them plainly; calls are not known yet."""
         self._decoded_plainly(chosen_prompts[0], WARM_UP)
         measured = []
-        for place, choice in enumerate(chosen_prompts):
+        for choice in chosen_prompts:
             _, encoding = self._encoded(choice)
             again = Again(
                 key=choice.key,
@@ -147,7 +151,7 @@ class _FreshTarget:
                 temperature=choice.temperature,
                 encoding=encoding,
             )
-            if place < PLAIN:
+            if choice.plainly:
                 limit = self.conditions.max_new_tokens
                 decoded = self._decoded_plainly(choice, limit)
                 again = replace(
@@ -207,7 +211,9 @@ class _FreshTarget:
     def _generator(self, choice: RepeatedPrompt) -> torch.Generator:
         """With the seed that the evaluation gave the prompt."""
         generator = torch.Generator(self.target.device)
-        return generator.manual_seed(prompt_seed(self.conditions.seed, choice.number))
+        if choice.seed is not None:
+            generator.manual_seed(choice.seed)
+        return generator
 
     @property
     def _on_cpu(self) -> bool:

@@ -316,14 +316,20 @@ def _agrees_with_turn(prompt: PromptResult) -> bool:
 def _wrong_seeds(
     evaluation: Evaluation, measurement: Measurement, where: str
 ) -> Iterator[str]:
-    """Responses that were not sampled with the seed of their prompt, which both sides share."""
+    """Responses not sampled with the seed of their prompt, which both sides share and no other prompt has."""
     if measurement.temperature == 0:
         return
+    prompts = measurement.prompts
+    seeds = [prompt.plain.seed for prompt in prompts]
+    if evaluation.seed is not None:
+        seeds = [prompt_seed(evaluation.seed, number) for number in range(len(prompts))]
+    counts = Counter(seeds)
+    counts[None] = len(prompts)  # which is none
     for whose, decoded in _sides(measurement).items():
         unexpected = []
-        for number, response in enumerate(decoded):
-            if response.seed != prompt_seed(evaluation.seed, number):
-                unexpected.append(measurement.prompts[number].key)
+        for prompt, response, seed in zip(prompts, decoded, seeds, strict=True):
+            if response.seed != seed or counts[seed] > 1:
+                unexpected.append(prompt.key)
         if unexpected:
             yield f"{whose}{where} sampled with other seeds than those of the prompts: {_some(unexpected)}"
 
@@ -447,8 +453,8 @@ def doubts_of_run(evaluation: Evaluation) -> list[str]:
 def slow_baseline(evaluation: Evaluation) -> list[str]:
     """Warnings of a baseline that is slower than it has to be: speedups over it say little."""
     warnings = [*_slow_steps(evaluation), *_slow_target(evaluation)]
-    warnings += _slow_beside_drafters(evaluation)
     for measurement in evaluation.temperatures:
+        warnings += _slow_beside_drafters(evaluation, measurement)
         warnings += _slow_responses(measurement)
     return warnings
 
@@ -553,15 +559,19 @@ def _slow(evaluation: Evaluation, *baselines: Baseline) -> float:
     return least * math.exp(ERRORS_OF_FEW * error)
 
 
-def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
+def _slow_beside_drafters(
+    evaluation: Evaluation, measurement: Measurement
+) -> Iterator[str]:
     """Plain steps take longer than in a process that has loaded no drafter yet.
 
     The error is of machines, not of these steps: a drafter that slows some more than others could raise that.
     """
+    temperature = measurement.temperature
     steps, seconds, seconds_alone, prompts = 0, 0.0, 0.0, 0
     for again, prompt in _decoded_twice(evaluation):
         calls = prompt.plain.calls
-        if calls >= FEW_STEPS and again.plain_step:
+        is_compared = again.temperature == temperature and calls >= FEW_STEPS
+        if is_compared and again.plain_step:
             prompts += 1
             steps += calls
             seconds += _decode_seconds(prompt.plain)
@@ -570,11 +580,11 @@ def _slow_beside_drafters(evaluation: Evaluation) -> Iterator[str]:
         return
     slow = SLOW_BESIDE * math.exp(ERRORS_OF_FEW * UNKNOWN_ERROR / math.sqrt(prompts))
     # Beside other programs caches are theirs, too, and CPU seconds differ.
-    slow /= math.sqrt(_cpu_share(evaluation.temperatures) or 1.0)
+    slow /= math.sqrt(_cpu_share([measurement]) or 1.0)
     if seconds > slow * seconds_alone:
         yield (
-            f"a step of plain decoding takes {seconds / seconds_alone:.2f} times as long as in a process "
-            "that has loaded no drafter"
+            f"a step of plain decoding at temperature {temperature:g} takes "
+            f"{seconds / seconds_alone:.2f} times as long as in a process that has loaded no drafter"
         )
 
 

@@ -307,7 +307,6 @@ def _decoded_again(
         model=plan.workspace.model,
         how=dict(settings.how),
         prompts_file=plan.prompts_file,
-        seed=settings.seed,
         max_new_tokens=settings.max_new_tokens,
         threads=first.threads,
     )
@@ -406,7 +405,7 @@ class _Reuse:
         return (
             evaluation.keys == self.keys
             and evaluation.max_new_tokens == settings.max_new_tokens
-            and evaluation.seed == settings.seed
+            and settings.seed in (None, evaluation.seed)
             and evaluation.attention == settings.attention
             and evaluation.compiled == settings.compiled
             and evaluation.thinking == settings.thinking

@@ -494,7 +494,7 @@ class Evaluation:
     compiled: bool  # whether decoding steps were compiled
     thinking: str  # on, off, mixed; empty: as the target's template has it
     max_new_tokens: Count
-    seed: Count
+    seed: Count | None  # None: each prompt has one that was drawn for it
     measured: str  # date and time; the same for all drafters of one process
     asked: tuple[str, ...]  # the keys of the prompts that were to be measured
     calibrations: tuple[Calibration, ...]  # where each process began, and at the end

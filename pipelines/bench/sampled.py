@@ -7,6 +7,7 @@ compares the two.
 Shapes: N tokens, V vocabulary, R ranks.
 """
 
+import secrets
 from typing import Final, get_args
 
 import torch
@@ -18,8 +19,13 @@ RARE: Final = 0.02  # probability of a token up to which it is rare
 RANKS: Final[tuple[Rank, ...]] = get_args(Rank)
 
 
-def prompt_seed(seed: int, number: int) -> int:
-    """The seed with which every decoder samples a response to prompt `number` of an evaluation."""
+def prompt_seed(seed: int | None, number: int) -> int:
+    """The seed with which every decoder samples a response to prompt `number` of an evaluation.
+
+    Without a `seed`, one that no drafter can guess: it would draft what the same noise draws.
+    """
+    if seed is None:
+        return secrets.randbits(63)
     return seed * 1_000_003 + number
 
 

@@ -111,7 +111,7 @@ class ServedEvaluation:
     baseline: str | None  # a URL
     prompt_set: str  # a hash of the prompts' keys
     max_new_tokens: Count
-    seed: Count
+    seed: Count | None
     measured: str  # date and time
     software: Software  # of the client
     loads: Annotated[tuple[ServedLoad, ...], Meta(min_length=1)]

@@ -23,7 +23,7 @@ class Settings:
     limit: int = 100
     trees: tuple[Shape, ...] = ()
     """None: each drafter's own; several: each in turn."""
-    seed: int = 0
+    seed: int | None = None  # of sampling; see `sampled.prompt_seed`
     threads: int = 0  # 0: one or all, whichever is faster for plain decoding
     how: Options = field(default_factory=Options)  # of loading the target
     concurrencies: tuple[int, ...] = (1,)  # requests at a time; a server only

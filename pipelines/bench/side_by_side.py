@@ -52,6 +52,7 @@ class _Turn:
     """The decodings of a prompt; of each decoder, the last one."""
 
     started: float
+    seed: int
     ended: float = 0.0
     encoding: float = 0.0  # as in the record
     other: float = 0.0  # seconds of all that decodes nothing
@@ -59,7 +60,7 @@ class _Turn:
     place: dict[str, int] = field(default_factory=dict)  # by decoder, in `seconds`
     decoded: dict[str, Timed] = field(default_factory=dict)
     passes: dict[str, int] = field(default_factory=dict)
-    seed: dict[str, int] = field(default_factory=dict)
+    sampled_with: dict[str, int] = field(default_factory=dict)  # seeds
     stock: Stock | None = None
     stock_ids: list[int] | None = None
     bare_step: float | None = None
@@ -87,7 +88,7 @@ class SideBySide:
         *,
         temperature: float,
         max_new_tokens: int,
-        seed: int,
+        seed: int | None,
     ) -> None:
         self.target = target
         self.drafters = drafters
@@ -104,7 +105,7 @@ class SideBySide:
         compiles and loads kernels.
         """
         kind = kind_of(prompt)
-        turn = _Turn(started=time.time())
+        turn = _Turn(started=time.time(), seed=prompt_seed(self.seed, number))
         encoded, elapsed, cpu_seconds = clocked(
             lambda: self.target.encode(prompt.messages), self.target.device
         )
@@ -160,7 +161,7 @@ class SideBySide:
                 if name == STOCK:
                     seconds = self._generate(turn, encoded, limit)
                 else:
-                    seconds = self._decode(name, turn, encoded, number, limit)
+                    seconds = self._decode(name, turn, encoded, limit)
                 turn.seconds.append(seconds)
             if name == PLAIN:
                 self._step_alone(turn)
@@ -172,12 +173,10 @@ class SideBySide:
         turn.bare_step = step_beside(self.target, last_token, self.temperature)
         turn.other += time.perf_counter() - began
 
-    def _decode(
-        self, name: str, turn: _Turn, encoded: Any, number: int, limit: int
-    ) -> float:
+    def _decode(self, name: str, turn: _Turn, encoded: Any, limit: int) -> float:
         """Decode with plain decoding or a drafter; the seconds."""
         generator = torch.Generator(self.target.device)
-        generator.manual_seed(prompt_seed(self.seed, number))
+        generator.manual_seed(turn.seed)
         drafter, tree = (None, None) if name == PLAIN else self.drafters[name]
 
         def decoder() -> Iterator[Cycle]:
@@ -198,7 +197,7 @@ class SideBySide:
         self._check_arithmetic(name or "plain decoding", computed_with)
         turn.decoded[name] = decoded
         turn.passes[name] = self.target.passes - passes_before
-        turn.seed[name] = generator.initial_seed()
+        turn.sampled_with[name] = generator.initial_seed()
         return decoded.seconds
 
     def _check_arithmetic(self, name: str, computed_with: set[Arithmetic]) -> None:
@@ -242,7 +241,7 @@ class SideBySide:
             decoding = replace(decoding, sections=in_sections)
         if self.temperature == 0:
             return replace(decoding, check=check.check(decoded.ids))
-        decoding = replace(decoding, seed=turn.seed[name])
+        decoding = replace(decoding, seed=turn.sampled_with[name])
         return self._sampled(decoding, encoded, decoded.ids)
 
     @torch.inference_mode()

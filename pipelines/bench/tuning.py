@@ -10,6 +10,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import tree_search
 from vlmdistill.drafters.decoding.decoders import plain
 from vlmdistill.drafters.decoding.tree_search import BestTree
+from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.bench.settings import Settings, Shape
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.workspace.trained import Trained
@@ -109,7 +110,7 @@ def _fastest(
         [target.encode(prompt.messages) for prompt in search_prompts()],
         max_new_tokens=min(settings.max_new_tokens, SEARCH_TOKENS),
         temperature=temperature,
-        seed=settings.seed,
+        seed=prompt_seed(settings.seed, 0),
         compiled=settings.compiled,
         on_round=on_round,
     )

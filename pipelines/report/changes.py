@@ -223,7 +223,7 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
     software = {name: installed[name] or "none" for name in SOFTWARE}
     return {
         **settings,
-        "seed": str(evaluation.seed),
+        "seed": "drawn" if evaluation.seed is None else str(evaluation.seed),
         "drafter": evaluation.drafter,
         "tree": evaluation.tree,
         "parameters": str(evaluation.parameters),

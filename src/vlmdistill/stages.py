@@ -378,7 +378,7 @@ def evaluate(
     limit: int = 100,
     max_new_tokens: int = 512,
     trees: str | Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
     threads: int = 0,
     anyway: bool = False,
     progress: StageProgress | None = None,
@@ -394,7 +394,7 @@ def evaluate(
         limit: Decode at most so many prompts.
         max_new_tokens: Maximum length of a response, in tokens.
         trees: Draft trees, or one, such as `chain-5` or `auto`; none: each drafter's own.
-        seed: Of sampling.
+        seed: Of sampling, to repeat it; None: each prompt has one that no drafter can guess.
         threads: CPU threads; 0: one or all, whichever decodes faster.
         anyway: Start also where free disk or memory will not suffice.
         progress: Is called after each prompt, with stage, done, total and a remark.

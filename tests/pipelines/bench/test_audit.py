@@ -26,7 +26,7 @@ from vlmdistill.drafters.core.tree import DraftTree, Tree
 from vlmdistill.drafters.decoding import clock, decoders
 from vlmdistill.drafters.decoding.acceptance import Acceptance, choose, verify
 from vlmdistill.drafters.decoding.clock import Cycle, Timed
-from vlmdistill.drafters.decoding.decoders import plain, speculate
+from vlmdistill.drafters.decoding.decoders import decode, plain, speculate
 from vlmdistill.drafters.lookahead import Lookahead, Window
 from vlmdistill.pipelines.bench import again, audit, plan, side_by_side
 from vlmdistill.pipelines.bench.records import Decoding, Evaluation, ResponseSection
@@ -280,7 +280,7 @@ def test_nobody_knows_before_which_prompts_are_decoded_again(
             timed_at.append(made_up.in_sequence(timed))
         by_temperature: dict[float, list[int]] = {0.0: [], 1.0: []}
         for choice in again.repeated_prompts(evaluation("wren", *timed_at)):
-            by_temperature[choice.temperature].append(choice.number)
+            by_temperature[choice.temperature].append(int(choice.key[1:]))
         return by_temperature
 
     monkeypatch.setattr(again, "PROMPTS", 8)
@@ -291,6 +291,26 @@ def test_nobody_knows_before_which_prompts_are_decoded_again(
     for prompts in chosen.values():
         assert len({*prompts}) == 8
         assert max(prompts) > 8
+
+
+def test_a_drafter_that_changes_the_target_is_exposed_at_any_temperature(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of logits that are four times as large, greedy responses stay the same."""
+    draft = Lookahead.draft
+    changed: list[Any] = []
+
+    def changing(self: Lookahead, prompt: Any, target: Any) -> Window:
+        if not changed:
+            changed.append(target)
+            target._text.norm.weight.data.mul_(4)
+        return draft(self, prompt, target)
+
+    monkeypatch.setattr(Lookahead, "draft", changing)
+    monkeypatch.setattr(again, "PROMPTS", 4)
+    every = ("--limit", "4", "--max-new-tokens", "16")
+    found = run(*every, "--temperature", "0", "--temperature", "3")
+    exposed(found, "plain decoding gives other responses than in a process")
 
 
 def by_ticks(run: Run, *options: str) -> Evaluated:
@@ -361,10 +381,31 @@ def test_seeds_that_differ_between_the_sides_are_exposed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds = count(7)
-    monkeypatch.setattr(side_by_side, "prompt_seed", lambda *_: next(seeds))
+
+    def seeded(
+        *args: Any, generator: torch.Generator, **kwargs: Any
+    ) -> Iterator[Cycle]:
+        generator.manual_seed(next(seeds))
+        return decode(*args, generator=generator, **kwargs)
+
+    monkeypatch.setattr(side_by_side, "decode", seeded)
     found = run(*FEW, "--temperature", "1")
     assert found.status == 1
     assert "sampled with other seeds" in found.text
+
+
+def test_nobody_knows_before_with_which_seeds_prompts_are_sampled(run: Run) -> None:
+    """A drafter that guesses one drafts what the same noise draws."""
+
+    def seeds(*options: str) -> list[int | None]:
+        (at,) = run(*FEW, "--temperature", "1", *options).record.temperatures
+        return [prompt.drafted.seed for prompt in at.prompts]
+
+    drawn = {*seeds(), *seeds()}
+    assert len(drawn) == 4
+    # Of 2 ** 63; an honest draw is below with a probability of 1e-7.
+    assert all(seed is not None and seed > 2**38 for seed in drawn)
+    assert seeds("--seed", "3") == seeds("--seed", "3") == [3_000_009, 3_000_010]
 
 
 def test_a_pass_that_plain_decoding_wastes_is_exposed(

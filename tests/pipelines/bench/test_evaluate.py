@@ -44,7 +44,7 @@ from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError
 from vlmdistill.stores.progress import Progress
 
-SETTINGS = Settings(max_new_tokens=8, temperatures=(0.0, 1.0))
+SETTINGS = Settings(max_new_tokens=8, temperatures=(0.0, 1.0), seed=0)
 WORK = 200  # operations
 
 

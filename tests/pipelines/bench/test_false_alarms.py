@@ -25,7 +25,6 @@ from tests.pipelines.bench.made_up import (
 from tests.thorough import count
 from vlmdistill.pipelines.bench import again as repeating
 from vlmdistill.pipelines.bench import audit
-from vlmdistill.pipelines.bench.again import PLAIN
 from vlmdistill.pipelines.bench.records import (
     GENERATED,
     Again,
@@ -279,18 +278,20 @@ def cpu_step(decoded: Decoding) -> float | None:
 
 
 def measured_alone(made: Evaluation, machine: Machine) -> tuple[Again, ...]:
-    """What a process takes that has loaded no drafter, of which the first prompts are decoded plainly."""
+    """What a process takes that has loaded no drafter, of which some are decoded plainly."""
     prompt_of = {
         (at.temperature, prompt.key): prompt
         for at in made.temperatures
         for prompt in at.prompts
     }
     every_again = []
-    for place, again in enumerate(decoded_again(made)):
+    for again, choice in zip(
+        decoded_again(made), repeating.repeated_prompts(made), strict=True
+    ):
         machine.drifts()
         encoding = float(machine.cpu_seconds(ENCODING, machine.load.work)[0])
         again = replace(again, encoding=encoding)
-        if place < PLAIN:
+        if choice.plainly:
             first = prompt_of[again.temperature, again.key]
             plainly = decoded(first.plain, machine, STEP, first.kind == "text")
             again = replace(

@@ -698,8 +698,11 @@ def test_seconds_that_are_recorded_twice_must_agree(side: str) -> None:
     assert audit.failures(evaluation("wren", changed(honest, planted)))
 
 
+@pytest.mark.parametrize("given", [3, None])
 @pytest.mark.parametrize("side", ["plain", "drafted"])
-def test_one_seed_for_all_prompts_is_a_failure(side: str) -> None:
+def test_one_seed_for_all_prompts_is_a_failure(side: str, given: int | None) -> None:
+    """Whether it was given or drawn."""
+
     def seeded(at: Measurement, other: bool = False) -> Measurement:
         prompts = []
         for number, prompt in enumerate(at.prompts):
@@ -714,8 +717,8 @@ def test_one_seed_for_all_prompts_is_a_failure(side: str) -> None:
         return replace(at, prompts=tuple(prompts))
 
     at = measured(1.0)
-    assert audit.failures(evaluation("wren", seeded(at), seed=3)) == []
-    failures = audit.failures(evaluation("wren", seeded(at, other=True), seed=3))
+    assert audit.failures(evaluation("wren", seeded(at), seed=given)) == []
+    failures = audit.failures(evaluation("wren", seeded(at, other=True), seed=given))
     assert any("other seeds" in text for text in failures)
 
 
@@ -905,13 +908,14 @@ def test_plain_decoding_as_slow_as_a_machine_is_uneven_is_not_in_doubt(
 
 
 def without_a_drafter(
-    at: Measurement, share: float, prompts: int = 4
+    at: Measurement, share: float, prompts: int = 4, temperature: float = 0.0
 ) -> tuple[Again, ...]:
     """What prompts take in a process that has loaded none: this share of what they took."""
     return tuple(
         Again(
             key=one.key,
             calls=one.drafted.calls,
+            temperature=temperature,
             encoding=0.01,
             plain_step=share * one.plain.decode_seconds / one.plain.calls,
         )
@@ -933,6 +937,19 @@ def test_a_drafter_that_slows_the_target_is_in_doubt_at_once(
         again=without_a_drafter(at, share),
     )
     assert bool(audit.slow_baseline(made)) == (slower > (2.2 if busy else 1.56))
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.8])
+def test_a_drafter_that_slows_the_target_at_one_temperature_is_in_doubt(
+    slower: float,
+) -> None:
+    greedy, sampled = measured(noise=0.05), measured(1.0, noise=0.05)
+    alone = (
+        *without_a_drafter(greedy, 1.0),
+        *without_a_drafter(sampled, 1 / slower, temperature=1.0),
+    )
+    made = evaluation("wren", greedy, sampled, again=alone)
+    assert bool(audit.slow_baseline(made)) == (slower > 1)
 
 
 @pytest.mark.parametrize("busy", [False, True])
