@@ -198,7 +198,13 @@ def _report_facts(page: "ReportPage") -> dict[str, Any]:
         for result in group.results
     ]
     served = [_served_facts(result) for result in page.served]
-    facts = {"differing": differing(page.groups), "rows": rows, "served": served}
+    warnings = [text for group in page.groups for text in group.warnings]
+    facts = {
+        "differing": differing(page.groups),
+        "rows": rows,
+        "served": served,
+        "warnings": [*warnings, *page.served_warnings],
+    }
     if seeds := [*_seed_facts(page)]:
         facts["seeds"] = seeds
     return facts

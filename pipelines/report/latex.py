@@ -295,9 +295,9 @@ def _rows(methods: _Methods, sets: Sequence[str]) -> list[list[str]]:
 
 
 def _best(column: Sequence[_Printed]) -> _Printed:
-    """The largest of each rate."""
+    """The largest of each rate, but for speedups that are all below 1."""
     taus = [cell.tau for cell in column if cell.tau]
-    speedups = [cell.speedup for cell in column if cell.speedup]
+    speedups = [cell.speedup for cell in column if float(cell.speedup or 0) >= 1]
     return _Printed(
         max(taus, key=float, default=""), max(speedups, key=float, default="")
     )

@@ -11,6 +11,7 @@ from tests.pipelines.bench.test_plants import changed
 from tests.pipelines.report.html_page import Page, make
 from vlmdistill.pipelines.bench.records import Measurement, PromptResult
 from vlmdistill.pipelines.report.answer import Recommendation, answers
+from vlmdistill.pipelines.report.latex import latex
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
@@ -173,3 +174,6 @@ def test_no_speedup_is_bold_below_1(workspace: Workspace, save: Save) -> None:
         if "best" in attrs.get("class", "").split()
     ]
     assert bold == ["tau", "speedup", "tau", "tau", "tau"]
+    rows = latex(read(workspace))
+    assert r"\textbf{1.20}" in rows
+    assert r"\textbf{0.80}" not in rows

@@ -594,13 +594,14 @@ def test_prints_the_table(workspace: Workspace, save: Save, tmp_path: Path) -> N
 
 
 def test_json_rows_hold_every_figure(save: Save, tmp_path: Path) -> None:
-    save()
+    save(not_again="out of memory")
     elsewhere = tmp_path / "page.html"
     facts = json.loads(
         run("--runs", str(tmp_path / "runs"), "--json", "--out", str(elsewhere))
     )
     assert facts["page"] == str(elsewhere)
     assert elsewhere.is_file()
+    assert any("out of memory" in text for text in facts["warnings"])
     row = facts["rows"][0]
     assert {
         name: row[name]
