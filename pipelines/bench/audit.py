@@ -50,6 +50,7 @@ from vlmdistill.pipelines.bench.statistics import (
     TOLERANCE,
     cpu_share_of,
     is_busy,
+    is_disturbed,
 )
 from vlmdistill.stores.errors import DataError
 
@@ -473,8 +474,11 @@ def _slow_steps(evaluation: Evaluation) -> Iterator[str]:
 def _slow_responses(measurement: Measurement) -> Iterator[str]:
     """The steps of plain decoding's responses are slower than the target's own right after them.
 
-    On prompts of a kind, or on all.
+    On prompts of a kind, or on all. Not where other programs had most of the CPU: threads that wait for each
+    other spend CPU seconds, and no drafter is ranked.
     """
+    if is_disturbed(_cpu_share([measurement])):
+        return
     groups = measurement.by(LABELS["kind"])
     if len(groups) > 1:
         groups["all"] = measurement

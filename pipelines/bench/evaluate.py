@@ -5,7 +5,6 @@ speed drifts affects all alike (`side_by_side.py`).
 """
 
 import gc
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vlmdistill.drafters.checkpoints.description import weights_hash
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding import hardware
@@ -188,7 +188,7 @@ class _EvaluationRun:
             prompt.calibration for prompt in self.decoded.values() if prompt.calibration
         ]
         calibrations.append(self._calibrate())
-        measured = time.strftime("%Y-%m-%d %H:%M:%S")
+        measured = records.now()
         measurement_of = measurements(self.decoded)
         evaluations = []
         for decoder in self.decoders:
@@ -315,10 +315,14 @@ def _decoded_again(
     except TrainingError as error:
         reason = one_line(error)
         return [replace(evaluation, not_again=reason) for evaluation in evaluations]
-    return [
-        replace(evaluation, again=calls.get(evaluation.name, ()))
-        for evaluation in evaluations
-    ]
+    repeated_evaluations = []
+    for evaluation, drafter in zip(evaluations, repeated, strict=True):
+        if weights_hash(drafter.folder) == evaluation.weights:
+            done = replace(evaluation, again=calls.get(evaluation.name, ()))
+        else:
+            done = replace(evaluation, not_again="it was trained again meanwhile")
+        repeated_evaluations.append(done)
+    return repeated_evaluations
 
 
 def kept(

@@ -10,7 +10,7 @@ surprise of a response that was not sampled.
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
@@ -658,9 +658,14 @@ def files_in(folder: Path) -> list[Path]:
     return files
 
 
+def now() -> str:
+    """Date and time for `measured`: in UTC, so that it sorts, wherever it was measured."""
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
 def new_file(folder: Path, name: str) -> Path:
     """A file for a record: unique over all machines; names sort by time."""
-    moment = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
+    moment = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     return folder / f"{name}.{moment}-{secrets.token_hex(4)}.json"
 
 

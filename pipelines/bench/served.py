@@ -139,7 +139,7 @@ async def _measure(
             prompt_set=content_hash([key for key, _ in prepared]),
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
-            measured=time.strftime("%Y-%m-%d %H:%M:%S"),
+            measured=records.now(),
             software=of_this_process(),
             weights=options.weights,
             leak=options.leak,

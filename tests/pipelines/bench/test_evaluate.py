@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.drafters import synthetic
 from tests.pipelines.bench.conftest import held_out
@@ -26,7 +28,8 @@ from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.drafters.decoding.decoders import plain, speculate
 from vlmdistill.drafters.decoding.tree_search import FILE, BestTree
 from vlmdistill.drafters.lookahead import Window
-from vlmdistill.pipelines.bench import calibration, side_by_side
+from vlmdistill.pipelines.bench import again as repeating
+from vlmdistill.pipelines.bench import audit, calibration, side_by_side
 from vlmdistill.pipelines.bench import evaluate as evaluation_run
 from vlmdistill.pipelines.bench import plan as evaluation_plan
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
@@ -347,6 +350,43 @@ def test_a_tree_is_searched_for_on_prompts_that_are_not_evaluated(
     assert asked.count(asked[1]) == 1  # after one for the threads, what is searched on
     assert asked[1] not in asked[2:]
     assert len(made.keys) == 2
+
+
+def test_a_drafter_that_is_trained_again_meanwhile_is_not_decoded_again(
+    workspace: Workspace, tuned: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its new weights need other numbers of calls; those of the record are right."""
+    monkeypatch.setattr(repeating, "PROMPTS", 1)
+    elsewhere = with_prompts_of(workspace, tmp_path)
+    shutil.copytree(workspace.root / "drafters", elsewhere.root / "drafters")
+
+    def trained_again(done: int, total: int, remark: str = "") -> None:
+        file = elsewhere.drafter("tuned") / WEIGHTS
+        save_file({key: -tensor for key, tensor in load_file(file).items()}, file)
+
+    settings = dataclasses.replace(SETTINGS, limit=1, temperatures=(0.0,))
+    drafters = open_drafters(elsewhere, ["tuned"])
+    (made,) = evaluate(elsewhere, drafters, settings, on_prompt=trained_again)
+    assert "trained again" in made.not_again
+    assert made.again == ()
+    assert audit.failures(made) == []
+
+
+def test_the_last_evaluation_is_the_last_one_in_any_time_zone(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = with_prompts_of(workspace, tmp_path)
+    settings = dataclasses.replace(SETTINGS, limit=1, temperatures=(0.0,))
+    seeds = []
+    for zone, seed in (("UTC-9", 1), ("UTC+8", 2)):  # east and west, as POSIX has it
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        drafters = open_drafters(elsewhere, ["lookahead"])
+        evaluate(elsewhere, drafters, dataclasses.replace(settings, seed=seed))
+        seeds.append(newest(elsewhere.reports, "lookahead").seed)
+    monkeypatch.undo()
+    time.tzset()
+    assert seeds == [1, 2]
 
 
 def test_an_interrupted_evaluation_takes_over_no_prompts_of_another_tree(

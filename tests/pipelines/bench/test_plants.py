@@ -370,6 +370,18 @@ def test_a_loop_that_is_slow_in_a_part_of_the_responses_is_in_doubt(
     assert doubted(evaluation("wren", with_own_steps(at, slow_share)))
 
 
+def test_where_others_had_most_of_the_cpu_no_slow_loop_is_told() -> None:
+    """Several threads wait for each other, in CPU seconds; no drafter is ranked there."""
+
+    def planted(one: PromptResult) -> PromptResult:
+        plain = replace(one.plain, cpu_seconds=0.3 * one.plain.seconds)
+        own = replace(one.drafted, cpu_seconds=0.3 * one.drafted.seconds)
+        return replace(one, plain=plain, drafted=own)
+
+    at = changed(with_own_steps(measured(), lambda one: 10.0), planted)
+    assert audit.slow_baseline(evaluation("wren", at)) == []
+
+
 def of_steps(steps: int, at: Measurement) -> Measurement:
     """The same seconds of a step, in responses of plain decoding with so many."""
 
