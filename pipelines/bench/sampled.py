@@ -16,6 +16,8 @@ from torch import Tensor
 from vlmdistill.pipelines.bench.records import Rank
 
 RARE: Final = 0.02  # probability of a token up to which it is rare
+SEED_BITS: Final = 53
+"""Of a seed that is drawn: a server may read the numbers of a request as float64."""
 RANKS: Final[tuple[Rank, ...]] = get_args(Rank)
 
 
@@ -25,7 +27,7 @@ def prompt_seed(seed: int | None, number: int) -> int:
     Without a `seed`, one that no drafter can guess: it would draft what the same noise draws.
     """
     if seed is None:
-        return secrets.randbits(63)
+        return secrets.randbits(SEED_BITS)
     return seed * 1_000_003 + number
 
 
