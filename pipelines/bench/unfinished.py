@@ -4,7 +4,7 @@ Each prompt is decoded by all decoders in one process, so its numbers compare, w
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +113,9 @@ class Unfinished:
             file.unlink(missing_ok=True)
 
 
-def strip(reports: Path, wanted: Callable[[Decoded], bool]) -> None:
-    """Keep only the wanted prompts in all files; lines that are cut off are dropped, too."""
-    for file in reports.glob(FILES):
+def strip(files: Iterable[Path], wanted: Callable[[Decoded], bool]) -> None:
+    """Keep only the wanted prompts in files; lines that are cut off are dropped, too."""
+    for file in files:
         lines = read_bytes(file).splitlines(keepends=True)
         kept_lines = []
         for line in lines:

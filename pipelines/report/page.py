@@ -46,7 +46,7 @@ from vlmdistill.pipelines.report.templates import script_hash, source
 from vlmdistill.pipelines.report.trainings import TrainingRun
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
-from vlmdistill.stores.errors import DataError
+from vlmdistill.stores.errors import DataError, naming
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -55,6 +55,8 @@ NAME_LENGTH = 120  # characters of a chart's file
 NOT_IN_NAMES = re.compile(r"[^\w.@+]+")
 NAME_END = re.compile(r"[@ ]")  # after a drafter's name, where facts follow
 KINDS = ("speed", "against_tau", "pareto", "cycles", "prefills", "trees", "acceptance")
+GENERATOR = b'<meta name="generator" content="vlmdistill">'
+LENGTH_OF_HEAD = 1024  # bytes of a page, which have that
 OTHER_WEIGHTS = "it was measured with other weights than the drafter has now"
 SCRIPTS = ("report/replay.js", "report/report.js")
 
@@ -364,6 +366,12 @@ def make(
         report = read(workspace, out, where)
         write(report.html, report.page)
     return report
+
+
+def is_report(file: Path) -> bool:
+    """Whether an HTML file is such a page, by its first lines."""
+    with naming(file), file.open("rb") as page:
+        return GENERATOR in page.read(LENGTH_OF_HEAD)
 
 
 def _require_place(workspace: Workspace, out: Path) -> None:

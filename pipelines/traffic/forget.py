@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -28,6 +28,7 @@ from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.report.page import is_report
 from vlmdistill.pipelines.traffic.harvest import (
     MEDIA,
     audited,
@@ -133,7 +134,7 @@ def forget(
             responses = _remove_responses(workspace, before, old_keys, dry_run)
             media = unnamed(workspace, kept, dry_run)
             kept_keys = frozenset(prompt.key for prompt in kept)
-            shown = _ShownPrompts(_evaluations(workspace), old_keys, kept_keys)
+            shown = _ShownPrompts(workspace, old_keys, kept_keys)
             copies = _remove_copies(workspace, before, old_keys, dry_run)
             forgotten = Forgotten(
                 before=utc(now - older_than),
@@ -375,15 +376,6 @@ def _copies(workspace: Workspace) -> Iterator[tuple[Path, str]]:
             yield file, "responses"
 
 
-def _evaluations(workspace: Workspace) -> dict[Path, list[Path]]:
-    """The files of evaluations by folder: of the reports, and of copies of them in the workspace."""
-    files = {workspace.reports: records.files_in(workspace.reports)}
-    for file in _files_outside_stores(workspace, ".json"):
-        if file.parent != workspace.reports and records.is_evaluation(file):
-            files.setdefault(file.parent, []).append(file)
-    return files
-
-
 def _files_outside_stores(workspace: Workspace, suffix: str) -> Iterator[Path]:
     """The files of the workspace with such an ending, but links and those of stores."""
     stores = {workspace.root / "features", *_other_stores(workspace)}
@@ -459,8 +451,7 @@ def _paths_at_url(remote: Remote, own_store: PurePosixPath) -> Iterator[PurePosi
 class _ShownPrompts:
     """The prompts in reports that are old, or were harvested and are not in the workspace any more."""
 
-    files: Mapping[Path, Sequence[Path]]
-    """Those of evaluations, by folder."""
+    workspace: Workspace
     old_keys: AbstractSet[str]
     kept_keys: AbstractSet[str]
 
@@ -470,8 +461,9 @@ class _ShownPrompts:
 
     def evaluations(self) -> dict[Path, Evaluation]:
         """The evaluations that show such prompts, by file, without their texts."""
+        copies = filter(records.is_evaluation, self._copies(".json"))
         changed = {}
-        for file in chain.from_iterable(self.files.values()):
+        for file in (*records.files_in(self.workspace.reports), *copies):
             evaluation = records.read(file)
             deleted = self._deleted(evaluation.temperatures[0].prompts)
             stripped = evaluation.without(deleted)
@@ -482,13 +474,20 @@ class _ShownPrompts:
     def remove(self) -> None:
         """Take the texts out of evaluations and unfinished ones; the numbers stay, pages are made again."""
         # First, and always: a page may be of a run that another machine has ended since.
-        for folder in self.files:
-            for page in folder.glob(PAGES):
-                page.unlink()
+        copied_pages = filter(is_report, self._copies(".html"))
+        for file in (*self.workspace.reports.glob(PAGES), *copied_pages):
+            file.unlink()
         for file, evaluation in self.evaluations().items():
             records.write(evaluation, file)
-        for folder in self.files:
-            unfinished.strip(folder, self._stays)
+        pattern = unfinished.FILES
+        files = [*self.workspace.reports.glob(pattern)]
+        files += [file for file in self._copies(".unfinished") if file.match(pattern)]
+        unfinished.strip(files, self._stays)
+
+    def _copies(self, suffix: str) -> list[Path]:
+        """The files of the workspace with such an ending that are not in the folder of reports."""
+        files = _files_outside_stores(self.workspace, suffix)
+        return [file for file in files if file.parent != self.workspace.reports]
 
     def _stays(self, decoded: Decoded) -> bool:
         results = decoded.results.values()

@@ -402,6 +402,9 @@ def test_what_an_evaluation_has_left_of_deleted_prompts_goes_with_any_later_dele
     (held_out.reports / "index.html").write_text("Zebedee")
     torn = held_out.reports / ".0123.4567.unfinished"
     torn.write_bytes(b'{"number": 1, "shown": {"hawk": {"prompt": "Zebedee')
+    copy = held_out.root / "before" / torn.name
+    copy.parent.mkdir()
+    shutil.copy(torn, copy)
     done = forget(held_out, 30 * DAY)
     assert (done.prompts, done.reports) == (0, 1)
     assert not raw(held_out, "Zebedee")
@@ -468,7 +471,10 @@ def test_copies_of_evaluations_and_prompts_in_the_workspace_lose_it_too(
     for folder in (reports, reports / "before", workspace.root / "kept"):
         folder.mkdir(parents=True, exist_ok=True)
         records.write(evaluation("wren", results), folder / "wren.json")
-        (folder / "page.html").write_text("Zebedee")
+        page.make(workspace, reports / "page.html")
+        if folder != reports:
+            shutil.copy(reports / "page.html", folder)
+    (workspace.root / "kept" / "draft.html").write_text("<p>a draft of mine</p>")
     copy = workspace.root / "kept" / "copy.parquet"
     labelled = pl.read_parquet(workspace.prompts).with_columns(label=pl.lit("good"))
     labelled.write_parquet(copy)
@@ -480,6 +486,7 @@ def test_copies_of_evaluations_and_prompts_in_the_workspace_lose_it_too(
     forgotten = forget(workspace, 30 * DAY)
     assert (forgotten.prompts, forgotten.responses, forgotten.reports) == (6, 6, 3)
     assert holding(workspace.root, b"Zebedee") == [str(link)]
+    assert [file.name for file in workspace.root.rglob("*.html")] == ["draft.html"]
     assert link.is_symlink()
     left = [prompt.key for prompt in prompt_table.read(workspace.prompts)]
     assert [prompt.key for prompt in prompt_table.read(copy)] == left
