@@ -28,7 +28,7 @@ def beyond(now: float, files: Iterable[Path], *, confirmed: Path | None = None) 
         return f"the clock says {utc(now)}, {_days(now - newest)} after the newest file"
     if confirmed is None:
         return ""
-    started = now - time.clock_gettime(time.CLOCK_BOOTTIME)
+    started = now - time.monotonic()  # which begins with the machine
     is_confirmed = any(when >= started for when in _times([confirmed]))
     newest = max((when for when in written if when < started), default=started)
     if is_confirmed or started - newest <= AHEAD:

@@ -165,7 +165,7 @@ class MessageReader:
             )
         if is_response and not self.media.tag_in_response:
             self.media.tag_in_response = placeholder_in(text)
-        if is_response or not any(mark in text for mark in "<[{&"):
+        if is_response or not any(sign in text for sign in "<[{&"):
             return [{"type": "text", "text": text}] if text else []
         return self._parts_at_placeholders(text, media)
 
