@@ -453,9 +453,12 @@ def _require_nothing_hidden(
             named = named or media_kind(value)
         if named:
             raise HiddenMediaError(named, str(name))
+    has_context = any(has_content(row.get(name)) for name in columns.DETAILS)
     for name in unread.names:
-        if kind := names_unseen(name, row.get(name)):
-            raise BadRowError(kind, f"'{name}': prompts have images and videos")
+        kind = names_unseen(name, row.get(name))
+        if kind == "audio" or (kind and not has_context):
+            advice = "prompts have images and videos; if its text is here, remove it"
+            raise BadRowError(kind, f"'{name}': {advice}")
     if reader.unplaced:
         raise without_media(reader.unplaced[0])
 

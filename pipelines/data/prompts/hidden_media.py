@@ -26,7 +26,7 @@ BASE64 = {
     "video": re.compile(r"(AAAA..Z0eXB|GkXfo)[A-Za-z0-9+/=\s]*"),
 }
 NAMING_COLUMN = re.compile(
-    r"(?:(?:image|img|picture|pic|photo)|(?P<film>video|vid|clip|gif|youtube|yt))s?[ _-]?"
+    r"(?:\w+[ _-])?(?:(?:image|img|picture|pic|photo)|(?P<film>video|vid|clip|gif|youtube|yt))s?[ _-]?"
     r"(?:id|idx|index|uid|uuid|key|hash|md5|sha256|name|file|file[ _-]?name|path|url|uri|link"
     r"|b64|base64|base64[ _-]?str|bytes)s?|(?P<vid>vid)",
     re.IGNORECASE,
@@ -120,7 +120,7 @@ def media_kind(value: Any) -> str:
 def names_unseen(name: str, value: Any) -> str:
     """Whether a column names a file of sound or a document, which no target sees; empty if not."""
     for item in islice(_values(value), MOST_VALUES):
-        if not isinstance(item, str) or len(item) >= LONGEST_NAME or "\n" in item:
+        if not isinstance(item, str) or re.search(r"\s", item):
             continue
         if item.lower().endswith(SOUND_ENDINGS):
             return "audio"

@@ -226,6 +226,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "Which?", "choices": ["red", float("nan")]},
         "choices",
     ),
+    "PLM-Video-Human": (
+        {"question": "What is cut?", "metadata": {"source_video_id": "x1"}},
+        "video in another column",
+    ),
+    "Encyclopedic-VQA": (
+        {"question": "Which bird?", "dataset_image_ids": "2512045|2512046"},
+        "image in another column",
+    ),
     "Video-MMMU": (
         {
             "question": "What is shown?",

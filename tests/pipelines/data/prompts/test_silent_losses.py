@@ -829,10 +829,14 @@ def test_a_question_about_a_sound_is_not_asked_without_it(out: Path) -> None:
         ("file_name", "x.FLAC", "audio"),
         ("doc_id", "PH_2016.06.08_Economy-Final.pdf", "document"),
     ):
-        row = {"question": "What is said?", name: value}
-        assert refused(out, row) == (kind, f"'{name}': prompts have images and videos")
-    about = {"question": "What is said in a.wav", "source": "report.pdf"}
-    assert imported(out.with_name("about.parquet"), about).added == 1
+        reason, detail = refused(out, {"question": "What is said?", name: value})
+        assert (reason, detail.startswith(f"'{name}'")) == (kind, True)
+    about = [
+        {"question": "What is said in a.wav", "source": "report.pdf"},
+        {"question": "How?", "answer": "x", "rejected": "sox a.wav b.mp3"},
+        {"question": "Why?", "context": "So it was.", "source_file": "report.pdf"},
+    ]
+    assert imported(out.with_name("about.parquet"), *about).added == 3
     sample = tar(out.parents[1] / "a.tar", ("0.wav", b"RIFF"), ("0.json", TALK))
     with pytest.raises(DataError, match=r"wav \(1\)"):
         import_prompts([sample], out)
