@@ -361,6 +361,8 @@ def _wrong_calls(evaluation: Evaluation) -> Iterator[str]:
     A GPU may round otherwise in another process, and then samples other tokens: there, a sampled prompt
     counts only as one of many that all together need far more calls.
     """
+    if evaluation.not_again:  # with these weights
+        return
     differing = []
     sampled_calls, sampled_calls_again = 0, 0
     for again, prompt in _decoded_twice(evaluation):

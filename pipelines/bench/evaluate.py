@@ -32,6 +32,7 @@ from vlmdistill.pipelines.bench.plan import (
     EvaluationPlan,
     held_out,
     oversized_trees,
+    require_same_weights,
     settings_hash,
     trained_thinking,
 )
@@ -122,6 +123,7 @@ class _EvaluationRun:
 
         target = load(plan.workspace.model, **plan.settings.how)
         loaded = [target.drafter(trained.folder) for trained in plan.drafters]
+        require_same_weights(plan.drafters)
         machine = hardware.of(target.device)
         unfinished = Unfinished(
             plan.workspace.reports, _conditions(plan, target, machine)
@@ -317,10 +319,9 @@ def _decoded_again(
         return [replace(evaluation, not_again=reason) for evaluation in evaluations]
     repeated_evaluations = []
     for evaluation, drafter in zip(evaluations, repeated, strict=True):
-        if weights_hash(drafter.folder) == evaluation.weights:
-            done = replace(evaluation, again=calls.get(evaluation.name, ()))
-        else:
-            done = replace(evaluation, not_again="it was trained again meanwhile")
+        done = replace(evaluation, again=calls.get(evaluation.name, ()))
+        if weights_hash(drafter.folder) != evaluation.weights:
+            done = replace(done, not_again="it was trained again meanwhile")
         repeated_evaluations.append(done)
     return repeated_evaluations
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import polars as pl
 
+from vlmdistill.drafters.checkpoints.description import weights_hash
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench.leaks import leaks
 from vlmdistill.pipelines.bench.records import Leak, TrainedSettings, Training
@@ -120,6 +121,15 @@ class EvaluationPlan:
             f"--tree auto needs prompts that are not evaluated, and all {len(evaluated)} are: give a lower "
             "--limit, or import more"
         )
+
+
+def require_same_weights(drafters: Iterable[Trained]) -> None:
+    """TrainingError if the weights of a drafter are others than those that were hashed at first."""
+    for drafter in drafters:
+        if weights_hash(drafter.folder) != drafter.weights:
+            raise TrainingError(
+                f"{drafter.name} was trained again while it was loaded: run the same command again"
+            )
 
 
 def settings_hash(drafter: Trained) -> str:

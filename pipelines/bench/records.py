@@ -503,7 +503,8 @@ class Evaluation:
     settings: str | None = None
     """A hash of the drafter's settings and data, without seed and number of steps."""
     again: tuple[Again, ...] = ()  # some of the prompts
-    not_again: str = ""  # why none could be decoded again
+    not_again: str = ""
+    """Why none could be decoded again, or not with the same weights: then the target alone is compared."""
     earlier: Baseline | None = None
     """Of the first sound evaluation under the same conditions, if there is one."""
 

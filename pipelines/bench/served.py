@@ -21,7 +21,7 @@ import torch
 from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.leaks import leaks
-from vlmdistill.pipelines.bench.plan import held_out
+from vlmdistill.pipelines.bench.plan import held_out, require_same_weights
 from vlmdistill.pipelines.bench.records import Leak, short_name
 from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.bench.served_records import (
@@ -59,11 +59,17 @@ from vlmdistill.stores.schema import content_hash
 CHECKED = 8  # prompts whose logits are checked, at most, after a load
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
 HIGHEST_TEMPERATURE = 2  # that servers take
-
-Question = tuple[str, list[dict[str, Any]]]
-"""The key of a prompt, and its messages."""
 OnFailure = Callable[[str], None]
 """Gets a server's text about a request that failed."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as it is sent to each server."""
+
+    key: str
+    messages: list[dict[str, Any]]
+    seed: int  # of sampling
 
 
 def _ignore(text: str) -> None:
@@ -136,7 +142,7 @@ async def _measure(
             model=models[0].id,
             drafter=models[0].drafter,
             baseline=clients[1].url if len(clients) > 1 else None,
-            prompt_set=content_hash([key for key, _ in prepared]),
+            prompt_set=content_hash([question.key for question in prepared]),
             max_new_tokens=settings.max_new_tokens,
             seed=settings.seed,
             measured=records.now(),
@@ -192,7 +198,10 @@ def questions(chosen: Sequence[Prompt], settings: Settings) -> list[Question]:
                 f"--concurrency {concurrency}: give 1 to {len(chosen)}, the number of held-out prompts that "
                 "are sent"
             )
-    return [(prompt.key, chat_messages(prompt)) for prompt in chosen]
+    return [
+        Question(prompt.key, chat_messages(prompt), prompt_seed(settings.seed, number))
+        for number, prompt in enumerate(chosen)
+    ]
 
 
 @dataclass
@@ -215,7 +224,7 @@ def evaluate_drafters(
     """Measure each drafter as `evaluate_server` does, with servers of our own: vLLM with it and without.
 
     Exports and the servers' logs are kept in `served/` of the workspace. A drafter that cannot be served does
-    not stop the next one. TrainingError when a drafter cannot be exported.
+    not stop the next one. TrainingError when a drafter cannot be exported, or is trained again meanwhile.
     """
     check_environment("vllm")
     # Once for all, before a server starts.
@@ -227,6 +236,7 @@ def evaluate_drafters(
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     exported_of = _export_all(workspace, drafters, dtype)
+    require_same_weights(drafters)
     servers = _VllmServers(workspace, dtype, on_prompt)
     outcome = ServedDrafters()
     with servers:
@@ -485,26 +495,26 @@ class _Server:
         except RequestError as error:
             self.first_error = self.first_error or str(error)
             self.on_failure(str(error))
-            return FailedRequest(key=self.questions[number][0], reason=error.kind)
+            return FailedRequest(key=self.questions[number].key, reason=error.kind)
         return answer.request
 
     async def _chat(self, number: int, temperature: float) -> Answer:
-        key, messages = self.questions[number]
+        question = self.questions[number]
         options: dict[str, Any] = {
             "model": self.model,
             "temperature": temperature,
             "max_tokens": self.settings.max_new_tokens,
         }
         if temperature:
-            options["seed"] = prompt_seed(self.settings.seed, number)
+            options["seed"] = question.seed
         try:
-            answer = await self.client.chat(key, messages, options)
+            answer = await self.client.chat(question.key, question.messages, options)
         except RequestError as error:
             if not error.too_long:
                 raise
             # As in this process, a response ends at the last position of the target.
             del options["max_tokens"]
-            answer = await self.client.chat(key, messages, options)
+            answer = await self.client.chat(question.key, question.messages, options)
         if answer.repeats:
             self.repeating.add(number)
         return answer
@@ -513,7 +523,7 @@ class _Server:
         """ServerError if a prompt whose response repeats one token has logits that are not finite."""
         for number in sorted(self.repeating)[:CHECKED]:
             options = {"model": self.model, "temperature": 0}
-            await self.client.check_finite(self.questions[number][1], options)
+            await self.client.check_finite(self.questions[number].messages, options)
         self.repeating.clear()
 
     async def drain(

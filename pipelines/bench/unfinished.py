@@ -3,6 +3,7 @@
 Each prompt is decoded by all decoders in one process, so its numbers compare, whichever process that was.
 """
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from vlmdistill.stores.input_files import read_bytes
 from vlmdistill.stores.schema import content_hash
 
 FILES = ".*.unfinished"
+NAME = re.compile(r"\.[0-9a-f]+\.[0-9a-f]+\.unfinished")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,6 +269,12 @@ class Group:
         warnings += drifts(self.evaluations)
         if limits := self._limits_of_target:
             warnings.append(limits)
+        if self._names_with_given_seed:
+            names = ", ".join(self._names_with_given_seed)
+            warnings.append(
+                f"the seed of sampling was given ({names}), so that a drafter may have known what the target "
+                "draws: without --seed, it cannot"
+            )
         runs = {evaluation.measured for evaluation in self.evaluations}
         if len(runs) > 1:
             warnings.append(
@@ -276,6 +282,16 @@ class Group:
                 "contain the noise between runs"
             )
         return warnings
+
+    @property
+    def _names_with_given_seed(self) -> list[str]:
+        """The sampled evaluations with a seed that was not drawn for each prompt."""
+        return [
+            evaluation.name
+            for evaluation in self.evaluations
+            if evaluation.seed is not None
+            and any(measured.temperature for measured in evaluation.temperatures)
+        ]
 
     @property
     def _limits_of_target(self) -> str:

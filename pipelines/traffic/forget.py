@@ -72,6 +72,8 @@ OF_STORES = frozenset(
 )
 """What a store has in its folder."""
 P = TypeVar("P", bound=PurePath)
+OF_COPIES = (".parquet", ".json", ".html", ".unfinished")
+"""Endings of files that are looked for in all folders."""
 PAGES = "*.html"  # in the folder of reports
 LOCKS = ".*.lock"  # see `lock_file`
 CLOCK = ".clock"  # its time is that of the last deletion
@@ -362,7 +364,9 @@ def _remove_copies(
     """Remove old rows of copied files in the workspace; the number of `prompts` and `responses`."""
     counts = Counter[str]()
     for file, kind in _copies(workspace):
-        counts[kind] += dataset.remove_rows(file, keys, before, dry_run=dry_run)
+        # A prompt without a time is an imported one, also if it is asked in traffic, too.
+        old_keys = keys if kind == "responses" else ()
+        counts[kind] += dataset.remove_rows(file, old_keys, before, dry_run=dry_run)
     return counts
 
 
@@ -461,8 +465,8 @@ class _ShownPrompts:
 
     def evaluations(self) -> dict[Path, Evaluation]:
         """The evaluations that show such prompts, by file, without their texts."""
-        copies = filter(records.is_evaluation, self._copies(".json"))
         changed = {}
+        copies = filter(records.is_evaluation, self._copies(".json"))
         for file in (*records.files_in(self.workspace.reports), *copies):
             evaluation = records.read(file)
             deleted = self._deleted(evaluation.temperatures[0].prompts)
@@ -479,9 +483,9 @@ class _ShownPrompts:
             file.unlink()
         for file, evaluation in self.evaluations().items():
             records.write(evaluation, file)
-        pattern = unfinished.FILES
-        files = [*self.workspace.reports.glob(pattern)]
-        files += [file for file in self._copies(".unfinished") if file.match(pattern)]
+        files = [*self.workspace.reports.glob(unfinished.FILES)]
+        copies = self._copies(".unfinished")
+        files += [file for file in copies if unfinished.NAME.fullmatch(file.name)]
         unfinished.strip(files, self._stays)
 
     def _copies(self, suffix: str) -> list[Path]:
@@ -502,6 +506,9 @@ def _remove_left_over(workspace: Workspace) -> list[Path]:
     folders += [workspace.traffic, workspace.reports, workspace.reports / "served"]
     for folder in folders:
         paths += left_over(folder)
+    for file in _files_outside_stores(workspace, ".tmp"):
+        if any(file.match(f".*{ending}.*") for ending in OF_COPIES):
+            paths.append(file)
     # A log of vLLM may quote a prompt in an error, and what its kernel dumps has all of them.
     for pattern in ("*.log", "core", "core.[0-9]*"):
         paths += sorted((workspace.root / "served").glob(pattern))

@@ -31,6 +31,7 @@ CHOICES_COLUMN = re.compile(
 )
 SMALL_LETTERS = ("a", "b")  # of columns that are choices if a row has both
 LABEL = re.compile(r"\s*[(\[\uFF08]?(?P<letter>[A-Za-z])[.):\]\u3001\uFF0E\uFF09]\s*")
+LABELS = re.compile(r"\bA[.):].*\bB[.):]", re.DOTALL)  # of choices in one text
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
@@ -281,6 +282,8 @@ def _may_be_choices(name: Any, value: Any) -> bool:
     """Whether a column is named after choices. A longer name, such as `num_choices`, may be of others."""
     if name in CHOICES or CHOICE_COLUMN.fullmatch(str(name)):
         return True
+    if name in CHOICE:
+        return isinstance(value, Mapping) or LABELS.search(str(value)) is not None
     if CHOICES_COLUMN.fullmatch(str(name)) is None:
         return False
     return isinstance(value, list | Mapping) or "\n" in str(value)

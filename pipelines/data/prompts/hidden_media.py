@@ -113,6 +113,9 @@ def names_part_of_video(name: str) -> bool:
 
 def media_kind(value: Any) -> str:
     """Whether a value of a row is or names an image or a video, anywhere in it; empty if not."""
+    # In a list such links are sources of a text.
+    if isinstance(value, str) and YOUTUBE.match(value):
+        return "video"
     kinds = (_kind_of_value(item) for item in islice(_values(value), MOST_VALUES))
     return next(filter(None, kinds), "")
 
@@ -170,8 +173,6 @@ def _kind_of_text(text: str) -> str:
 def _kind_of_name(text: str) -> str:
     if len(text) >= LONGEST_NAME or "\n" in text:
         return ""
-    if YOUTUBE.match(text):
-        return "video"
     has_query = "?" in text or "#" in text
     if has_query and not re.search(r"\s", text):
         text = re.split(r"[?#]", text, maxsplit=1)[0]

@@ -212,7 +212,7 @@ def evaluation(
         "dtype": "float32",
         "threads": 1,
         "max_new_tokens": 256,
-        "seed": 0,
+        "seed": None,
         "measured": "2026-01-02 03:04:05",
         "temperatures": temperatures,
         "leak": Leak(samples=4200),

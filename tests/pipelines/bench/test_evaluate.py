@@ -368,8 +368,29 @@ def test_a_drafter_that_is_trained_again_meanwhile_is_not_decoded_again(
     drafters = open_drafters(elsewhere, ["tuned"])
     (made,) = evaluate(elsewhere, drafters, settings, on_prompt=trained_again)
     assert "trained again" in made.not_again
-    assert made.again == ()
     assert audit.failures(made) == []
+    # What was decoded before it was loaded still shows whether it has changed the target.
+    (again,) = made.again
+    other = dataclasses.replace(again, plain_response="0")
+    (failure,) = audit.failures(dataclasses.replace(made, again=(other,)))
+    assert "other responses" in failure
+
+
+def test_a_drafter_that_is_trained_again_while_it_is_loaded_is_not_measured(
+    workspace: Workspace, tuned: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The record would name its old weights for the numbers of the new ones."""
+    elsewhere = with_prompts_of(workspace, tmp_path)
+    shutil.copytree(workspace.root / "drafters", elsewhere.root / "drafters")
+
+    def trained_again(*named: Any, **how: Any) -> Any:
+        file = elsewhere.drafter("tuned") / WEIGHTS
+        save_file({key: -tensor for key, tensor in load_file(file).items()}, file)
+        return load(*named, **how)
+
+    monkeypatch.setattr("vlmdistill.pipelines.targets.loading.load", trained_again)
+    with pytest.raises(TrainingError, match=r"tuned was trained again.*the same"):
+        evaluate(elsewhere, open_drafters(elsewhere, ["tuned"]), SETTINGS)
 
 
 def test_the_last_evaluation_is_the_last_one_in_any_time_zone(

@@ -69,6 +69,15 @@ def lines(word: str, when: float, seed: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion sees what other processes are sending to a URL, such as those of other tests."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     """Old and new traffic, a prompt that is none, a store with samples of both times, and an evaluation."""
@@ -478,6 +487,7 @@ def test_copies_of_evaluations_and_prompts_in_the_workspace_lose_it_too(
     copy = workspace.root / "kept" / "copy.parquet"
     labelled = pl.read_parquet(workspace.prompts).with_columns(label=pl.lit("good"))
     labelled.write_parquet(copy)
+    (copy.parent / ".copy.parquet.0123abcd.tmp").write_text("Zebedee")
     theirs = shutil.copy(workspace.prompts, workspace.root.with_name("theirs.parquet"))
     link = copy.parent / "link.parquet"
     link.symlink_to(theirs)

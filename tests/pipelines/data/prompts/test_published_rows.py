@@ -234,6 +234,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "Which bird?", "dataset_image_ids": "2512045|2512046"},
         "image in another column",
     ),
+    "We-Math": (
+        {"question": "How many?", "option": "A. 1; B. 2; C. 3", "image": A},
+        "choices",
+    ),
     "Video-MMMU": (
         {
             "question": "What is shown?",

@@ -835,8 +835,9 @@ def test_a_question_about_a_sound_is_not_asked_without_it(out: Path) -> None:
         {"question": "What is said in a.wav", "source": "report.pdf"},
         {"question": "How?", "answer": "x", "rejected": "sox a.wav b.mp3"},
         {"question": "Why?", "context": "So it was.", "source_file": "report.pdf"},
+        {"question": "Who?", "metadata": {"urls": ["https://youtu.be/x1"]}},
     ]
-    assert imported(out.with_name("about.parquet"), *about).added == 3
+    assert imported(out.with_name("about.parquet"), *about).added == 4
     sample = tar(out.parents[1] / "a.tar", ("0.wav", b"RIFF"), ("0.json", TALK))
     with pytest.raises(DataError, match=r"wav \(1\)"):
         import_prompts([sample], out)
