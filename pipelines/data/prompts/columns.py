@@ -31,7 +31,7 @@ CHOICES_COLUMN = re.compile(
 )
 SMALL_LETTERS = ("a", "b")  # of columns that are choices if a row has both
 LABEL = re.compile(r"\s*[(\[\uFF08]?(?P<letter>[A-Za-z])[.):\]\u3001\uFF0E\uFF09]\s*")
-LABELS = re.compile(r"\bA[.):].*\bB[.):]", re.DOTALL)  # of choices in one text
+FIRST_LABELS = (re.compile(r"\bA[.):]"), re.compile(r"\bB[.):]"))  # in one text
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
@@ -283,10 +283,14 @@ def _may_be_choices(name: Any, value: Any) -> bool:
     if name in CHOICES or CHOICE_COLUMN.fullmatch(str(name)):
         return True
     if name in CHOICE:
-        return isinstance(value, Mapping) or LABELS.search(str(value)) is not None
+        return isinstance(value, Mapping) or _has_labels(str(value))
     if CHOICES_COLUMN.fullmatch(str(name)) is None:
         return False
     return isinstance(value, list | Mapping) or "\n" in str(value)
+
+
+def _has_labels(text: str) -> bool:
+    return all(label.search(text) for label in FIRST_LABELS)
 
 
 def _parsed_list(value: Any) -> Any:
