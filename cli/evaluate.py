@@ -412,7 +412,7 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
                 row["speedup"] = None  # a number in doubt is not shown
             row["temperature"] = f"{row['temperature']:g}"
         columns = list(selection.LISTED)
-        lines = [[_cell(row[name]) for name in columns] for row in rows]
+        lines = [[_cell(row.get(name)) for name in columns] for row in rows]
         console.rows(columns, lines)
     else:
         of_drafters = f" of {', '.join(drafters)}" if drafters else ""

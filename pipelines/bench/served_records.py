@@ -277,6 +277,7 @@ def load_figures(load: ServedLoad) -> LoadFigures:
     rates, intervals = rates_with_intervals(pairs) if pairs else ({}, {})
     speed_intervals = {rate: intervals[rate] for rate in SPEEDS if rate in intervals}
     doubts = [*_other_prompts(load), *_other_counts(load, compared)]
+    doubts += _drafting_baseline(load)
     warnings = [*_other_responses(load, compared), *_faster_first_text(load, compared)]
     for whose, run, rated in (
         ("server", load.server, server),
@@ -300,6 +301,16 @@ def load_figures(load: ServedLoad) -> LoadFigures:
         doubts=tuple(doubts),
         warnings=(*doubts, *warnings),
     )
+
+
+def _drafting_baseline(load: ServedLoad) -> Iterator[str]:
+    """A baseline with a drafter of its own."""
+    drafts = load.baseline.counts.drafts if load.baseline else None
+    if drafts:
+        yield (
+            f"the baseline at concurrency {load.concurrency} drafts, too ({drafts} drafts), so that "
+            "the speedup is not over plain decoding: start it without a drafter"
+        )
 
 
 def _compared(load: ServedLoad) -> list[tuple[TimedRequest, TimedRequest]]:

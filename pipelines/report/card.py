@@ -156,6 +156,7 @@ def _measured(results: Iterable[DrafterResult]) -> Iterator[str]:
         yield "These weights were not evaluated."
     for of_evaluation in sound.values():
         yield from _table(of_evaluation)
+        yield ""  # or a list goes on
     for result in left_out:
         reasons = "; ".join(result.unranked)
         yield (

@@ -131,7 +131,8 @@ def forget(
             # Before the store is looked at: what is sent after that would not be seen.
             running = [] if dry_run else _sending(workspace)
             samples, size = _expire(workspace, before, old_keys, dry_run)
-            old_keys |= samples
+            # A sample from elsewhere may be of a prompt that is imported here, and no traffic.
+            old_keys |= samples - {each.key for each in prompts if each.time is None}
             kept = [prompt for prompt in prompts if prompt.key not in old_keys]
             responses = _remove_responses(workspace, before, old_keys, dry_run)
             media = unnamed(workspace, kept, dry_run)

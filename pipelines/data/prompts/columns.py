@@ -24,7 +24,9 @@ DETAILS = ("input", "context", "hint", "passage")
 CHOICES = ("choices", "options", "candidates")
 CHOICE = ("choice", "option")  # a list of choices, else an answer
 CHOICE_COLUMN = re.compile(
-    r"(option|choice|candidate|ending)[ _]?([a-z]|\d)|op[a-e]|a\d", re.IGNORECASE
+    r"(option|choice|candidate|ending)[ _]?([a-z]|\d)|op[a-e]|a\d"
+    r"|\w+[ _](option|choice|candidate)[ _]([a-z]|\d)",
+    re.IGNORECASE,
 )
 CHOICES_COLUMN = re.compile(
     r".*(choice|option|candidate)s.*|choice_list", re.IGNORECASE
@@ -105,7 +107,12 @@ def lettered(choices: Sequence[str]) -> dict[str, str]:
 def _questions(row: Row) -> dict[str, str]:
     """The columns that hold a question. One of another form is not replaced by its input."""
     if any(has_content(row.get(name)) for name in QUESTIONS):
-        return _texts(row, QUESTIONS)
+        questions = _texts(row, QUESTIONS)
+        return {
+            name: text
+            for name, text in questions.items()
+            if not _is_list_of_texts(text)
+        }
     return _texts(row, DETAILS[:1])
 
 
@@ -115,6 +122,12 @@ def _details(row: Row) -> dict[str, str]:
         if isinstance(row.get(name), list | Mapping | bytes) and has_content(row[name]):
             raise BadRowError("text of another form", f"'{name}': give one text")
     return _with_value(_texts_and_numbers(row, DETAILS))
+
+
+def _is_list_of_texts(text: str) -> bool:
+    """Whether a text is a list of quoted texts in JSON or Python."""
+    is_quoted = re.match(r"\s*\[\s*[\"']", text) is not None
+    return is_quoted and isinstance(_parsed_list(text), list)
 
 
 def _texts(row: Row, names: Sequence[str]) -> dict[str, str]:
@@ -282,11 +295,21 @@ def _may_be_choices(name: Any, value: Any) -> bool:
     """Whether a column is named after choices. A longer name, such as `num_choices`, may be of others."""
     if name in CHOICES or CHOICE_COLUMN.fullmatch(str(name)):
         return True
+    if _is_by_letters(value):
+        return True
     if name in CHOICE:
         return isinstance(value, Mapping) or _has_labels(str(value))
     if CHOICES_COLUMN.fullmatch(str(name)) is None:
         return False
     return isinstance(value, list | Mapping) or "\n" in str(value)
+
+
+def _is_by_letters(value: Any) -> bool:
+    """Whether a value is an object of texts by the first letters."""
+    if not isinstance(value, Mapping):
+        return False
+    filled = [letter for letter, text in value.items() if has_content(text)]
+    return len(filled) > 1 and sorted(filled) == [*LETTERS[: len(filled)]]
 
 
 def _has_labels(text: str) -> bool:

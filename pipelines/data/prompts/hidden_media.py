@@ -127,7 +127,8 @@ def names_unseen(name: str, value: Any) -> str:
             continue
         if item.lower().endswith(SOUND_ENDINGS):
             return "audio"
-        is_of_documents = not _words(name).isdisjoint(DOCUMENT_WORDS)
+        words = {word.removesuffix("s") for word in _words(name)}
+        is_of_documents = not words.isdisjoint(DOCUMENT_WORDS)
         if is_of_documents and item.lower().endswith(DOCUMENT_ENDINGS):
             return "document"
     return ""

@@ -438,7 +438,8 @@ def _require_whole_video(keys: Mapping[str, Any]) -> None:
     ]
     if bounds:
         raise BadRowError(
-            "part of a video", f"{', '.join(bounds)}: cut it into a separate file"
+            "part of a video",
+            f"{', '.join(bounds)}: cut it into a separate file; if the file is that part, remove the column",
         )
 
 

@@ -22,7 +22,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.decoding.clock import Cycle
 from vlmdistill.pipelines.bench import server_client
 from vlmdistill.pipelines.bench.evaluate import Settings
-from vlmdistill.pipelines.bench.records import FORMAT, Leak
+from vlmdistill.pipelines.bench.records import FORMAT, Leak, write
 from vlmdistill.pipelines.bench.served import ServerOptions, evaluate_server
 from vlmdistill.pipelines.bench.served_records import (
     ServedEvaluation,
@@ -366,6 +366,17 @@ def test_what_a_server_cannot_have_counted_is_a_warning(
     assert text is None or any(text in warning for warning in warnings)
 
 
+def test_a_speedup_over_a_baseline_that_drafts_is_in_doubt() -> None:
+    load = ServedLoad(
+        temperature=0,
+        concurrency=1,
+        server=served_run(drafts(50)),
+        baseline=served_run(drafts(50)),
+    )
+    (doubt,) = load_figures(load).doubts
+    assert "start it without a drafter" in doubt
+
+
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize(("seconds", "warned"), [(2.0, 0), (1.5, 1), (9.0, 2)])
 def test_times_of_requests_fill_those_of_the_run(
@@ -478,6 +489,20 @@ def test_one_of_several_served_evaluations_is_called_that() -> None:
     (latest, *_) = of_servers(some)
     assert any("one of 3 repeated evaluations" in text for text in latest.warnings)
     assert of_servers(some[:1])[0].warnings == []
+
+
+def test_served_evaluations_alone_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.of("demo-small", tmp_path)
+    run = served_run()
+    load = ServedLoad(temperature=0, concurrency=1, server=run, baseline=run)
+    file = workspace.reports / "served" / "in-vllm.json"
+    file.parent.mkdir(parents=True)
+    write(served_evaluation(load), file)
+    command = ["eval", "--list", "--model", "demo-small", "--runs", str(tmp_path)]
+    assert main(command) == 0
+    assert "in-vllm" in capsys.readouterr().out
 
 
 def test_responses_beyond_the_limit_are_a_warning(workspace: Workspace) -> None:

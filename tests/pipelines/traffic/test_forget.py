@@ -300,6 +300,19 @@ def test_the_response_to_a_prompt_that_is_imported_too_is_deleted(
     assert raw(held_out, "Florence")
 
 
+def test_an_imported_prompt_stays_when_a_sample_of_another_machine_is_old(
+    tmp_path: Path,
+) -> None:
+    here = Workspace.of("demo-small", tmp_path / "runs")
+    import_prompts([str(asking(tmp_path, "Zebedee", 1))], here.prompts)
+    (prompt,) = prompt_table.read(here.prompts)
+    with make(Path(here.features)).writer("a") as writer:
+        writer.add(replace(sample(0, time=int(OLD)), key=prompt.key))
+    forgotten = forget(here, 30 * DAY)
+    assert (forgotten.samples, forgotten.prompts) == (1, 0)
+    assert prompt_table.read(here.prompts) == [prompt]
+
+
 def test_a_harvested_image_does_not_become_the_one_of_an_import(
     workspace: Workspace, tmp_path: Path
 ) -> None:

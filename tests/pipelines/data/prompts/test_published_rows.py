@@ -238,6 +238,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "How many?", "option": "A. 1; B. 2; C. 3", "image": A},
         "choices",
     ),
+    "NEPTUNE": (
+        {
+            "question": "Which?",
+            "answer_choice_0": "x",
+            "answer_choice_1": "y",
+            "image": A,
+        },
+        "choices",
+    ),
+    "PAI-Bench-U": (
+        {"question": "Is it so?", "index2ans": {"A": "yes", "B": "no"}, "image": A},
+        "choices",
+    ),
+    "lmsys-arena-human-preference-55k": (
+        {
+            "prompt": '["Is it right?", "So?"]',
+            "response_a": "Yes.",
+            "response_b": "No.",
+        },
+        "question of another form",
+    ),
     "Video-MMMU": (
         {
             "question": "What is shown?",
