@@ -259,6 +259,7 @@ def _conditions(
         "settings": [*map(str, settings.trees), *numbers],
         "prompts": [prompt.key for prompt in plan.prompts],
         "target": [target.name, fingerprint, target.dtype_name, settings.how],
+        "eos": sorted(target.info.eos_ids),
         "hardware": machine.name,
         # Of a changed repository, prompts of both would be one evaluation.
         "software": [plan.software.installed, plan.software.commit],

@@ -36,6 +36,10 @@ SHOWN: Final = ("drafter", "T", "prompts", "tau", "speedup", "in doubt")
 Speed = Literal["faster", "slower", "equal", "unknown"]
 
 
+FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
+"""Shares of greedy responses that rounding may change in another process, in float32 and half precision."""
+
+
 def conditions(evaluation: Evaluation) -> dict[str, str]:
     """What must be equal to compare two evaluations, by name."""
     target, software = evaluation.target, evaluation.software
@@ -407,8 +411,42 @@ def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
             repeats=repeats[result.repeated],
             seeds=len(drafters[result.over_seeds]),
         )
-        for result in _beside_each_other(results)
+        for result in _beside_later_runs(_beside_each_other(results))
     ]
+
+
+def _beside_later_runs(results: Sequence[DrafterResult]) -> list[DrafterResult]:
+    """The results, latest first, with a doubt where plain decoding has other greedy responses in a later run.
+
+    The target is another one then, although its conditions are equal: it has, say, other EOS ids.
+    """
+    latest: dict[object, str] = {}
+    shared, other = Counter[int](), Counter[int]()  # prompts by evaluation
+    for result in results:
+        if result.temperature:
+            continue
+        evaluation = id(result.evaluation)
+        settings = tuple(conditions(result.evaluation).values())
+        for prompt in result.measurement.prompts:
+            response = prompt.plain.response
+            if not response:  # of an earlier version
+                continue
+            later_response = latest.setdefault((settings, prompt.key), response)
+            shared[evaluation] += 1
+            other[evaluation] += response != later_response
+    doubted = []
+    for result in results:
+        evaluation = id(result.evaluation)
+        exact = result.evaluation.dtype == "float32"
+        most = (FEW_ROUNDED if exact else MANY_ROUNDED) * shared[evaluation]
+        if other[evaluation] > most:
+            doubt = (
+                f"plain decoding has other responses to {other[evaluation]} of {shared[evaluation]} prompts "
+                "in a later run: the target has changed, as by other EOS ids"
+            )
+            result = replace(result, beside=(*result.beside, doubt))
+        doubted.append(result)
+    return doubted
 
 
 def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:

@@ -34,6 +34,8 @@ CHOICES_COLUMN = re.compile(
 SMALL_LETTERS = ("a", "b")  # of columns that are choices if a row has both
 LABEL = re.compile(r"\s*[(\[\uFF08]?(?P<letter>[A-Za-z])[.):\]\u3001\uFF0E\uFF09]\s*")
 FIRST_LABELS = (re.compile(r"\bA[.):]"), re.compile(r"\bB[.):]"))  # in one text
+RIGHT_ONE = re.compile(r"correct(_\w+)?|answer_?(idx|index|id)", re.IGNORECASE)
+"""Columns that say which of several answers is right."""
 LETTERS = string.ascii_uppercase  # of choices: their columns, or the labels of a list
 REFERENCES = ("answer", "answers", "response", "output", "caption", "captions", "label")
 SYSTEM = ("system", "system_prompt")
@@ -284,11 +286,16 @@ def _choices_under_other_names(row: Row) -> tuple[str, ...]:
     """Columns that are choices beside others: `a` and `b`, or `answers` and the number of one."""
     if len(_texts_and_numbers(row, SMALL_LETTERS)) == len(SMALL_LETTERS):
         return SMALL_LETTERS
-    answers, number = row.get("answers"), row.get("label")
-    if not isinstance(answers, list) or not isinstance(number, int):
+    answers = _parsed_list(row.get("answers"))
+    if not isinstance(answers, list) or len({*map(str, answers)}) < 2:
         return ()
-    is_one_of_them = len(answers) > 1 and 0 <= number < len(answers)
-    return ("answers",) if is_one_of_them else ()
+    names_right_one = any(
+        RIGHT_ONE.fullmatch(str(name)) and has_content(row[name]) for name in row
+    )
+    numbers = {str(_written(row.get(name))) for name in ("label", "answer")}
+    places = {text for n in range(len(answers) + 1) for text in (f"{n}", f"{n}.0")}
+    has_place = bool(numbers & places - {*map(str, answers)})
+    return ("answers",) if names_right_one or has_place else ()
 
 
 def _may_be_choices(name: Any, value: Any) -> bool:
@@ -393,7 +400,12 @@ def _is_pair(item: Any) -> bool:
 
 def _references(row: Row) -> dict[str, str]:
     """The columns that hold a response, and its first text; the first one is the dataset's own response."""
-    texts = {name: _first_text(row.get(name)) for name in REFERENCES}
+    filled = [name for name in REFERENCES if has_content(row.get(name))]
+    texts = {name: _first_text(row[name]) for name in filled}
+    if (
+        filled and not texts[filled[0]]
+    ):  # such as a number: no other column answers then
+        return {}
     return {name: text for name, text in texts.items() if text}
 
 

@@ -166,6 +166,26 @@ def test_evaluations_of_separate_runs_are_a_warning(
         assert answer.text in printed
 
 
+def test_a_target_that_has_changed_since_is_in_doubt(
+    workspace: Workspace, save: Save
+) -> None:
+    def responding(response: str) -> Measurement:
+        made = measured()
+        prompts = []
+        for prompt in made.prompts:
+            plain = dataclasses.replace(prompt.plain, response=response)
+            prompts.append(dataclasses.replace(prompt, plain=plain))
+        return dataclasses.replace(made, prompts=tuple(prompts))
+
+    save("eagle2", responding("before"), measured="2025-05-05 05:05:05")
+    save("sparrow", responding("now"))
+    (group,) = make(workspace).groups
+    doubts = {result.name: [*result.unranked] for result in group.results}
+    assert doubts["sparrow"] == []
+    (doubt,) = doubts["eagle2"]
+    assert "24 of 24 prompts in a later run: the target has changed" in doubt
+
+
 def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) -> None:
     image = workspace.root / "scene.png"
     workspace.root.mkdir(parents=True)

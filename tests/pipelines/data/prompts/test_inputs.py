@@ -864,6 +864,9 @@ def test_a_text_beside_the_response_is_no_column_that_was_read(out: Path) -> Non
     row = {"question": "What does the caption claim?", "answer": "Red."}
     beside = {**row, "caption": "Figure 3: red wins.", "label": "Red."}
     assert imported(out, beside).unread_columns == {"caption": 1}
+    by_number = {**row, "answer": 1, "caption": "Red."}
+    by_number["question"] = "Which is it?"
+    assert imported(out, by_number).unread_columns == {"caption": 1}
 
 
 def test_a_summary_says_how_rows_sample_their_videos(out: Path) -> None:

@@ -238,6 +238,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "How many?", "option": "A. 1; B. 2; C. 3", "image": A},
         "choices",
     ),
+    "SAT": (
+        {
+            "image": A,
+            "question": "Is it?",
+            "answers": ["no", "yes"],
+            "correct_answer": "yes",
+        },
+        "choices",
+    ),
+    "QuAIL": (
+        {
+            "question": "Who?",
+            "context": "C.",
+            "answers": ["Tim", "Jo"],
+            "correct_answer_id": 1,
+        },
+        "choices",
+    ),
     "NEPTUNE": (
         {
             "question": "Which?",
