@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MOST_SHOWN = 3  # of the files that are not read
-NOTED = (
-    "skipped_file",
-    "unread_files",
-    "sampled",
-)  # of a summary, in lines of their own
+NOTED = ("skipped_file", "unread_files", "sampled")
+"""Parts of a summary that have lines of their own."""
+MOST_NAMED = 5  # of names with counts
 FEW = 20  # held-out prompts, below which results are noise
 
 
@@ -195,18 +193,24 @@ def prompts(
 def _warn_of_hidden_media(counts: "Counter[str]") -> None:
     from vlmdistill.pipelines.data.prompts.importing import RENAME
 
-    names = ", ".join(f"{name} ({count})" for name, count in counts.most_common(5))
+    names = _most_common(counts)
     console.note(
         f"warning: columns hold or name images or videos that no prompt shows: {names}: if they belong "
         f"to the questions, {RENAME}"
     )
 
 
+def _most_common(counts: "Counter[str]") -> str:
+    """The most common names with their counts, and whether there are others."""
+    most_common = counts.most_common(MOST_NAMED)
+    names = ", ".join(f"{name} ({count})" for name, count in most_common)
+    return names + (", ..." if len(counts) > MOST_NAMED else "")
+
+
 def _note_sampled(counts: "Counter[str]") -> None:
-    names = ", ".join(f"{name} ({count})" for name, count in counts.most_common(5))
-    ellipsis = ", ..." if len(counts) > 5 else ""
+    names = _most_common(counts)
     console.note(
-        f"the rows say how their videos are sampled: {names}{ellipsis}. If that is how the files were "
+        f"the rows say how their videos are sampled: {names}. If that is how the files were "
         "recorded, give --fps or --frames"
     )
 

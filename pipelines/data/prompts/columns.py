@@ -402,9 +402,8 @@ def _references(row: Row) -> dict[str, str]:
     """The columns that hold a response, and its first text; the first one is the dataset's own response."""
     filled = [name for name in REFERENCES if has_content(row.get(name))]
     texts = {name: _first_text(row[name]) for name in filled}
-    if (
-        filled and not texts[filled[0]]
-    ):  # such as a number: no other column answers then
+    # If the first is of another form, such as a number, no other column answers.
+    if filled and not texts[filled[0]]:
         return {}
     return {name: text for name, text in texts.items() if text}
 

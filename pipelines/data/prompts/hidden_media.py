@@ -122,13 +122,13 @@ def media_kind(value: Any) -> str:
 
 def names_unseen(name: str, value: Any) -> str:
     """Whether a column names a file of sound or a document, which no target sees; empty if not."""
+    words = {word.removesuffix("s") for word in _words(name)}
+    is_of_documents = not words.isdisjoint(DOCUMENT_WORDS)
     for item in islice(_values(value), MOST_VALUES):
         if not isinstance(item, str) or re.search(r"\s", item):
             continue
         if item.lower().endswith(SOUND_ENDINGS):
             return "audio"
-        words = {word.removesuffix("s") for word in _words(name)}
-        is_of_documents = not words.isdisjoint(DOCUMENT_WORDS)
         if is_of_documents and item.lower().endswith(DOCUMENT_ENDINGS):
             return "document"
     return ""

@@ -242,8 +242,8 @@ def remove_rows(
     """The same with one file, of responses or prompts, which goes if no row is left."""
     import pyarrow as pa
 
-    rows = _read(path)
-    columns = (rows["key"].to_pylist(), _times(rows))
+    asked = _read(path, ["key", "time"])
+    columns = (asked["key"].to_pylist(), asked["time"].to_pylist())
     remains = [
         key not in keys and (time is None or time >= before)
         for key, time in zip(*columns, strict=True)
@@ -251,7 +251,7 @@ def remove_rows(
     removed = remains.count(False)
     if removed and not dry_run:
         if any(remains):
-            _write(path, rows.filter(pa.array(remains)))
+            _write(path, _read(path).filter(pa.array(remains)))
         else:
             path.unlink()
     return removed
@@ -259,13 +259,8 @@ def remove_rows(
 
 def times_in(path: Path) -> list[int]:
     """The times in one file, of responses or prompts, in seconds since 1970."""
-    return [time for time in _times(_read(path)) if time is not None]
-
-
-def _times(rows: Any) -> list[int | None]:
-    """When the prompts of rows were asked; files of earlier versions do not say it."""
-    has_times = "time" in rows.schema.names
-    return rows["time"].to_pylist() if has_times else [None] * len(rows)
+    asked = _read(path, ["key", "time"])
+    return [time for time in asked["time"].to_pylist() if time is not None]
 
 
 def is_responses(path: Path) -> bool:
