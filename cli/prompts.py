@@ -10,14 +10,16 @@ from vlmdistill.cli import console
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MOST_SHOWN = 3  # of the files that are not read
-NOTED = ("skipped_file", "unread_files", "sampled")
+NOTED = ("skipped_file", "first_prompts", "unread_files", "sampled")
 """Parts of a summary that have lines of their own."""
 MOST_NAMED = 5  # of names with counts
+LONG = 600  # characters of a text, above which its middle is not shown
 FEW = 20  # held-out prompts, below which results are noise
 
 
@@ -178,6 +180,9 @@ def prompts(
         summary = import_sources(workspace, sources, out, kind, choices, report)
     facts = summary.to_dict()
     console.result(facts if as_json else _without_empty(facts), as_json)
+    if not as_json:
+        for prompt in summary.first_prompts:
+            _show(prompt)
     if summary.unread_files:
         _warn_of_unread_files(summary.unread_files)
     if summary.sampled:
@@ -188,6 +193,35 @@ def prompts(
         console.note(f"warning: {limits}. Name another one with --model")
     if split is None and eval_share and summary.eval < FEW:
         _warn_of_few(summary.eval, summary.total)
+
+
+def _show(prompt: "Prompt") -> None:
+    """Print the turns of a prompt, and the response of its source."""
+    texts = [
+        (message["role"], "\n".join(map(_part_text, message["content"])))
+        for message in prompt.messages
+    ]
+    texts.append(("response", prompt.reference or "(none in the source)"))
+    media = "with" if prompt.media else "without"
+    console.remark(
+        f"first prompt of {Path(prompt.source).name} {media} images or videos, row {prompt.row}:"
+    )
+    for name, text in texts:
+        label = f"  {name:<9}  "
+        console.remark(label + _shortened(text).replace("\n", "\n" + " " * len(label)))
+
+
+def _part_text(part: "Mapping[str, Any]") -> str:
+    """A part of a turn: its text, or the kind and the file's name in brackets."""
+    if part["type"] == "text":
+        return str(part["text"])
+    return f"[{part['type']} {Path(part['path']).name}]"
+
+
+def _shortened(text: str) -> str:
+    """A text, or the beginning and the end of a long one."""
+    half = LONG // 2
+    return text if len(text) <= LONG else f"{text[:half]} [...] {text[-half:]}"
 
 
 def _warn_of_hidden_media(counts: "Counter[str]") -> None:

@@ -244,6 +244,24 @@ def test_prompts_go_to_the_workspace_of_the_model(
     assert len(read(Path("home/runs/org--name/prompts.parquet"))) == 3
 
 
+def test_an_import_shows_the_first_prompt_of_its_source(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    middle = "very " * 500
+    row = {"question": f"Which?\nA {middle}big one?", "answer": "Blue."}
+    Path("rows.jsonl").write_text(json.dumps(row))
+    assert main(["prompts", "rows.jsonl"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    start = lines.index("first prompt of rows.jsonl without images or videos, row 1:")
+    first, second, response = (line.split() for line in lines[start + 1 : start + 4])
+    assert first == ["user", "Which?"]
+    assert (second[:2], second[-2:]) == (["A", "very"], ["big", "one?"])
+    assert "[...]" in second
+    assert response == ["response", "Blue."]
+    assert main(["--quiet", "prompts", "rows.jsonl"]) == 0
+    assert "first prompt" not in capsys.readouterr().err
+
+
 def test_a_workspace_of_a_target_by_an_old_name_is_refused_until_it_is_renamed(
     workplace: Path, failing: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,10 @@ CHOICES_COLUMN = re.compile(
     r".*(choice|option|candidate)s.*|choice_list", re.IGNORECASE
 )
 SMALL_LETTERS = ("a", "b")  # of columns that are choices if a row has both
-LABEL = re.compile(r"\s*[(\[\uFF08]?(?P<letter>[A-Za-z])[.):\]\u3001\uFF0E\uFF09]\s*")
+LABEL = re.compile(
+    r"\s*[(\[\uFF08]?(?P<letter>[A-Za-z])(\.(?![A-Za-z]\.)|[):\]\u3001\uFF0E\uFF09])\s*"
+)
+"""Before a choice. In "A.D. 1066" or "B.B. King" the letter belongs to the choice."""
 FIRST_LABELS = (re.compile(r"\bA[.):]"), re.compile(r"\bB[.):]"))  # in one text
 RIGHT_ONE = re.compile(r"correct(_\w+)?|answer_?(idx|index|id)", re.IGNORECASE)
 """Columns that say which of several answers is right."""
@@ -43,6 +46,7 @@ HISTORY = "history"
 NO_VALUES = ("nan", "<noinput>", "<noInput>")
 """Texts without a value: what Python makes of the NaN of a table, and the marks of Alpaca's `input`."""
 
+KEYS_OF_A_TURN = ({"role", "content"}, {"from", "value"})
 PAIRS = "give it as turns, or as pairs of texts: a question and its response"
 
 Row = Mapping[str, Any]
@@ -110,12 +114,9 @@ def _questions(row: Row) -> dict[str, str]:
     """The columns that hold a question. One of another form is not replaced by its input."""
     if any(has_content(row.get(name)) for name in QUESTIONS):
         questions = _texts(row, QUESTIONS)
-        return {
-            name: text
-            for name, text in questions.items()
-            if not _is_list_of_texts(text)
-        }
-    return _texts(row, DETAILS[:1])
+    else:
+        questions = _texts(row, DETAILS[:1])
+    return {name: text for name, text in questions.items() if not _is_list(text)}
 
 
 def _details(row: Row) -> dict[str, str]:
@@ -126,10 +127,17 @@ def _details(row: Row) -> dict[str, str]:
     return _with_value(_texts_and_numbers(row, DETAILS))
 
 
-def _is_list_of_texts(text: str) -> bool:
-    """Whether a text is a list of quoted texts in JSON or Python."""
-    is_quoted = re.match(r"\s*\[\s*[\"']", text) is not None
-    return is_quoted and isinstance(_parsed_list(text), list)
+def _is_list(text: str) -> bool:
+    """Whether a text is a list of quoted texts, or of turns, in JSON or Python."""
+    if re.match(r"\s*\[\s*[\"'{]", text) is None:
+        return False
+    items = _parsed_list(text)
+    if not isinstance(items, list):
+        return False
+    objects = [item.keys() for item in items if isinstance(item, Mapping)]
+    return len(objects) < len(items) or any(
+        keys >= turn for keys in objects for turn in KEYS_OF_A_TURN
+    )
 
 
 def _texts(row: Row, names: Sequence[str]) -> dict[str, str]:

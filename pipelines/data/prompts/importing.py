@@ -58,6 +58,7 @@ MOST_TEXT = 2**32  # characters of prompts from a source that has far fewer byte
 MOST_RATIO = 200  # of characters of prompts to bytes of a source, if they are that many
 CHUNK_ROWS = 256  # whose images are checked together
 CHUNK_BYTES = 2**28  # of texts, and of images in the rows themselves
+SHOWN = ("source", "row", "messages", "reference")  # of the first prompts
 STORED_KEYS = ("type", "text", "path", "digest", *SAMPLING)  # of a part
 
 NO_ROWS = "no rows"  # of one of several sources, such as a shard after a filter
@@ -142,6 +143,8 @@ class ImportSummary:
     """How many videos the rows themselves sample, by `fps` or `frames` and its value."""
     unread_columns: Counter[str]
     """Columns with text, and keys of turns and parts, that were not used."""
+    first_prompts: Sequence[Prompt]
+    """Of each source, with and without media, so that a user sees what is missing."""
     unread_files: Sequence[str]
     """The names of files of the sources that were not read."""
     hidden_media: Counter[str]
@@ -154,7 +157,11 @@ class ImportSummary:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         paths = {"out": str(self.out), "skipped_file": str(self.skipped_file)}
-        return {**vars(self), **paths}
+        firsts = [
+            {name: getattr(prompt, name) for name in SHOWN}
+            for prompt in self.first_prompts
+        ]
+        return {**vars(self), **paths, "first_prompts": firsts}
 
 
 class ImportGate:
@@ -253,6 +260,7 @@ def import_rows(
         skipped=job.reasons,
         sampled=job.sampled,
         unread_columns=job.unread,
+        first_prompts=job.first_prompts,
         unread_files=job.unread_files,
         hidden_media=job.hidden,
         total=len(prompts),
@@ -366,6 +374,15 @@ class _Import:
     def reasons(self) -> Counter[str]:
         """How many rows were skipped, by reason."""
         return Counter(entry["reason"] for entry in self.skipped)
+
+    @property
+    def first_prompts(self) -> list[Prompt]:
+        """The first prompt of each source with images or videos, and the first without."""
+        firsts: dict[tuple[str, bool], Prompt] = {}
+        for entry in self.new.values():
+            has_media = bool(entry.prompt.media)
+            firsts.setdefault((entry.prompt.source, has_media), entry.prompt)
+        return [*firsts.values()]
 
     def read(self, source: str, rows: Iterator[Row], kind: Format) -> None:
         """Take the rows of one source, until the limit."""

@@ -714,6 +714,8 @@ def test_content_that_is_in_no_prompt_is_counted(tmp_path: Path, out: Path) -> N
         ({"question": "Which?\nA. one\nB. two", "choices": ["A. one", "B. two"]}, ""),
         ({"question": "Which?\n(A) one\n(B) two", "choices": ["A", "B"]}, ""),
         ({"question": "Which letter is red?", "choices": ["A", "B"]}, "\nA. A\nB. B"),
+        ({"question": "Who?", "choices": ["A.J. Ray", "B.B. King"]}, "\nA. A.J. Ray\nB. B.B. King"),
+        ({"question": "Who?", "choices": ["A. J. Ray", "B.King"]}, "\nA. J. Ray\nB. King"),
         ({"question": "Which?", "choices": list("abcdefghijkl")}, MANY),
         ({"question": "Which is red?", "hint": "red"}, "\nred"),
         ({"question": "Hint: red\nWhich?", "hint": "red"}, ""),
@@ -904,3 +906,22 @@ def test_text_about_an_image_is_added_where_the_prompt_shows_one(out: Path) -> N
     row = said("Who?", "A man.", "<image>\nWhat?", "A wall.", image="1.jpg")
     imported(out, row, turns="all", augment=("describe",), augment_text=("explain",))
     assert [prompt.augmentation for prompt in read(out)] == ["explain", "describe"]
+
+
+def test_a_summary_shows_the_first_prompts_of_each_source(out: Path) -> None:
+    with_image = {"image": "1.jpg", "question": "Left?", "choices": ["yes", "no"]}
+    rows = [{"question": "Who?", "answer": "Ada."}, with_image, with_image]
+    source = out.parents[1] / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    other = out.parents[1] / "other.jsonl"
+    other.write_text(json.dumps({"question": "Where?"}))
+    summary = import_prompts([str(source), str(other)], out)
+    assert [
+        (Path(prompt.source).name, prompt.row, prompt.reference)
+        for prompt in summary.first_prompts
+    ] == [("rows.jsonl", 1, "Ada."), ("rows.jsonl", 2, None), ("other.jsonl", 1, None)]
+    image, text = summary.first_prompts[1].messages[0]["content"]
+    assert image["type"] == "image"
+    assert text["text"] == "Left?\nA. yes\nB. no"
+    again = import_prompts([str(source), str(other)], out)
+    assert again.first_prompts[0].row == 1

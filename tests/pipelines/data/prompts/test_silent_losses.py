@@ -795,6 +795,8 @@ def test_questions_in_a_file_of_an_archive_are_named(tmp_path: Path, out: Path) 
         {"questions": ["What?"]},
         {"Question ": "What?"},
         {"conversations": [["What?", "A wall."]]},
+        {"question": '[{"role": "user", "content": "What?"}]'},
+        {"instruction": "[{'from': 'human', 'value': 'What?'}]"},
     ],
 )
 def test_a_question_that_cannot_be_read_is_not_replaced_by_that_of_ask(
