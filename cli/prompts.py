@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -12,13 +13,15 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Mapping, Sequence
 
-    from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+    from vlmdistill.pipelines.data.prompts.importing import RowForm
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MOST_SHOWN = 3  # of the files that are not read
-NOTED = ("skipped_file", "first_prompts", "unread_files", "sampled")
+NOTED = ("skipped_file", "row_forms", "unread_files", "sampled")
 """Parts of a summary that have lines of their own."""
 MOST_NAMED = 5  # of names with counts
+MOST_COLUMNS = 10  # that are named
+MOST_FORMS = 5  # of rows, whose first prompts are shown
 LONG = 600  # characters of a text, above which its middle is not shown
 FEW = 20  # held-out prompts, below which results are noise
 
@@ -179,10 +182,9 @@ def prompts(
         workspace = console.workspace(model, runs)
         summary = import_sources(workspace, sources, out, kind, choices, report)
     facts = summary.to_dict()
-    console.result(facts if as_json else _without_empty(facts), as_json)
     if not as_json:
-        for prompt in summary.first_prompts:
-            _show(prompt)
+        _show(summary.row_forms)
+    console.result(facts if as_json else _without_empty(facts), as_json)
     if summary.unread_files:
         _warn_of_unread_files(summary.unread_files)
     if summary.sampled:
@@ -195,20 +197,36 @@ def prompts(
         _warn_of_few(summary.eval, summary.total)
 
 
-def _show(prompt: "Prompt") -> None:
+def _show(forms: "Sequence[RowForm]") -> None:
+    """Print the first prompt of each of the most common forms of rows."""
+    for form in forms[:MOST_FORMS]:
+        _show_first(form)
+    if others := forms[MOST_FORMS:]:
+        prompts = sum(form.prompts for form in others)
+        console.remark(
+            f"{prompts} prompts of {len(others)} other forms of rows: --json shows the first of each"
+        )
+
+
+def _show_first(form: "RowForm") -> None:
     """Print the turns of a prompt, and the response of its source."""
+    prompt = form.first
+    media = "with" if prompt.media else "without"
+    columns = ", ".join(form.columns[:MOST_COLUMNS])
+    ellipsis = ", ..." if len(form.columns) > MOST_COLUMNS else ""
+    console.remark(
+        f"first of {form.prompts} prompts {media} images or videos, of the columns {columns}{ellipsis} "
+        f"(row {prompt.row} of {Path(form.file).absolute().name}):"
+    )
     texts = [
         (message["role"], "\n".join(map(_part_text, message["content"])))
         for message in prompt.messages
     ]
     texts.append(("response", prompt.reference or "(none in the source)"))
-    media = "with" if prompt.media else "without"
-    console.remark(
-        f"first prompt of {Path(prompt.source).name} {media} images or videos, row {prompt.row}:"
-    )
     for name, text in texts:
         label = f"  {name:<9}  "
-        console.remark(label + _shortened(text).replace("\n", "\n" + " " * len(label)))
+        lines = indent(_shortened(text), " " * len(label), lambda _: True)
+        console.remark(label + lines[len(label) :])
 
 
 def _part_text(part: "Mapping[str, Any]") -> str:

@@ -105,24 +105,41 @@ def files(path: Path) -> list[Path]:
         return [path]
     visible = [file for file in path.iterdir() if not file.name.startswith(".")]
     frames = [file for file in visible if kind_of(file.name) == "image"]
-    number = WHOLE_NUMBER if _counts_in_parts(frames) else NUMBER
-    return sorted(frames, key=lambda file: (_name_parts(file.stem, number), file.name))
+    places = places_of([file.stem for file in frames])
+    return sorted(frames, key=lambda file: (places[file.stem], file.name))
 
 
-def _counts_in_parts(frames: Sequence[Path]) -> bool:
+Place = list[tuple[bool, Decimal, str]]
+"""The numbers and the texts of a name, as they are compared: numbers come first."""
+
+
+def places_of(stems: Sequence[str]) -> dict[str, Place]:
+    """The places of names in their order, by name: that of the numbers in them."""
+    number = WHOLE_NUMBER if _counts_in_parts(stems) else NUMBER
+    return {stem: _name_parts(stem, number) for stem in stems}
+
+
+def numbers_of(stems: Sequence[str]) -> dict[str, list[Decimal]]:
+    """The numbers in names, by name."""
+    return {
+        stem: [number for is_text, number, _ in place if not is_text]
+        for stem, place in places_of(stems).items()
+    }
+
+
+def _counts_in_parts(stems: Sequence[str]) -> bool:
     """Whether digits behind a dot are numbers of their own: `scene_1.9.png` comes before `scene_1.10.png`.
 
     Fractions of one width have the same order either way. Of several widths, no fraction ends with a zero.
     """
-    fractions = [found for file in frames for found in FRACTION.findall(file.stem)]
+    fractions = [digits for stem in stems for digits in FRACTION.findall(stem)]
     widths = {len(fraction) for fraction in fractions}
     return len(widths) > 1 and any(
         len(fraction) > 1 and fraction.endswith("0") for fraction in fractions
     )
 
 
-def _name_parts(name: str, number: re.Pattern[str]) -> list[tuple[bool, Decimal, str]]:
-    """The numbers and the texts of a name, as they are compared: numbers come first."""
+def _name_parts(name: str, number: re.Pattern[str]) -> Place:
     parts = []
     for part in number.split(name):
         if number.fullmatch(part):

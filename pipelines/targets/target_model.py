@@ -666,11 +666,13 @@ class TargetModel:
 
     @torch.inference_mode()
     def check_runs(self) -> None:
-        """`check_finite` of a prompt of one word."""
+        """`check_finite` of a prompt of one word, and of all its logits."""
         content = [{"type": "text", "text": "Hello"}]
         prompt = self.encode([{"role": "user", "content": content}])
         states = self._states([prompt], [Transcript.of(prompt)], ())
-        self.check_finite(states["hidden"][:, -1])
+        last_1D = states["hidden"][:, -1]
+        self.check_finite(last_1D)
+        self.check_finite(self.logits(last_1D))
 
     @torch.inference_mode()
     def norm(self, state_ND: Tensor) -> Tensor:

@@ -258,6 +258,8 @@ def _typed(value: Any, form: Any) -> Any:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as error:
         raise BadRowError(f"unreadable line: {_without_names(str(error))}") from None
+    except UnicodeEncodeError:  # of a text in the place of an object, or of a name
+        raise BadRowError("text is not Unicode") from None
 
 
 def _without_names(problem: str) -> str:

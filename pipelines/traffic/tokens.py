@@ -28,9 +28,21 @@ OWN_PROMPT = (
     "mm_processor_kwargs",
     "media_io_kwargs",
     "documents",
+    "data_sources",
+    "search_parameters",
+    "web_search_options",
+    "plugins",
+    "transforms",
+    "files",
+    "rag",
+    "context",
+    "images",
+    "input",
+    "template",
+    "lora_path",
     "reasoning",
     "reasoning_effort",
-    "web_search_options",
+    "enable_thinking",
     "truncate_prompt_tokens",
     "continue_final_message",
     "echo",
@@ -41,6 +53,7 @@ OWN_PROMPT = (
     "system_prompt",
 )
 """Keys of a request by which a server reads another prompt than the messages, or repeats it."""
+EXTRA = "extra_body"  # which clients put their other keys into
 NO_TURN = "add_generation_prompt"  # the same, if it is False
 TRUNCATED = re.compile(r"\(litellm_truncated\b|^redacted-by-litellm$")  # by LiteLLM
 OTHER_NAMES = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}
@@ -189,6 +202,9 @@ def require_whole(exchange: Exchange) -> None:
     A prompt of the request's own template is known by its tokens, where the server has counted them.
     """
     request = exchange.request
+    extra = request.get(EXTRA)
+    if isinstance(extra, Mapping):
+        request = {**request, **extra}
     own = [name for name in OWN_PROMPT if has_content(request.get(name))]
     own += [NO_TURN] if request.get(NO_TURN) is False else []
     is_counted = _counted(exchange, "prompt_tokens") is not None

@@ -244,22 +244,27 @@ def test_prompts_go_to_the_workspace_of_the_model(
     assert len(read(Path("home/runs/org--name/prompts.parquet"))) == 3
 
 
-def test_an_import_shows_the_first_prompt_of_its_source(
+def test_an_import_shows_the_first_prompts_before_its_summary(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     middle = "very " * 500
-    row = {"question": f"Which?\nA {middle}big one?", "answer": "Blue."}
-    Path("rows.jsonl").write_text(json.dumps(row))
+    rows = [{"question": f"Which?\nA {middle}big one?", "answer": "Blue."}] + [
+        {"question": f"{number}?", f"note{number}": "x"} for number in range(6)
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert main(["prompts", "rows.jsonl"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    start = lines.index("first prompt of rows.jsonl without images or videos, row 1:")
-    first, second, response = (line.split() for line in lines[start + 1 : start + 4])
-    assert first == ["user", "Which?"]
-    assert (second[:2], second[-2:]) == (["A", "very"], ["big", "one?"])
-    assert "[...]" in second
-    assert response == ["response", "Blue."]
+    first, user, rest, response = lines[:4]
+    assert first.startswith("first of 1 prompts without images or videos")
+    assert (user.split(), response.split()) == (
+        ["user", "Which?"],
+        ["response", "Blue."],
+    )
+    assert rest.split()[:2] + rest.split()[-3:] == ["A", "very", "very", "big", "one?"]
+    assert "[...]" in rest
+    assert any("2 prompts of 2 other forms" in line for line in lines)
     assert main(["--quiet", "prompts", "rows.jsonl"]) == 0
-    assert "first prompt" not in capsys.readouterr().err
+    assert "first of" not in capsys.readouterr().err
 
 
 def test_a_workspace_of_a_target_by_an_old_name_is_refused_until_it_is_renamed(

@@ -149,11 +149,14 @@ def test_a_server_refuses_an_image_that_float16_cannot_hold_and_goes_on(
     assert "float16" in json.loads(answers[0][1])["error"]["message"]
 
 
-def test_weights_that_are_damaged_are_no_matter_of_the_dtype(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["model.norm.weight", "lm_head.weight"])
+def test_weights_that_are_damaged_are_no_matter_of_the_dtype(
+    tmp_path: Path, ending: str
+) -> None:
     folder = tiny.checkpoint("llava", tmp_path / "model", layers=1)
     weights = load_file(folder / "model.safetensors")
-    (norm,) = (name for name in weights if name.endswith("model.norm.weight"))
-    weights[norm][0] = float("nan")
+    (damaged,) = (name for name in weights if name.endswith(ending))
+    weights[damaged][0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(TargetError, match="float32") as caught:
         load(str(folder))

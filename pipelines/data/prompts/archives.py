@@ -1,6 +1,5 @@
 """The samples of a tar archive, as in WebDataset: consecutive files with one name but for the ending."""
 
-import re
 import tarfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import IO, Any, Literal
 
 from vlmdistill.pipelines.data.prompts.json_rows import parse
 from vlmdistill.pipelines.data.prompts.row import MOST_BYTES, Row, dataset_name
+from vlmdistill.pipelines.media.frames import numbers_of
 from vlmdistill.pipelines.media.images import KINDS, kind_of
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.stores.errors import DataError, one_line
@@ -70,12 +70,22 @@ def _open(file: IO[bytes], mode: Literal["r:", "r|"]) -> tarfile.TarFile:
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The files of an archive. Hidden ones are ignored, such as those that macOS adds for each file."""
+    """The files of an archive. Hidden ones are ignored, such as those that macOS adds for each file.
+
+    ReadError if no block of zeros ends it: a download may stop behind a member.
+    """
+    end = 0
     for member in archive:
+        end = archive.offset  # of the member
         parts = PurePosixPath(member.name).parts
         is_hidden = any(part.startswith(".") and part != ".." for part in parts)
         if not member.isdir() and not is_hidden:
             yield member
+    if archive.offset == end:
+        raise tarfile.ReadError(
+            "it has no end, as after a download that was cut: fetch it again, or if it is whole, append 1024 "
+            "bytes of zeros"
+        )
 
 
 def _sample_name(name: str) -> str:
@@ -332,10 +342,8 @@ def _shown_files(files: Collection[str], named: Any) -> list[str]:
         if is_same and len(leaves) == len(by_name) == len(files):
             return [by_name[leaf] for leaf in leaves]
     second_ending = {file: _ending(file).rpartition(".")[0] for file in files}
-    numbers = {
-        file: [int(digits) for digits in re.findall(r"\d+", second_ending[file])]
-        for file in files
-    }
+    by_stem = numbers_of([*second_ending.values()])
+    numbers = {file: by_stem[second_ending[file]] for file in files}
     shown = sorted(files, key=lambda file: numbers[file])
     if len(files) > 1 and len(names) != len(files):
         has_plain = not all(second_ending.values())

@@ -79,6 +79,8 @@ class Conversation:
     """Placeholders that are text: images are missing there, if other rows have columns for them."""
     shows_by_tag: bool = False
     """Whether a placeholder shows an image or a video."""
+    has_history: bool = False
+    """Whether a column has turns before the question of the row, which is the last one."""
 
 
 @dataclass(frozen=True)
@@ -301,16 +303,18 @@ def conversation(
     first_user["content"] = media.parts_without_placeholder() + first_user["content"]
     _require_nothing_unseen(located_turns.row)
     unread = _unread(located_turns, media)
+    has_history = columns.HISTORY in located_turns.read_columns
+    talk = replace(_trimmed(messages, unread), has_history=has_history)
     parts = [part for message in messages for part in message["content"]]
     if not any(part["type"] in KINDS for part in parts):
         _require_nothing_hidden(located_turns.row, unread, reader)
-        return replace(_trimmed(messages, unread), unshown=tuple(reader.unshown))
+        return replace(talk, unshown=tuple(reader.unshown))
     if reader.lines:
         raise BadRowError(
             "image count",
             f"the text has the line {reader.lines[0]}, but parts show the images and videos: remove it",
         )
-    return replace(_trimmed(messages, unread), shows_by_tag=reader.shows_by_tag)
+    return replace(talk, shows_by_tag=reader.shows_by_tag)
 
 
 def _without_nan(row: Row) -> Row:

@@ -48,6 +48,8 @@ def dataset_rows(source: str, read_file: ReadFile) -> Iterator[Row]:
     name, subset = str(folder), ""
     rows: Iterator[Row]
     if folder.exists():
+        folder = Path(os.path.abspath(folder))  # `datasets` takes "." for no name
+        name = str(folder)
         rows = _Folder(folder, split, read_file).rows()
     else:
         name, _, split = source.partition("@")
@@ -185,7 +187,34 @@ def _loaded_rows(name: str, subset: str, split: str) -> Iterator[Row]:
     split = split or DEFAULT_SPLIT
     settings = _settings_for_text(name, subset, split)
     data = datasets.load_dataset(name, subset or None, split=split, **settings)
+    if data.builder_name == "json":
+        _require_one_type(data.features)
     yield from _rows_of(data)
+
+
+def _require_one_type(features: Mapping[str, Any]) -> None:
+    """DataError if a column has values of several types: a text such as "7" would become a number."""
+    for name, feature in features.items():
+        if _has_json(feature):
+            raise DataError(
+                f"'{name}' has values of several types, and `datasets` reads some texts in it as numbers "
+                "or lists: download it (hf download NAME --repo-type dataset --local-dir DIR) and import its "
+                "files"
+            )
+
+
+def _has_json(feature: Any) -> bool:
+    """Whether a feature of `datasets`, or one in it, is JSON of any type."""
+    import datasets
+
+    if isinstance(feature, Mapping):
+        return any(map(_has_json, feature.values()))
+    if isinstance(feature, list):
+        return any(map(_has_json, feature))
+    # Versions before 4.7 have no such type.
+    if isinstance(feature, getattr(datasets, "Json", ())):
+        return True
+    return hasattr(feature, "feature") and _has_json(feature.feature)
 
 
 def _saved_rows(folder: Path, split: str) -> Iterator[Row]:

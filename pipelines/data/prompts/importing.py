@@ -32,7 +32,7 @@ from vlmdistill.pipelines.data.prompts.prompt_table import (
     read,
     write,
 )
-from vlmdistill.pipelines.data.prompts.row import Row, located
+from vlmdistill.pipelines.data.prompts.row import Row, has_content, located
 from vlmdistill.pipelines.data.prompts.row_media import (
     MOST_SAMPLED,
     Sampling,
@@ -58,7 +58,7 @@ MOST_TEXT = 2**32  # characters of prompts from a source that has far fewer byte
 MOST_RATIO = 200  # of characters of prompts to bytes of a source, if they are that many
 CHUNK_ROWS = 256  # whose images are checked together
 CHUNK_BYTES = 2**28  # of texts, and of images in the rows themselves
-SHOWN = ("source", "row", "messages", "reference")  # of the first prompts
+MOST_FORMS = 1000  # of rows that are told apart
 STORED_KEYS = ("type", "text", "path", "digest", *SAMPLING)  # of a part
 
 NO_ROWS = "no rows"  # of one of several sources, such as a shard after a filter
@@ -127,6 +127,31 @@ class Choices:
             augment.find_for_text(name)
 
 
+@dataclass
+class RowForm:
+    """Rows with values in the same columns, with images or videos or without, and their first prompt.
+
+    A user sees by it what is missing: no rule knows all names of columns.
+    """
+
+    columns: tuple[str, ...]
+    first: Prompt
+    file: str
+    """The file of its row."""
+    prompts: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        names = ("row", "messages", "reference")
+        first = {name: getattr(self.first, name) for name in names}
+        return {
+            "prompts": self.prompts,
+            "columns": self.columns,
+            "file": self.file,
+            **first,
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImportSummary:
     """The work of an import, and the contents of the file after it."""
@@ -143,8 +168,8 @@ class ImportSummary:
     """How many videos the rows themselves sample, by `fps` or `frames` and its value."""
     unread_columns: Counter[str]
     """Columns with text, and keys of turns and parts, that were not used."""
-    first_prompts: Sequence[Prompt]
-    """Of each source, with and without media, so that a user sees what is missing."""
+    row_forms: Sequence["RowForm"]
+    """The forms of the rows, the most common first."""
     unread_files: Sequence[str]
     """The names of files of the sources that were not read."""
     hidden_media: Counter[str]
@@ -157,11 +182,8 @@ class ImportSummary:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         paths = {"out": str(self.out), "skipped_file": str(self.skipped_file)}
-        firsts = [
-            {name: getattr(prompt, name) for name in SHOWN}
-            for prompt in self.first_prompts
-        ]
-        return {**vars(self), **paths, "first_prompts": firsts}
+        forms = [form.to_dict() for form in self.row_forms]
+        return {**vars(self), **paths, "row_forms": forms}
 
 
 class ImportGate:
@@ -260,7 +282,7 @@ def import_rows(
         skipped=job.reasons,
         sampled=job.sampled,
         unread_columns=job.unread,
-        first_prompts=job.first_prompts,
+        row_forms=job.row_forms,
         unread_files=job.unread_files,
         hidden_media=job.hidden,
         total=len(prompts),
@@ -361,6 +383,7 @@ class _Import:
     def __post_init__(self) -> None:
         self._sides = Sides(self.present.values())
         self._texts = Counter[str]()  # source -> characters of its prompts
+        self._forms: dict[tuple[tuple[str, ...], bool], RowForm] = {}
 
     @property
     def room(self) -> int:
@@ -376,13 +399,10 @@ class _Import:
         return Counter(entry["reason"] for entry in self.skipped)
 
     @property
-    def first_prompts(self) -> list[Prompt]:
-        """The first prompt of each source with images or videos, and the first without."""
-        firsts: dict[tuple[str, bool], Prompt] = {}
-        for entry in self.new.values():
-            has_media = bool(entry.prompt.media)
-            firsts.setdefault((entry.prompt.source, has_media), entry.prompt)
-        return [*firsts.values()]
+    def row_forms(self) -> list[RowForm]:
+        """The forms of the rows that became prompts, the most common first."""
+        forms = self._forms.values()
+        return sorted(forms, key=lambda form: form.prompts, reverse=True)
 
     def read(self, source: str, rows: Iterator[Row], kind: Format) -> None:
         """Take the rows of one source, until the limit."""
@@ -510,12 +530,24 @@ class _Import:
                 self._require_new(prompt, agrees)
                 accepted = self.gate.accept(row, prompt)
                 self.new[prompt.key] = _NewPrompt(accepted, ties[0])
+                self._count(row, prompt)
                 self._texts[row.source] += _text_length(prompt.messages)
             except BadRowError as error:
                 self._skip(row, error)
             if not self.room:
                 return
         self._require_memory(row.source)
+
+    def _count(self, row: Row, prompt: Prompt) -> None:
+        """Count a prompt for the form of its row."""
+        columns = row.value if isinstance(row.value, Mapping) else {}
+        filled = (str(name) for name in columns if has_content(columns[name]))
+        names = tuple(sorted(filled))
+        key = (names, bool(prompt.media))
+        if key not in self._forms and len(self._forms) == MOST_FORMS:
+            return
+        form = RowForm(names, prompt, row.file or row.source)
+        self._forms.setdefault(key, form).prompts += 1
 
     def _require_memory(self, source: str) -> None:
         """DataError if memory may not hold the texts of a source: rows may repeat one that it has once."""
@@ -528,7 +560,7 @@ class _Import:
 
     def _prompts(self, row: Row, talk: Conversation) -> Iterator[Prompt]:
         """The prompts of a conversation: of its turns, with each augmentation."""
-        questions = _questions(talk.messages, self.choices.turns)
+        questions = _questions(talk, self.choices.turns)
         for turn, (messages, reference) in enumerate(questions, 1):
             has_media = any(media_parts(messages))  # which may come in a later turn
             names = self.choices.augment if has_media else self.choices.augment_text
@@ -622,18 +654,22 @@ def _stored(message: Message) -> Message:
 
 
 def _questions(
-    messages: Sequence[Message], which: Turns
+    talk: Conversation, which: Turns
 ) -> Iterator[tuple[list[Message], str | None]]:
-    """Each prompt of a conversation, with the response of the dataset; `last` is one that ends with it."""
-    end = len(messages)
-    for index, message in enumerate(messages, 1):
-        if message["role"] != "user" or (which == "last" and index < end):
-            continue
-        response = messages[index]["content"] if index < end else []
+    """Each prompt of a conversation, with the response of the dataset; `last` is one that ends with it.
+
+    The first question of a row that has a history is the one behind it.
+    """
+    messages = talk.messages
+    ends = [end for end, turn in enumerate(messages, 1) if turn["role"] == "user"]
+    if which == "first":
+        ends = ends[-1:] if talk.has_history else ends[:1]
+    elif which == "last":
+        ends = [end for end in ends if end == len(messages)]
+    for end in ends:
+        response = messages[end]["content"] if end < len(messages) else []
         texts = [part["text"] for part in response if part["type"] == "text"]
-        yield list(messages[:index]), "\n".join(texts) or None
-        if which == "first":
-            return
+        yield messages[:end], "\n".join(texts) or None
 
 
 def _write_skipped(

@@ -163,13 +163,17 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
         exchange(10, request=asked("Q 10?", reasoning={"effort": "high"})),
         exchange(11, request=asked("Q 11?", reasoning={"effort": None})),
         exchange(12, request=asked("Who is this? ASSISTANT:")),
+        exchange(13, request=asked("Q 13?", data_sources=[{"type": "azure_search"}])),
+        exchange(14, request=asked("Q 14?", enable_thinking=False)),
+        exchange(15, request=asked("Q 15?", extra_body={"documents": ["A wall."]})),
+        exchange(16, request=asked("Q 16?", extra_body={"top_k": 3})),
     ]
     for number, role in enumerate(("assistant", "model"), len(lines)):
         request = asked(f"Q {number}?")
         request["messages"].append({"role": role, "content": ""})
         lines.append(exchange(number, request=request))
     made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (5, {"another prompt": 8, "cut text": 2})
+    assert (made.kept, made.dropped) == (6, {"another prompt": 11, "cut text": 2})
 
 
 def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
@@ -716,6 +720,14 @@ def test_a_damaged_line_costs_itself_alone(
     (tmp_path / "log.jsonl").write_bytes(b"\n".join([*lines, end]))
     made = harvest(workspace, [str(tmp_path / "log.jsonl")])
     assert (made.kept, made.dropped) == (2, {"text is not Unicode": 2})
+
+
+@pytest.mark.parametrize("wrong", [{"response": "x \ud83d"}, {"\ud83d": 1}], ids=ascii)
+def test_half_a_character_in_a_line_of_another_form_costs_it_alone(
+    workspace: Workspace, wrong: dict[str, Any]
+) -> None:
+    made = taken(workspace, [exchange(0, **wrong), exchange(1)])
+    assert (made.kept, made.dropped) == (1, {"text is not Unicode": 1})
 
 
 BAD_FILES: dict[str, bytes] = {

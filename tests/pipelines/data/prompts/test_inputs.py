@@ -26,7 +26,7 @@ from tests.pipelines.data.prompts.rows import (
 from tests.thorough import count
 from vlmdistill.cli.prompts import prompts as command
 from vlmdistill.pipelines.data.prompts.formats import conversation
-from vlmdistill.pipelines.data.prompts.importing import Choices, import_prompts
+from vlmdistill.pipelines.data.prompts.importing import Choices, Turns, import_prompts
 from vlmdistill.pipelines.data.prompts.prompt_table import read
 from vlmdistill.pipelines.data.prompts.row import Row
 from vlmdistill.pipelines.media.resolver import BadRowError
@@ -908,20 +908,38 @@ def test_text_about_an_image_is_added_where_the_prompt_shows_one(out: Path) -> N
     assert [prompt.augmentation for prompt in read(out)] == ["explain", "describe"]
 
 
-def test_a_summary_shows_the_first_prompts_of_each_source(out: Path) -> None:
+def test_a_summary_shows_the_first_prompt_of_each_form_of_rows(out: Path) -> None:
     with_image = {"image": "1.jpg", "question": "Left?", "choices": ["yes", "no"]}
-    rows = [{"question": "Who?", "answer": "Ada."}, with_image, with_image]
+    rows = [{"question": "Who?", "choices": []}, with_image]
     source = out.parents[1] / "rows.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
     other = out.parents[1] / "other.jsonl"
-    other.write_text(json.dumps({"question": "Where?"}))
+    others = [{"question": "Who?"}, {"question": "Where?"}]
+    other.write_text("\n".join(map(json.dumps, others)))
     summary = import_prompts([str(source), str(other)], out)
-    assert [
-        (Path(prompt.source).name, prompt.row, prompt.reference)
-        for prompt in summary.first_prompts
-    ] == [("rows.jsonl", 1, "Ada."), ("rows.jsonl", 2, None), ("other.jsonl", 1, None)]
-    image, text = summary.first_prompts[1].messages[0]["content"]
-    assert image["type"] == "image"
-    assert text["text"] == "Left?\nA. yes\nB. no"
+    text, image = summary.row_forms
+    assert (text.columns, text.prompts, text.first.row) == (("question",), 2, 1)
+    assert image.columns == ("choices", "image", "question")
+    assert (image.prompts, Path(image.file).name) == (1, "rows.jsonl")
+    shown, asked = image.first.messages[0]["content"]
+    assert (shown["type"], asked["text"]) == ("image", "Left?\nA. yes\nB. no")
     again = import_prompts([str(source), str(other)], out)
-    assert again.first_prompts[0].row == 1
+    assert [form.prompts for form in again.row_forms] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("turns", "questions"), [("first", ["When?"]), ("all", ["Who?", "When?"])]
+)
+def test_the_question_of_a_row_with_a_history_is_its_own(
+    out: Path, turns: Turns, questions: list[str]
+) -> None:
+    row = {"question": "When?", "context": "In 1815.", "answer": "1815."}
+    imported(out, {**row, "history": [["Who?", "Ada."]]}, turns=turns)
+    prompts = read(out)
+    assert [texts(prompt)[-1][1].split("\n")[0] for prompt in prompts] == questions
+    assert texts(prompts[-1]) == [
+        ("user", "Who?"),
+        ("assistant", "Ada."),
+        ("user", "When?\nIn 1815."),
+    ]
+    assert prompts[-1].reference == "1815."

@@ -326,5 +326,9 @@ def test_a_question_of_a_table_has_all_its_values(tmp_path: Path, out: Path) -> 
     source = packed(tmp_path, "a.parquet", rows)
     assert import_prompts([str(source)], out).unread_columns == {}
     first, second = read(out)
-    assert [message["content"][0]["text"] for message in first.messages] == ["Hi"]
+    assert [message["content"][0]["text"] for message in first.messages] == [
+        "Hi",
+        "Hello",
+        "Who?\nC.",
+    ]
     assert second.messages[0]["content"][0]["text"] == "What?"

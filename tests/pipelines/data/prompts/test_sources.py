@@ -157,6 +157,21 @@ def test_values_of_several_types_in_a_column_are_what_they_are_in_json(
     assert contents(again) == expected
 
 
+def test_values_of_several_types_that_datasets_has_read_are_refused(
+    tmp_path: Path, out: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    packed(folder, "train.jsonl", MIXED)
+    # With settings of its own, a folder is read by `datasets`, as names on the hub are.
+    config = (
+        "configs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 999999"
+    )
+    (folder / "README.md").write_text(f"---\n{config}\n---\n")
+    with pytest.raises(DataError, match=r"has values of several types.*hf download"):
+        import_prompts([str(folder)], out)
+
+
 @pytest.mark.parametrize("split", ["train", None])
 def test_a_saved_dataset_has_no_other_split_than_its_own(
     tmp_path: Path, split: str | None
@@ -168,6 +183,17 @@ def test_a_saved_dataset_has_no_other_split_than_its_own(
         list(read_rows(f"{folder}@test"))
     own = f"@{split}" if split else ""
     assert len([*read_rows(f"{folder}{own}")]) == 1
+
+
+def test_the_current_folder_is_a_source(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    packed(folder, "train.jsonl", [TALK])
+    monkeypatch.chdir(folder)
+    assert import_prompts(["."], out).added == 1
+    assert read(out)[0].dataset == "data"
 
 
 @pytest.mark.parametrize("name", ["llava.json", "rows.jsonl", "rows.parquet"])
@@ -454,6 +480,8 @@ def test_two_files_of_a_sample_do_not_replace_each_other(
         (("0.image.png", "0.json"), None, [RED]),
         (("0.1.png", "0.0.png"), None, [BLUE, RED]),
         (("0.10.png", "0.2.png"), None, [BLUE, RED]),
+        (("0.0.5.png", "0.0.25.png"), None, [BLUE, RED]),  # seconds of frames
+        (("0.t_0.png", "0.t_-1.png"), None, [BLUE, RED]),
         (("0.before.png", "0.after.png"), ["x/before.png", "x/after.png"], [RED, BLUE]),
         (("0.after.png", "0.before.png"), ["0.before.png", "0.after.png"], [BLUE, RED]),
         (("0.before.png", "0.after.png"), ["x/after.png", "x/before.png"], [BLUE, RED]),
@@ -561,6 +589,7 @@ def bombs(tmp_path: Path) -> dict[str, bytes]:
     return {
         "cut": whole[:1100],
         "cut in a header": whole[:1300],
+        "cut behind a member": whole[:2048],
         "broken": whole[:1024] + b"?" * 512 + whole[1536:],
         "large name": large.tobuf(),
         "chain": chain.tobuf() * 3000,
@@ -568,7 +597,8 @@ def bombs(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["cut", "cut in a header", "broken", "large name", "chain"]
+    "kind",
+    ["cut", "cut in a header", "cut behind a member", "broken", "large name", "chain"],
 )
 def test_a_hostile_tar_archive_ends_in_one_line(
     tmp_path: Path, out: Path, kind: str
