@@ -3,8 +3,12 @@
 Shapes: L positions of the expanded prompt, A rotary axes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -19,6 +23,8 @@ from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, I
 from vlmdistill.pipelines.targets.families.video import FrameProcessor, FrameSampling
 from vlmdistill.stores.errors import DataError, lone_surrogate, without_panics
 from vlmdistill.stores.schema import Span
+
+log = logging.getLogger("vlmdistill.pipelines")
 
 Messages = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length"]
@@ -134,7 +140,10 @@ def encode(
             f"the messages have {characters} characters: at most {max_characters} fit "
             f"into the target's {max_length} positions"
         )
-    _check_texts(texts, _placeholders(processor, visual_ids))
+    placeholders = _placeholders(processor, visual_ids)
+    _check_texts(texts, placeholders)
+    rendered = _rendered(conversation, processor, variables or {})
+    _check_rendered(conversation, rendered, placeholders)
     batch = _processed(conversation, processor, videos.samplings, variables or {})
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
@@ -190,6 +199,74 @@ def _check_texts(texts: Sequence[str], placeholders: Collection[str]) -> None:
                 )
 
 
+def _rendered(
+    conversation: Sequence[Mapping[str, Any]],
+    processor: Any,
+    variables: Mapping[str, Any],
+) -> str:
+    """The text that the chat template makes of a conversation; DataError if it refuses it."""
+    with _refusals():
+        return str(
+            processor.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=False, **variables
+            )
+        )
+
+
+def _check_rendered(
+    conversation: Sequence[Mapping[str, Any]],
+    rendered: str,
+    placeholders: Collection[str],
+) -> None:
+    """DataError if the chat template has left out a text; a warning if it has moved images within a turn.
+
+    Of earlier responses, templates leave out the reasoning.
+    """
+    for turn in conversation:
+        if turn["role"] == "assistant":
+            continue
+        parts = turn["content"]
+        for part in parts:
+            text = part.get("text", "").strip()
+            if text not in rendered:
+                raise DataError(
+                    f"the chat template of the target leaves out a text of the {turn['role']}: "
+                    f"'{text[:40]}': join the texts of a turn, or use a target that reads it"
+                )
+        kinds = [part["type"] == "text" for part in parts]
+        is_interleaved = len([*groupby(kinds)]) > 2
+        if is_interleaved and not _has_order(parts, rendered, placeholders):
+            _warn_of_moved_media()
+
+
+def _has_order(
+    parts: Sequence[Mapping[str, Any]], rendered: str, placeholders: Collection[str]
+) -> bool:
+    """Whether a rendered turn has its texts and placeholders in the order of the parts."""
+    end = 0
+    for part in parts:
+        text = part.get("text", "").strip()
+        names = (text,) if part["type"] == "text" else placeholders
+        ends = [
+            start + len(name)
+            for name in names
+            if (start := rendered.find(name, end)) >= 0
+        ]
+        if not ends:
+            return False
+        end = min(ends)
+    return True
+
+
+@cache
+def _warn_of_moved_media() -> None:
+    """Once in a process."""
+    log.warning(
+        "the chat template of the target moves the images of a turn out of its text: a prompt such as 'which "
+        "of <image> and <image> is red?' is read without their places"
+    )
+
+
 def _processed(
     conversation: Sequence[Mapping[str, Any]],
     processor: Any,
@@ -201,17 +278,24 @@ def _processed(
     if samplings:
         processor_kwargs["video_metadata"] = [sample.metadata for sample in samplings]
         processor_kwargs["do_sample_frames"] = False
+    with _refusals():
+        return processor.apply_chat_template(
+            conversation,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs=processor_kwargs,
+            **variables,
+        )
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what a template or a processor raises into a DataError."""
     try:
         with without_panics():  # of a regular expression of the tokenizer
-            return processor.apply_chat_template(
-                conversation,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                processor_kwargs=processor_kwargs,
-                **variables,
-            )
+            yield
     except Exception as error:  # templates and processors raise anything
         of_machine = isinstance(error, OSError) or out_of_memory(error)
         refusal = MediaError if of_machine else DataError

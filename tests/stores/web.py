@@ -17,6 +17,8 @@ def serving(server: S) -> Iterator[S]:
             target=server.serve_forever, kwargs={"poll_interval": 0.01}
         )
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

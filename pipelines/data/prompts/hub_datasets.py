@@ -54,7 +54,7 @@ def dataset_rows(source: str, read_file: ReadFile) -> Iterator[Row]:
     else:
         name, _, split = source.partition("@")
         name, _, subset = name.partition(":")
-        rows = _loaded_rows(name, subset, split)
+        rows = _hub_rows(name, subset, split)
     dataset = Path(name).name
     number = 0
     try:
@@ -167,6 +167,19 @@ class _Folder:
         return is_description or file.resolve() in self.files_read
 
 
+def _hub_rows(name: str, subset: str, split: str) -> Iterator[Row]:
+    """The rows of a dataset on the hub; DataError if `datasets` may change their values: see `_own_files`."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(name, subset or None).name
+    if builder in (*OWN_BUILDERS, *MEDIA_BUILDERS):
+        raise DataError(
+            f"its files are {builder}, and only Parquet is read from the hub: download them (hf download "
+            f"{name} --repo-type dataset --local-dir DIR) and import DIR"
+        )
+    yield from _loaded_rows(name, subset, split)
+
+
 def _is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote a folder."""
     names = ("state.json", "dataset_dict.json")
@@ -198,8 +211,7 @@ def _require_one_type(features: Mapping[str, Any]) -> None:
         if _has_json(feature):
             raise DataError(
                 f"'{name}' has values of several types, and `datasets` reads some texts in it as numbers "
-                "or lists: download it (hf download NAME --repo-type dataset --local-dir DIR) and import its "
-                "files"
+                "or lists: import its files, one by one"
             )
 
 

@@ -278,3 +278,42 @@ def test_a_text_on_which_the_tokenizer_panics_is_refused_and_the_next_is_not(
         target.encode(tiny.message(tiny.PANIC))
     assert target.encode(tiny.message("hello")).length
     capfd.readouterr()  # what the library wrote
+
+
+IMAGES_FIRST = (
+    "{% for message in messages %}{{ message['role'] }}: "
+    "{% for part in message['content'] if part['type'] == 'image' %}<|image_pad|>{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }} {% endfor %}"
+    "{% endfor %}"
+)
+FIRST_TEXT_ALONE = (
+    "{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}"
+)
+
+
+def test_images_that_the_template_moves_out_of_a_text_are_told(
+    target: VisionLanguageTarget,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    image = {"type": "image", "image": tiny.picture(60, 90)}
+    texts = [{"type": "text", "text": text} for text in ("which of", "and", "is red")]
+    within = [{"role": "user", "content": [texts[0], image, texts[2]]}]
+    target.encode(within)
+    assert not caplog.records
+    monkeypatch.setattr(target.processor, "chat_template", IMAGES_FIRST)
+    target.encode([{"role": "user", "content": [texts[0], image]}])
+    assert not caplog.records
+    target.encode(within)
+    assert "moves the images" in caplog.text
+
+
+def test_a_text_that_the_template_leaves_out_is_named(
+    target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [{"type": "text", "text": text} for text in ("Be brief.", "Be kind.")]
+    messages = [{"role": "system", "content": parts}, *tiny.message("hello")]
+    target.encode(messages)
+    monkeypatch.setattr(target.processor, "chat_template", FIRST_TEXT_ALONE)
+    with pytest.raises(DataError, match=r"leaves out a text of the system: 'Be kind"):
+        target.encode(messages)

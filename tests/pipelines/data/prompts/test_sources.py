@@ -8,6 +8,7 @@ import mimetypes
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -19,6 +20,7 @@ import datasets
 import pytest
 from PIL import Image
 
+from tests.pipelines.data.prompts.hub import hub
 from tests.pipelines.data.prompts.rows import (
     ALPACA,
     TALK,
@@ -168,7 +170,7 @@ def test_values_of_several_types_that_datasets_has_read_are_refused(
         "configs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 999999"
     )
     (folder / "README.md").write_text(f"---\n{config}\n---\n")
-    with pytest.raises(DataError, match=r"has values of several types.*hf download"):
+    with pytest.raises(DataError, match=r"has values of several types.*one by one"):
         import_prompts([str(folder)], out)
 
 
@@ -288,6 +290,42 @@ def test_a_path_is_never_asked_of_the_hub(
             import_prompts([source], out, "hf")
     with pytest.raises(DataError, match="datasets"):
         import_prompts(["someone/data"], out, "hf")
+
+
+def test_only_parquet_is_read_from_the_hub(tmp_path: Path) -> None:
+    """Of JSON and CSV, `datasets` changes values: a quoted text loses its quotes, and 007 is a number."""
+    root = tmp_path / "hub"
+    rows = [{"question": '"Who?"'}, {"question": "007"}]
+    for name in ("rows.parquet", "rows.jsonl"):
+        folder = root / "owner" / name.partition(".")[2]
+        folder.mkdir(parents=True)
+        packed(folder, name, rows)
+    with hub(root) as address:
+        environment = os.environ | {
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+        }
+        outputs = {}
+        for name in ("parquet", "jsonl"):
+            command = ["prompts", f"owner/{name}", "--format", "hf", "--runs", "runs"]
+            outputs[name] = subprocess.run(
+                [sys.executable, "-m", "vlmdistill", *command],
+                env=environment,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+            )
+    assert outputs["parquet"].returncode == 0, outputs["parquet"].stderr
+    assert [
+        texts(prompt)[0][1]
+        for prompt in read(tmp_path / "runs/demo-small/prompts.parquet")
+    ] == [
+        '"Who?"',
+        "007",
+    ]
+    assert outputs["jsonl"].returncode == 1
+    assert "hf download owner/jsonl" in outputs["jsonl"].stderr
 
 
 def test_a_zip_archive_is_refused_by_name(tmp_path: Path, out: Path) -> None:
