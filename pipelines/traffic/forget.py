@@ -120,6 +120,9 @@ def forget(
     ):
         reports.deletes = listed.deletes = not dry_run
         _require_no_writers(workspace)
+        _times_of_copies(
+            workspace
+        )  # before anything is deleted: they may be unreadable
         file = workspace.prompts
         prompts = prompt_table.read(file) if file.is_file() else []
         with (
@@ -128,11 +131,12 @@ def forget(
         ):
             noted.deletes = answered.deletes = not dry_run
             old_keys = _old_keys(prompts, before)
+            # A sample from elsewhere may be of a prompt that is imported here, and no traffic.
+            imported = {each.key for each in prompts if each.time is None}
             # Before the store is looked at: what is sent after that would not be seen.
             running = [] if dry_run else _sending(workspace)
-            samples, size = _expire(workspace, before, old_keys, dry_run)
-            # A sample from elsewhere may be of a prompt that is imported here, and no traffic.
-            old_keys |= samples - {each.key for each in prompts if each.time is None}
+            samples, size = _expire(workspace, before, old_keys, imported, dry_run)
+            old_keys |= samples - imported
             kept = [prompt for prompt in prompts if prompt.key not in old_keys]
             responses = _remove_responses(workspace, before, old_keys, dry_run)
             media = unnamed(workspace, kept, dry_run)
@@ -174,9 +178,7 @@ def _require_past(workspace: Workspace, prompts: Iterable[Prompt], now: float) -
     times = [prompt.time or 0 for prompt in prompts]
     for folder in (workspace.responses, *_other_responses(workspace)):
         times += chain.from_iterable(map(dataset.times_in, dataset.files_in(folder)))
-    times += chain.from_iterable(
-        dataset.times_in(file) for file, _ in _copies(workspace)
-    )
+    times += _times_of_copies(workspace)
     from_future = [time for time in times if time > now + SKEW]
     if from_future:
         raise DataError(
@@ -187,6 +189,10 @@ def _require_past(workspace: Workspace, prompts: Iterable[Prompt], now: float) -
     for path in _stores(workspace):
         if store := Store.find(path):
             require_past(store, now)
+
+
+def _times_of_copies(workspace: Workspace) -> list[int]:
+    return [time for file, _ in _copies(workspace) for time in dataset.times_in(file)]
 
 
 def _old_keys(prompts: Iterable[Prompt], before: float) -> set[str]:
@@ -301,9 +307,16 @@ def _require_no_writers(workspace: Workspace) -> None:
 
 
 def _expire(
-    workspace: Workspace, before: float, old: Collection[str], dry_run: bool
+    workspace: Workspace,
+    before: float,
+    old: Collection[str],
+    imported: Collection[str],
+    dry_run: bool,
 ) -> tuple[set[str], int]:
-    """Delete old samples, and what killed writers have left in the stores; keys, and bytes of both."""
+    """Delete old samples, and what killed writers have left in the stores; keys, and bytes of both.
+
+    Samples without a time go by their keys, unless their prompts are imported.
+    """
     keys = set[str]()
     size = 0
     deletes = True
@@ -311,7 +324,11 @@ def _expire(
         expired = [
             expired
             for path in _stores(workspace)
-            if (expired := _expire_one(path, before, {*old, *keys}, dry_run))
+            if (
+                expired := _expire_one(
+                    path, before, {*old, *keys.difference(imported)}, dry_run
+                )
+            )
         ]
         deletes = not dry_run and any(each.keys for each in expired)
         keys = keys.union(*(each.keys for each in expired))
@@ -424,8 +441,10 @@ def _paths_of(workspace: Workspace, without: Collection[str] = ()) -> Iterator[P
 
 def _folders(workspace: Workspace) -> list[Path]:
     """The folders of the workspace, each of which may be a link; see `parts` for the one that is left out."""
-    paths = workspace.root.glob("*")
-    return [path for path in paths if path.is_dir() and path.name != RECORDS]
+    folders = [path for path in workspace.root.glob("*") if path.is_dir()]
+    if not workspace.parts:  # then they are of a copy
+        return folders
+    return [folder for folder in folders if folder.name != RECORDS]
 
 
 def _stores_at_url(workspace: Workspace) -> list[str]:

@@ -242,11 +242,9 @@ def remove_rows(
     """The same with one file, of responses or prompts, which goes if no row is left."""
     import pyarrow as pa
 
-    asked = _read(path, ["key", "time"])
-    columns = (asked["key"].to_pylist(), asked["time"].to_pylist())
     remains = [
         key not in keys and (time is None or time >= before)
-        for key, time in zip(*columns, strict=True)
+        for key, time in _keys_and_times(path)
     ]
     removed = remains.count(False)
     if removed and not dry_run:
@@ -258,9 +256,25 @@ def remove_rows(
 
 
 def times_in(path: Path) -> list[int]:
-    """The times in one file, of responses or prompts, in seconds since 1970."""
-    asked = _read(path, ["key", "time"])
-    return [time for time in asked["time"].to_pylist() if time is not None]
+    """The times in one file, of responses or prompts, in seconds since 1970.
+
+    DataError if they are no numbers.
+    """
+    return [time for _, time in _keys_and_times(path) if time is not None]
+
+
+def _keys_and_times(path: Path) -> list[tuple[str, int | None]]:
+    import pyarrow as pa
+
+    table = _read(path, ["key", "time"])
+    kind = table["time"].type
+    types = pa.types
+    tests = (types.is_integer, types.is_floating, types.is_null)
+    if not any(is_number(kind) for is_number in tests):
+        raise DataError(
+            f"{path}: its times are {kind}, not seconds since 1970: write them so, or remove it"
+        )
+    return [*zip(table["key"].to_pylist(), table["time"].to_pylist(), strict=True)]
 
 
 def is_responses(path: Path) -> bool:

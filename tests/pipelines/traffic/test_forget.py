@@ -308,9 +308,13 @@ def test_an_imported_prompt_stays_when_a_sample_of_another_machine_is_old(
     (prompt,) = prompt_table.read(here.prompts)
     with make(Path(here.features)).writer("a") as writer:
         writer.add(replace(sample(0, time=int(OLD)), key=prompt.key))
+    own = make(here.root / "own")
+    with own.writer("a") as writer:
+        writer.add(replace(sample(0), key=prompt.key))
     forgotten = forget(here, 30 * DAY)
     assert (forgotten.samples, forgotten.prompts) == (1, 0)
     assert prompt_table.read(here.prompts) == [prompt]
+    assert own.keys() == {prompt.key}
 
 
 def test_a_harvested_image_does_not_become_the_one_of_an_import(
@@ -516,6 +520,29 @@ def test_copies_of_evaluations_and_prompts_in_the_workspace_lose_it_too(
     assert {*pl.read_parquet(copy)["label"]} == {"good"}
     rows = pl.read_parquet(workspace.root / "kept" / "responses.parquet")
     assert {*rows["key"]} == dataset.keys(workspace.responses)
+
+
+def test_a_copy_whose_times_are_no_numbers_stops_the_deletion_before_it_begins(
+    workspace: Workspace,
+) -> None:
+    copy = workspace.root / "dated.parquet"
+    dated = pl.read_parquet(workspace.prompts).with_columns(pl.from_epoch("time"))
+    dated.write_parquet(copy)
+    with pytest.raises(DataError, match=r"dated.parquet: its times are timestamp"):
+        forget(workspace, 30 * DAY)
+    assert Store.open(workspace.features).keys() == {"k0000", "k0001", "k0002"}
+    copy.unlink()
+    assert forget(workspace, 30 * DAY).samples == 2
+
+
+def test_what_a_copy_of_the_files_of_a_url_has_set_aside_goes(
+    workspace: Workspace,
+) -> None:
+    aside = workspace.root / ".parts" / ".aside-0123abcd" / "prompts.parquet"
+    aside.parent.mkdir(parents=True)
+    shutil.copy(workspace.prompts, aside)
+    forget(workspace, 30 * DAY)
+    assert not holding(workspace.root, b"Zebedee")
 
 
 def test_a_command_that_is_about_to_make_a_folder_for_old_prompts_makes_it_fail(
