@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vlmdistill.cli import console
+from vlmdistill.stores.errors import printable
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -20,6 +21,7 @@ MOST_SHOWN = 3  # of the files that are not read
 NOTED = ("skipped_file", "row_forms", "unread_files", "sampled")
 """Parts of a summary that have lines of their own."""
 MOST_NAMED = 5  # of names with counts
+MOST_UNREAD = 20  # of columns
 MOST_COLUMNS = 10  # that are named
 MOST_FORMS = 5  # of rows, whose first prompts are shown
 LONG = 600  # characters of a text, above which its middle is not shown
@@ -306,7 +308,12 @@ def _split_again(
 
 
 def _without_empty(summary: dict[str, Any]) -> dict[str, Any]:
-    """The summary without counts that are zero."""
+    """The summary without counts that are zero, and with the most common of the unread columns."""
+    unread = summary["unread_columns"]
+    shown = {printable(name): count for name, count in unread.most_common(MOST_UNREAD)}
+    if others := len(unread) - len(shown):
+        shown["and other columns"] = others
+    summary = {**summary, "unread_columns": shown}
     always = {"out", "added", "present", "total", "train", "eval", "datasets"}
     if summary["skipped"]:
         always.add("skipped_file")

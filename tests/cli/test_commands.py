@@ -267,6 +267,19 @@ def test_an_import_shows_the_first_prompts_before_its_summary(
     assert "first of" not in capsys.readouterr().err
 
 
+def test_unread_columns_do_not_flood_the_summary(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"question": "Who?", "odd\nname": "x"}
+    rows = [row, {**row, "question": "Why?", **{f"n{i}": "x" for i in range(50)}}]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["prompts", "rows.jsonl"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (unread,) = (line for line in lines if line.startswith("unread columns"))
+    assert unread.split()[2:4] == ["odd\\nname", "2,"]
+    assert unread.endswith("and other columns 31")
+
+
 def test_a_workspace_of_a_target_by_an_old_name_is_refused_until_it_is_renamed(
     workplace: Path, failing: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,7 +98,7 @@ def turns_of(row: Row) -> tuple[list[Turn], set[str]]:
 def system(row: Row) -> dict[str, Any]:
     """The columns that hold the system prompt: text, or a list of parts as in Anthropic's requests."""
     lists = {name: row[name] for name in SYSTEM if _list(row.get(name))}
-    return _texts(row, SYSTEM) | lists
+    return _with_value(_texts(row, SYSTEM)) | lists
 
 
 def lettered(choices: Sequence[str]) -> dict[str, str]:

@@ -719,6 +719,7 @@ def test_content_that_is_in_no_prompt_is_counted(tmp_path: Path, out: Path) -> N
         ({"question": "Which?", "choices": list("abcdefghijkl")}, MANY),
         ({"question": "Which is red?", "hint": "red"}, "\nred"),
         ({"question": "Hint: red\nWhich?", "hint": "red"}, ""),
+        ({"question": "Which is red?", "system": "nan"}, ""),
         ({"instruction": "Which is red?", "input": "<noinput>"}, ""),
         ({"question": "Which?", "X": "a coordinate"}, ""),
     ],
