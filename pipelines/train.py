@@ -29,6 +29,7 @@ from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace, only_writer
 from vlmdistill.stores.errors import DataError, TargetError
 from vlmdistill.stores.progress import Progress, silent
+from vlmdistill.stores.schema import agree
 from vlmdistill.stores.store import Store
 
 
@@ -72,8 +73,10 @@ def other_target(model: str, store: str, cache: str | None) -> str | None:
     except TargetError:
         return None
     provenance = Store.open(store, cache).provenance
-    hashes = (provenance.config_hash, provenance.weights_hash)
-    return None if hashes == (own.config, own.weights) else provenance.target
+    is_same = own.config == provenance.config_hash and agree(
+        provenance.weights_hash, own.weights
+    )
+    return None if is_same else provenance.target
 
 
 def run(plan: Run, force: bool = False, report: Progress = silent) -> Path:

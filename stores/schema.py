@@ -33,6 +33,7 @@ Meta = Mapping[str, str | int | float | bool | None]
 TIME = "time"
 """The meta column that says when a sample was asked, in seconds since 1970: `store gc --older-than`."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+HASH_DIGITS = 16  # of a hash of content
 MOST_DAYS = 100_000  # of a length of time; a wait can be little longer
 
 # Bounds of what is read: far beyond any target, and small enough to compute with.
@@ -307,9 +308,20 @@ class Provenance(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 continue
             value = getattr(self, name)
             other_value = getattr(other, name)
-            if value != other_value:
+            is_hash = name.endswith("_hash")
+            if not (agree(value, other_value) if is_hash else value == other_value):
                 return f"{name}: {value}, not {other_value}"
         return None
+
+
+def agree(recorded: str, present: str) -> bool:
+    """Whether two hashes of a target are equal, as far as both know.
+
+    Hashes of earlier versions have 16 digits, with which those of today begin.
+    """
+    shorter, longer = sorted((recorded, present), key=len)
+    is_begun = len(shorter) == HASH_DIGITS and longer.startswith(shorter)
+    return shorter == longer or is_begun
 
 
 def content_hash(value: Any) -> str:
@@ -333,7 +345,7 @@ def _canonical(value: Any) -> str:
 
 
 def _digits(hashed: "hashlib._Hash") -> str:
-    return hashed.hexdigest()[:16]
+    return hashed.hexdigest()[:HASH_DIGITS]
 
 
 def utc(moment: float) -> str:

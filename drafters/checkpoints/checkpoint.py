@@ -26,7 +26,7 @@ from vlmdistill.drafters.core.settings import from_dict, to_dict
 from vlmdistill.drafters.core.vocabulary import check_columns
 from vlmdistill.stores.backends.local import atomic_folder
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
-from vlmdistill.stores.schema import Provenance, TargetInfo
+from vlmdistill.stores.schema import Provenance, TargetInfo, agree
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights
 POSITIVE = (
@@ -142,7 +142,7 @@ def _check_target(folder: Path, trained: Provenance, provenance: Provenance) -> 
     for field in ("config_hash", "weights_hash"):
         trained_hash = getattr(trained, field)
         target_hash = getattr(provenance, field)
-        if trained_hash != target_hash:
+        if not agree(trained_hash, target_hash):
             raise TrainingError(
                 f"the drafter in {folder} was trained for another target ({trained.target}): "
                 f"{field} {trained_hash}, not {target_hash}"

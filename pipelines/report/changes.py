@@ -7,6 +7,7 @@ threads, attention and compilation.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Final, Literal
 
@@ -24,6 +25,7 @@ from vlmdistill.pipelines.report.results import (
     DrafterResult,
     conditions,
     of_drafters,
+    with_whole_fingerprints,
 )
 from vlmdistill.pipelines.report.selection import Kept, distinguished
 from vlmdistill.pipelines.targets.software import PACKAGES
@@ -121,7 +123,14 @@ def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
     Of each kind, the latest counts (`selection.Kept`). DataError if there are none, or if a file is not an
     evaluation.
     """
-    sides = distinguished([_read(before, where), _read(after, where)])
+    measured = [_evaluations(before), _evaluations(after)]
+    both_sides = [*chain.from_iterable(measured)]
+    results = [
+        of_drafters(with_whole_fingerprints(side, both_sides)) for side in measured
+    ]
+    sides = distinguished(
+        [Kept(side).where(where).latest.drafter_results for side in results]
+    )
     if before.is_file() and after.is_file():
         sides = _under_one_name(sides)
     before_side, after_side = sides
@@ -294,8 +303,8 @@ def by_key(measurement: Measurement) -> Measurement:
     return replace(measurement, prompts=tuple(prompts))
 
 
-def _read(where: Path, conditions: Sequence[str]) -> list[DrafterResult]:
-    """The selected evaluations of a workspace, a folder of them or a file."""
+def _evaluations(where: Path) -> list[Evaluation]:
+    """The evaluations of a workspace, a folder of them or a file."""
     needed = "give a workspace, its reports folder, or an evaluation's file"
     if not where.exists():
         raise DataError(f"{where} does not exist: {needed}")
@@ -303,8 +312,7 @@ def _read(where: Path, conditions: Sequence[str]) -> list[DrafterResult]:
     files = [where] if where.is_file() else records.files_in(folder)
     if not files:
         raise DataError(f"no evaluations in {folder}: {needed}")
-    results = of_drafters(map(records.read, files))
-    return Kept(results).where(conditions).latest.drafter_results
+    return [records.read(file) for file in files]
 
 
 def _by_name(results: Sequence[DrafterResult]) -> dict[str, dict[float, DrafterResult]]:

@@ -23,6 +23,7 @@ from vlmdistill.pipelines.bench.statistics import (
     rates,
 )
 from vlmdistill.stores import notebook
+from vlmdistill.stores.schema import agree
 
 E = TypeVar("E", Evaluation, ServedEvaluation)
 SEEDED: Final = re.compile(r"(.+)\.s(\d{1,18})")
@@ -390,15 +391,36 @@ class ServerResult:
                 yield f"{count} responses of the {whose} have more than {limit} tokens, the limit"
 
 
+def with_whole_fingerprints(
+    evaluations: Iterable[Evaluation], all_evaluations: Iterable[Evaluation]
+) -> list[Evaluation]:
+    """The evaluations, of which those of earlier versions have shorter fingerprints of their targets.
+
+    Such a one counts as the only longer one among `all_evaluations` that agrees with it.
+    """
+    fingerprints = {evaluation.target.fingerprint for evaluation in all_evaluations}
+    return [_with_whole(evaluation, fingerprints) for evaluation in evaluations]
+
+
+def _with_whole(evaluation: Evaluation, fingerprints: Iterable[str]) -> Evaluation:
+    target = evaluation.target
+    agreeing = [text for text in fingerprints if agree(target.fingerprint, text)]
+    longer = [text for text in agreeing if len(text) > len(target.fingerprint)]
+    if len(longer) != 1:
+        return evaluation
+    return replace(evaluation, target=replace(target, fingerprint=longer[0]))
+
+
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
     """The results of evaluations, the latest first; of one time, the last evaluation first.
 
     Each says how many there are under its conditions, of how many seeds, and what those of its run put in
     doubt, so that a selection hides none of it.
     """
+    every_evaluation = _latest_first(evaluations)
     results = [
         DrafterResult(evaluation, measurement)
-        for evaluation in _latest_first(evaluations)
+        for evaluation in with_whole_fingerprints(every_evaluation, every_evaluation)
         for measurement in evaluation.temperatures
     ]
     repeats = Counter(result.repeated for result in results)

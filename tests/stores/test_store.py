@@ -109,6 +109,18 @@ def test_another_origin_is_refused_by_the_name_of_the_field(
         Store.create(store.path, provenance(**{field: other}), info(), head())
 
 
+def test_a_hash_of_an_earlier_version_is_compared_as_far_as_it_goes(
+    tmp_path: Path,
+) -> None:
+    former = "0123456789abcdef"
+    path = tmp_path / "store"
+    Store.create(path, provenance(weights_hash=former), info(), head())
+    Store.create(path, provenance(weights_hash=f"{former}01234567"), info(), head())
+    for other in (former[:8], f"1{former}0123456"):
+        with pytest.raises(StoreError, match="weights_hash"):
+            Store.create(path, provenance(weights_hash=other), info(), head())
+
+
 def test_another_target_or_encoding_is_refused(store: Store) -> None:
     with pytest.raises(StoreError, match=r"num_layers.*4.*5"):
         Store.create(store.path, provenance(), info(num_layers=5), head())

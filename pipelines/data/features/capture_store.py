@@ -20,7 +20,13 @@ from vlmdistill.stores.annexes import annex_folder
 from vlmdistill.stores.backends.opening import open_backend
 from vlmdistill.stores.errors import DataError, StoreError
 from vlmdistill.stores.layout import ENCODINGS
-from vlmdistill.stores.schema import Feature, FrozenTables, Provenance, TargetInfo
+from vlmdistill.stores.schema import (
+    Feature,
+    FrozenTables,
+    Provenance,
+    TargetInfo,
+    agree,
+)
 from vlmdistill.stores.sharing.retention import expire
 from vlmdistill.stores.store import Store
 
@@ -197,7 +203,7 @@ class CaptureStore:
         for name in HASHES:
             stored = getattr(provenance, f"{name}_hash")
             expected = getattr(fingerprint, name)
-            if stored != expected:
+            if not agree(stored, expected):
                 raise StoreError(
                     f"the store {self.path} is of another target ({name}_hash: {stored}, not {expected}): "
                     "give another --store"

@@ -28,7 +28,7 @@ from vlmdistill.pipelines.targets.checkpoints.template import Thinking, check_th
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
 from vlmdistill.stores.input_files import regular
-from vlmdistill.stores.schema import Array, content_hash
+from vlmdistill.stores.schema import Array, agree, content_hash
 
 if TYPE_CHECKING:
     import polars as pl
@@ -40,6 +40,7 @@ PACK = "pack-{}.parquet"
 PACKED = 256  # parts that are packed
 BATCH_ROWS = 1 << 12  # in memory
 COUNTS = ("prompt_tokens", "visual_tokens")
+FINGERPRINTS = ("checkpoint", "target")  # of these settings
 DEFAULTS = {"engine": "transformers", "thinking": ""}
 """Values of settings that the file of a folder may lack."""
 T = TypeVar("T")
@@ -109,7 +110,10 @@ def check_settings(out: Path, settings: Mapping[str, Any]) -> None:
         return
     stored = DEFAULTS | _flat(json.loads(path.read_text()))
     for name, value in _flat(settings).items():
-        if name in stored and stored[name] != value:
+        if name not in stored:
+            continue
+        is_hash = name in FINGERPRINTS
+        if not (agree(stored[name], value) if is_hash else stored[name] == value):
             expected = _shown(stored[name])
             raise DataError(
                 f"{out} was made with {name} {expected}, not {_shown(value)}: use "

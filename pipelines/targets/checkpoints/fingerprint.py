@@ -1,22 +1,37 @@
-"""Hashes of a checkpoint: cheap enough for every start, and different for another fine-tune."""
+"""Hashes of a checkpoint: cheap enough for every start, and different for another fine-tune.
+
+Files of weights up to 64 MB are hashed in full. Of larger ones, samples of every tensor are: they see a
+fine-tune of whole tensors, of the projector alone as well, a merged LoRA, and most quantisations. They do not
+see a change of some rows of a tensor, such as the embeddings of a few added tokens.
+
+A hash has grown since earlier versions: it begins with theirs, and `agree` compares what both know.
+"""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlmdistill.pipelines.targets.checkpoints.folder import (
+    check_safetensors,
     read_json,
     resolve,
     safetensors_header,
+    tensors_in,
     weight_files,
 )
-from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.schema import HASH_DIGITS, content_hash
 
 SMALL = 64 << 20  # bytes: files up to this size are hashed in full
-# Of larger files, so many samples of so many bytes are hashed, evenly spread.
+# Of larger files, so many samples of so many bytes are hashed, evenly spread: all that earlier versions read.
 SAMPLES = 32
 SAMPLE_BYTES = 64 << 10
+# Of each of their tensors, two samples at its ends are hashed, and one more for each so many bytes.
+TENSOR_SAMPLE_BYTES = 4 << 10
+BYTES_A_SAMPLE = 16 << 20
+MOST_SAMPLES = 8
+ADDED_DIGITS = 8  # to a hash of an earlier version
 IGNORED_IN_CONFIG = (
     "_name_or_path",
     "transformers_version",
@@ -34,7 +49,20 @@ PROCESSING = (
     "merges.txt",
     "added_tokens.json",
 )
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+SPECIAL_TOKENS = "special_tokens_map.json"
+TOKENIZER = "tokenizer_config.json"
+TOKEN_SETTINGS = (
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+)
+"""The settings of these two files that decide tokens. The others are in tokenizer.json as well, or differ
+between equal tokenizers that other versions of transformers saved."""
+GENERATION = "generation_config.json"
+TEMPLATES = ("chat_template.jinja", "chat_template.json", TOKENIZER)
 
 
 @dataclass(frozen=True)
@@ -48,7 +76,9 @@ class Fingerprint:
     revision: str
 
     def __str__(self) -> str:
-        return content_hash([self.config, self.weights, self.processor, self.template])
+        weights, processor = self.weights[:HASH_DIGITS], self.processor[:HASH_DIGITS]
+        former = content_hash([self.config, weights, processor, self.template])
+        return former + content_hash([self.weights, self.processor])[:ADDED_DIGITS]
 
 
 def fingerprint(folder: Path, template: Any) -> Fingerprint:
@@ -88,20 +118,62 @@ def _processor_hash(folder: Path) -> str:
         file = folder / name
         if file.is_file():
             digest.update(name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
+    former = digest.hexdigest()[:HASH_DIGITS]
+    return former + content_hash(_token_settings(folder))[:ADDED_DIGITS]
+
+
+def _token_settings(folder: Path) -> dict[str, Any]:
+    """By name, the settings that decide which tokens a prompt has, and the EOS ids of the generation."""
+    settings = _optional(folder, SPECIAL_TOKENS) | _optional(folder, TOKENIZER)
+    deciding = {}
+    for name in TOKEN_SETTINGS:
+        value = settings.get(name)
+        if isinstance(value, dict):  # a token with its properties
+            value = value.get("content")
+        if value is not None:
+            deciding[name] = value
+    eos_ids = _optional(folder, GENERATION).get("eos_token_id")
+    listed = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    return {**deciding, "eos_token_id": sorted(map(str, listed))}
+
+
+def _optional(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the checkpoint; empty if there is no such file."""
+    return read_json(folder, name) if (folder / name).is_file() else {}
 
 
 def _weights_hash(files: list[Path]) -> str:
-    digest = hashlib.sha256()
+    former, by_tensor = hashlib.sha256(), hashlib.sha256()
+    has_large = False
     for path in files:
         size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        digest.update(safetensors_header(path))
+        header = safetensors_header(path)
+        former.update(f"{path.name} {size}\n".encode())
+        former.update(header)
         with path.open("rb") as file:
             if size <= SMALL:
-                digest.update(file.read())
+                former.update(file.read())
                 continue
+            check_safetensors(path)
+            has_large = True
             for number in range(SAMPLES):
                 file.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+                former.update(file.read(SAMPLE_BYTES))
+            for position, length in _samples(header):
+                file.seek(position)
+                by_tensor.update(file.read(length))
+    added = by_tensor.hexdigest()[:ADDED_DIGITS] if has_large else ""
+    return former.hexdigest()[:HASH_DIGITS] + added
+
+
+def _samples(header: bytes) -> Iterator[tuple[int, int]]:
+    """The positions and lengths, in bytes of a safetensors file, of the samples of its tensors.
+
+    The last sample of a tensor and the first one of the next lie in one block of the file.
+    """
+    start = 8 + len(header)
+    for begin, end in sorted(tensor["data_offsets"] for tensor in tensors_in(header)):
+        length = min(TENSOR_SAMPLE_BYTES, end - begin)
+        count = min(2 + (end - begin) // BYTES_A_SAMPLE, MOST_SAMPLES)
+        for number in range(count):
+            yield start + begin + (end - begin - length) * number // (count - 1), length

@@ -200,7 +200,7 @@ def complete(folder: Path) -> Path:
     """Return the folder if it is complete; TargetError names the first missing file."""
     family_of(folder / "config.json")
     for shard in weight_files(folder):
-        _check_safetensors(shard)
+        check_safetensors(shard)
     _one_of(folder, "tokenizer", "tokenizer.json", "tokenizer.model", "vocab.json")
     in_processor_file = False
     if (folder / PROCESSOR).is_file():
@@ -285,7 +285,8 @@ def safetensors_header(path: Path) -> bytes:
         return file.read(min(length, path.stat().st_size))
 
 
-def _tensors(header: bytes) -> list[dict[str, Any]]:
+def tensors_in(header: bytes) -> list[dict[str, Any]]:
+    """The `dtype`, `shape` and `data_offsets` of each tensor that a raw header names."""
     entries = json.loads(header).items()
     return [tensor for name, tensor in entries if name != "__metadata__"]
 
@@ -297,7 +298,7 @@ def parameters_in(folder: Path) -> int:
     """
     parameters = 0
     for file in weight_files(folder):
-        for tensor in _tensors(safetensors_header(file)):
+        for tensor in tensors_in(safetensors_header(file)):
             packed = 8 if tensor["dtype"] == "I32" else 1
             parameters += packed * math.prod(tensor["shape"])
     return parameters
@@ -315,11 +316,12 @@ def check_floats(folder: Path) -> None:
                 )
 
 
-def _check_safetensors(path: Path) -> None:
+def check_safetensors(path: Path) -> None:
+    """TargetError if a file is not as long as its header says, or has none."""
     size = path.stat().st_size
     header = safetensors_header(path)
     try:
-        ends = [tensor["data_offsets"][1] for tensor in _tensors(header)]
+        ends = [tensor["data_offsets"][1] for tensor in tensors_in(header)]
         expected = 8 + len(header) + max(ends, default=0)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         raise TargetError(

@@ -17,6 +17,7 @@ from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise
 from vlmdistill.stores.errors import DataError, TargetError
+from vlmdistill.stores.schema import agree
 
 OTHER_TARGET = "VLMDISTILL_OTHER_TARGET"  # set to 1: a drafter of another target is warned of, not refused
 
@@ -111,7 +112,7 @@ def check_target(model: str, feeding: Feeding, warn: Callable[[str], object]) ->
         ("weights_hash", hashes.weights),
     ):
         expected = getattr(trained, field)
-        if served == expected:
+        if agree(expected, served):
             continue
         line = (
             f"{feeding.drafter} was trained for another target ({trained.target}): {field} of {model} is "

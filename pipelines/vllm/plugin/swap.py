@@ -22,8 +22,10 @@ from vllm.model_executor.model_loader.reload import (
 from vlmdistill.drafters.checkpoints.weights import read_weights
 from vlmdistill.drafters.core.serving import KEY
 from vlmdistill.stores.input_files import read_bytes, regular
+from vlmdistill.stores.schema import agree
 
 SETTINGS, WEIGHTS = "config.json", "model.safetensors"
+HASHES = ("config_hash", "weights_hash")  # of the target
 METHODS = ("eagle", "eagle3", "dflash", "dspark", "medusa")
 """By vLLM's names: those whose drafters it loads from a folder that we export."""
 FUSED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")
@@ -142,7 +144,9 @@ def differs(folder: Path, used: Path) -> str:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         return f"{folder} cannot be loaded: {error}"
     for name in sorted({*new_facts, *used_facts}):
-        if new_facts.get(name) != used_facts.get(name):
+        new_fact, used_fact = new_facts.get(name), used_facts.get(name)
+        is_target = name in HASHES and agree(str(new_fact), str(used_fact))
+        if not is_target and new_fact != used_fact:
             return (
                 f"{folder} is not another version of the drafter in {used}: {name} differs: export it in "
                 "the same dtype, or restart vLLM with it"
@@ -155,7 +159,7 @@ def _described(folder: Path) -> dict[str, Any]:
     settings = json.loads(read_bytes(folder / SETTINGS))
     feeding = settings.pop(KEY)
     trained = feeding.pop("trained") or {}
-    target = {name: trained.get(name) for name in ("config_hash", "weights_hash")}
+    target = {name: str(trained.get(name)) for name in HASHES}
     with safe_open(regular(folder / WEIGHTS), framework="pt") as file:
         shapes = {}
         for key in file.keys():  # noqa: SIM118 (it is no mapping)

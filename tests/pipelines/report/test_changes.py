@@ -114,6 +114,17 @@ def test_prompts_are_paired_by_key(save: Save, compared: Callable[[], Changes]) 
     assert all(rate.ratio and rate.ratio.low == pytest.approx(1) for rate in one.rates)
 
 
+def test_a_target_of_an_earlier_version_compares(
+    save: Save, compared: Callable[[], Changes]
+) -> None:
+    former = "0123456789abcdef"
+    for side, fingerprint in (("a", former), ("b", f"{former}00000000")):
+        target = TargetId(name="a-target", family="llava", fingerprint=fingerprint)
+        save(side, target=target)
+    assert compared().differing == []
+    assert len(compared().drafters) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "differs", "rates"),
     [

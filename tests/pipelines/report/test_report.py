@@ -595,6 +595,22 @@ def test_evaluations_that_cannot_be_compared_are_in_separate_groups(
     }
 
 
+def test_targets_of_an_earlier_version_count_as_the_only_one_that_agrees(
+    workspace: Workspace, save: Save
+) -> None:
+    former = "0123456789abcdef"
+
+    def of(fingerprint: str) -> TargetId:
+        return TargetId(name="a-target", family="llava", fingerprint=fingerprint)
+
+    save("sparrow", target=of(former))
+    save("hivis", target=of(f"{former}00000000"))
+    (alike,) = read(workspace).groups
+    assert {result.name for result in alike.results} == {"hivis", "sparrow"}
+    save("eagle2", target=of(f"{former}11111111"))
+    assert len(read(workspace).groups) == 3
+
+
 def test_prints_the_table(workspace: Workspace, save: Save, tmp_path: Path) -> None:
     save("sparrow")
     save("eagle2", measured(speedup=1.625, count=24, noise=0.1), measured(1.0))

@@ -19,6 +19,7 @@ from tests.drafters import synthetic
 from tests.drafters.synthetic import INFO
 from vlmdistill.drafters.core.serving import KEY, Built, Feeding
 from vlmdistill.pipelines.cluster.engine_environment import SUPPORTED
+from vlmdistill.pipelines.targets.checkpoints import fingerprint as fingerprints
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import fingerprint
 from vlmdistill.pipelines.targets.checkpoints.template import template_of
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
@@ -31,7 +32,7 @@ from vlmdistill.pipelines.vllm.plugin.limits import (
     drafter_of,
     feeding_of,
 )
-from vlmdistill.stores.schema import Provenance
+from vlmdistill.stores.schema import HASH_DIGITS, Provenance
 
 SPARROW = Feeding(drafter="sparrow", visual="dropped")
 EAGLE2 = Feeding(drafter="eagle2", visual="fused")
@@ -184,6 +185,22 @@ def test_a_drafter_beside_another_target_is_refused(
         beside(copy, of_demo())
     monkeypatch.setenv(OTHER_TARGET, "1")
     assert "weights_hash" in beside(copy, of_demo())[0]
+
+
+def test_a_drafter_of_an_earlier_version_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its export has the hash that begins today's of large files."""
+    monkeypatch.setattr(fingerprints, "SMALL", 1 << 20)
+    copy = tmp_path / "copy"
+    shutil.copytree(EMBEDDED["demo-small"], copy)
+    whole = of_demo()
+    former = whole.weights_hash[:HASH_DIGITS]
+    assert former != whole.weights_hash
+    assert beside(copy, replace(whole, weights_hash=former)) == []
+    other = "0" * HASH_DIGITS
+    with pytest.raises(ValueError, match="weights_hash"):
+        beside(copy, replace(whole, weights_hash=other))
 
 
 def test_what_cannot_be_compared_is_said() -> None:

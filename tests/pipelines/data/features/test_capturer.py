@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -237,6 +238,28 @@ def test_responses_or_a_store_of_another_target_are_refused_by_name(
     with pytest.raises(StoreError, match="weights_hash"):
         capture(given.prompts, theirs, CaptureStore(stored), other)
     assert Store.open(stored).keys() == before
+
+
+def test_a_store_and_responses_of_an_earlier_version_take_more(
+    given: Given, stored: Path, tmp_path: Path
+) -> None:
+    """Their hashes have fewer digits, with which those of today begin."""
+    made = Store.open(stored)
+    hashes = ("config_hash", "weights_hash", "processor_hash")
+    former = {name: getattr(made.provenance, name)[:16] for name in hashes}
+    assert former["processor_hash"] != made.provenance.processor_hash
+    path = tmp_path / "store"
+    origin = msgspec.structs.replace(made.provenance, **former)
+    Store.create(path, origin, made.info, made.head(), made.layout.encoding)
+    responses = shutil.copytree(given.responses, tmp_path / "responses")
+    settings = json.loads((responses / dataset.SETTINGS).read_text())
+    for name in ("checkpoint", "target"):
+        assert len(settings[name]) > 16
+        settings[name] = settings[name][:16]
+    (responses / dataset.SETTINGS).write_text(json.dumps(settings))
+    capture(given.prompts, responses, CaptureStore(path), given.model)
+    assert Store.open(path).keys() == made.keys()
+    assert Store.open(path).provenance.processor_hash == former["processor_hash"]
 
 
 def test_features_are_kept_in_the_encodings_of_the_command_line(

@@ -145,13 +145,14 @@ def test_a_run_does_what_is_missing_and_only_that(
     third = respond(prompts, out, model, BRIEF, ANY)
     assert third.generated == 0
     assert third.kept + third.dropped.total() == len(prompts)
+    fingerprint = json.loads((out / dataset.SETTINGS).read_text())["target"]
     for response in dataset.read(out, kept=False):
         assert len(response.ids) <= 12
         assert response.finish == "stop" or len(response.ids) == 12
         assert (response.temperature, response.max_new_tokens) == (1.0, 12)
         assert response.keep == (not response.reason)
         assert response.prompt_tokens > response.visual_tokens >= 0
-        assert len(response.target) == 16
+        assert response.target == fingerprint
 
 
 def test_other_settings_or_another_target_are_refused_by_name(
