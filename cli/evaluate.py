@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         ServerOptions,
     )
     from vlmdistill.pipelines.bench.settings import Settings
-    from vlmdistill.pipelines.bench.statistics import Figures
     from vlmdistill.pipelines.planning.stages import StagePlan
     from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
     from vlmdistill.pipelines.workspace.trained import Trained
@@ -401,16 +400,33 @@ def _show_measured(
 def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> None:
     """Print a line for each evaluation and temperature, the latest first."""
     from vlmdistill.pipelines.report import selection
+    from vlmdistill.pipelines.report.comparison import drifts
+    from vlmdistill.pipelines.report.page import beside_present_weights
+    from vlmdistill.pipelines.report.results import DrafterResult
 
-    rows = selection.read(workspace.reports).table.to_dicts()
-    rows = [row for row in rows if not drafters or row["drafter"] in drafters]
+    kept = selection.read(workspace.reports)
+    present = beside_present_weights(workspace, kept.drafter_results)
+    kept = selection.Kept([*present, *kept.server_results])
+    rows = []
+    for result, row in zip(kept.results, kept.table.to_dicts(), strict=True):
+        if drafters and result.drafter not in drafters:
+            continue
+        warnings = [*result.figures.warnings]
+        if isinstance(result, DrafterResult):
+            warnings += [*result.remarks, *drifts([result.evaluation])]
+        others = [text for text in warnings if text not in result.no_speedup]
+        row["warnings"] = "; ".join(others) or None
+        if not as_json:
+            # A number in doubt is not shown.
+            if row["not_ranked"]:
+                row["speedup"] = None
+            if isinstance(result, DrafterResult) and result.wrong_counts:
+                row["tau"] = None
+            row["temperature"] = f"{row['temperature']:g}"
+        rows.append(row)
     if as_json:
         console.result({"evaluations": rows}, as_json=True)
     elif rows:
-        for row in rows:
-            if row.setdefault("not_ranked"):
-                row["speedup"] = None  # a number in doubt is not shown
-            row["temperature"] = f"{row['temperature']:g}"
         columns = list(selection.LISTED)
         lines = [[_cell(row.get(name)) for name in columns] for row in rows]
         console.rows(columns, lines)
@@ -597,30 +613,25 @@ def check_lossless(evaluations: "Sequence[Evaluation]") -> None:
         raise typer.Exit(1)
 
 
-def _rates(figures: "Figures") -> dict[str, Any]:
-    """The metrics; if nothing was drafted, those of cycles are null."""
-    from vlmdistill.pipelines.bench.statistics import OF_CYCLES
-
-    undefined = () if figures.calls else OF_CYCLES
-    return {**asdict(figures), **dict.fromkeys(undefined)}
-
-
 def _facts(evaluation: "Evaluation") -> dict[str, Any]:
     """An evaluation as JSON, with figures instead of the numbers of each prompt, which are in its file."""
     import msgspec
 
     from vlmdistill.pipelines.bench.records import LABELS
-    from vlmdistill.pipelines.bench.statistics import figures
+    from vlmdistill.pipelines.bench.statistics import as_facts, figures
     from vlmdistill.pipelines.report.results import DrafterResult
 
     temperatures = []
     for measurement in evaluation.temperatures:
-        facts = {"temperature": measurement.temperature, **_rates(figures(measurement))}
+        facts = {
+            "temperature": measurement.temperature,
+            **as_facts(figures(measurement)),
+        }
         facts["not_ranked"] = DrafterResult(evaluation, measurement).no_speedup
         for name, label in LABELS.items():
             groups = measurement.by(label)
             facts[f"by_{name}"] = {
-                value: _rates(figures(group)) for value, group in groups.items()
+                value: as_facts(figures(group)) for value, group in groups.items()
             }
         temperatures.append(facts)
     return {

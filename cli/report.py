@@ -247,6 +247,8 @@ def _over_seeds(
 
 def _facts(result: "DrafterResult") -> dict[str, Any]:
     """A result of a drafter as JSON."""
+    from vlmdistill.pipelines.bench.statistics import as_facts
+
     evaluation = result.evaluation
     return {
         "name": evaluation.name,
@@ -258,7 +260,7 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
         "software": asdict(evaluation.software),
         "temperature": result.temperature,
         "not_ranked": result.no_speedup,
-        **asdict(result.figures),
+        **as_facts(result.figures),
     }
 
 

@@ -10,7 +10,7 @@ surprise of a response that was not sampled.
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
@@ -24,13 +24,16 @@ from vlmdistill.pipelines.targets.software import Software
 from vlmdistill.stores import input_files
 from vlmdistill.stores.backends.local import atomic_write
 from vlmdistill.stores.errors import DataError
-from vlmdistill.stores.schema import content_hash
+from vlmdistill.stores.schema import HASH_DIGITS, content_hash
 
 FORMAT: Final = 3  # of all records of evaluations, those of servers included
 GENERATED: Final = 6
 """Prompts that the stock model's `generate` answers, too: it takes long."""
 BINS: Final = 10  # of the probabilities that a drafter gives its guesses
 MAX_CHAIN = 4096  # positions of a draft; with far more, a report would take minutes
+MOMENT: Final = "%Y-%m-%d %H:%M:%S"
+UTC_ENDING: Final = " UTC"
+ZONE_STEP, MOST_OFFSET = 15 * 60, 14 * 3600  # seconds: of the time zones
 AGAIN: Final = "remove it, or repeat `vlmdistill eval`"
 
 Record = TypeVar("Record")
@@ -588,7 +591,9 @@ class Heading(msgspec.Struct, frozen=True):
 
         Of the prompts, those that `generate` answers: it is compared on these alone.
         """
-        machine = (self.target, self.hardware, self.dtype, self.threads)
+        # Those digits of the fingerprint that earlier versions have as well.
+        target = (self.target.name, self.target.fingerprint[:HASH_DIGITS])
+        machine = (*target, self.hardware, self.dtype, self.threads)
         settings = (self.attention, self.compiled, self.software.installed)
         prompts = (self.max_new_tokens, self.thinking, self.asked[:GENERATED])
         return (*machine, *settings, *prompts)
@@ -605,7 +610,26 @@ class _Format(msgspec.Struct):
 
 def read(file: Path) -> Evaluation:
     """Read an evaluation; DataError on an invalid file, or of another format."""
-    return read_as(Evaluation, file, "an evaluation")
+    evaluation = read_as(Evaluation, file, "an evaluation")
+    return replace(evaluation, measured=_in_utc(evaluation))
+
+
+def _in_utc(evaluation: Evaluation) -> str:
+    """When it was measured, in UTC: earlier versions wrote the local time of the machine, without its zone.
+
+    The clock says when the last prompt ended, seconds before.
+    """
+    try:
+        local = datetime.strptime(evaluation.measured, MOMENT).replace(tzinfo=UTC)
+    except ValueError:  # it has a zone
+        return evaluation.measured
+    ended = max(
+        prompt.turn.ended for at in evaluation.temperatures for prompt in at.prompts
+    )
+    offset = ZONE_STEP * round((local.timestamp() - ended) / ZONE_STEP)
+    if abs(offset) > MOST_OFFSET:  # it was finished much later than its last prompt
+        return evaluation.measured
+    return _written(local - timedelta(seconds=offset))
 
 
 def heading(file: Path) -> Heading:
@@ -613,7 +637,9 @@ def heading(file: Path) -> Heading:
 
     DataError on an invalid file, or of another format.
     """
-    return read_as(Heading, file, "an evaluation")
+    read_heading = read_as(Heading, file, "an evaluation")
+    is_in_utc = read_heading.measured.endswith(UTC_ENDING)
+    return read_heading if is_in_utc else Heading.of(read(file))
 
 
 def is_evaluation(file: Path) -> bool:
@@ -661,7 +687,11 @@ def files_in(folder: Path) -> list[Path]:
 
 def now() -> str:
     """Date and time for `measured`: in UTC, so that it sorts, wherever it was measured."""
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return _written(datetime.now(UTC))
+
+
+def _written(moment: datetime) -> str:
+    return f"{moment:{MOMENT}}{UTC_ENDING}"
 
 
 def new_file(folder: Path, name: str) -> Path:

@@ -30,10 +30,10 @@ Shapes: P prompts, R weightings of them.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -227,6 +227,12 @@ def figures(measurement: Measurement) -> Figures:
     of_responses = (*_at_last_position(prompts), *_equal_responses(prompts))
     warnings = (*doubts, *_warnings(unjudged), *of_responses)
     return replace(unjudged, doubts=doubts, warnings=warnings)
+
+
+def as_facts(rated: Figures) -> dict[str, Any]:
+    """The metrics by name; if nothing was drafted, those of cycles are None."""
+    undefined = () if rated.calls else OF_CYCLES
+    return {**asdict(rated), **dict.fromkeys(undefined)}
 
 
 def rates(measurement: Measurement) -> dict[Rate, float]:

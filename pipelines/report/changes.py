@@ -14,6 +14,7 @@ from typing import Final, Literal
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.records import Evaluation, Measurement, stages_run
 from vlmdistill.pipelines.bench.statistics import (
+    OF_CYCLES,
     Figures,
     Interval,
     Rate,
@@ -280,7 +281,10 @@ def _changed(
     old, new = by_key(before.measurement), by_key(after.measurement)
     old_figures, new_figures = figures(old), figures(new)
     changes = []
+    have_drafts = old_figures.calls and new_figures.calls
     for rate in rates:
+        if rate in OF_CYCLES and not have_drafts:
+            continue
         values = getattr(old_figures, rate), getattr(new_figures, rate)
         changes.append(Change(rate, *values, advantage(new, old, rate)))
     warnings = [f"A: {text}" for text in _warnings(before, old_figures)]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from vlmdistill.pipelines.bench.records import LABELS
-from vlmdistill.pipelines.bench.statistics import Rate
+from vlmdistill.pipelines.bench.statistics import OF_CYCLES, Rate, as_facts
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.comparison import Group
 from vlmdistill.pipelines.report.results import DrafterResult, ServerResult
@@ -125,7 +125,8 @@ def _inert(value: Any) -> Any:
 def _own_rows(report: "ReportPage") -> Iterator[Row]:
     """The rows of drafters."""
     for group in report.groups:
-        conditions = _condition_columns(group)
+        warnings = "; ".join(group.warnings) or None
+        conditions = {"warnings": warnings, **_condition_columns(group)}
         for result in group.results:
             yield _own_row(group, result, result, conditions, "all", "")
             for by, label in LABELS.items():
@@ -162,7 +163,7 @@ def _own_row(
         "by": by,
         "part": part_name,
         "not_ranked": "; ".join(part.no_speedup) or None,
-        **_numbers(asdict(part.figures)),
+        **_numbers(as_facts(part.figures)),
         **conditions,
         "prompt_set": evaluation.prompt_set,
         "measured": evaluation.measured,
@@ -186,6 +187,7 @@ def _served_row(result: ServerResult) -> Row:
         "by": "server",
         "part": f"concurrency {load.concurrency}",
         "not_ranked": "; ".join(result.no_speedup) or None,
+        "warnings": "; ".join(result.warnings) or None,
         **_numbers(figures),
         "measured": evaluation.measured,
         **asdict(evaluation.software),
@@ -195,7 +197,9 @@ def _served_row(result: ServerResult) -> Row:
 def _numbers(figures: Row) -> Row:
     """The columns of figures: rates, the ends of their intervals, counts and seconds."""
     columns = {
-        name: value for name, value in figures.items() if isinstance(value, int | float)
+        name: value
+        for name, value in figures.items()
+        if isinstance(value, int | float) or name in OF_CYCLES
     }
     for rate in get_args(Rate):
         interval = figures["intervals"].get(rate, {})

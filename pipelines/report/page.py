@@ -292,7 +292,7 @@ def read(
     reports = workspace.reports
     selected = selection.latest(reports, workspace.model, where)
     served = sorted(selected.server_results, key=lambda result: result.evaluation.name)
-    results = _beside_present_weights(workspace, selected.drafter_results)
+    results = beside_present_weights(workspace, selected.drafter_results)
     return ReportPage(
         page=out or reports / "index.html",
         title=workspace.root.name,
@@ -303,7 +303,7 @@ def read(
     )
 
 
-def _beside_present_weights(
+def beside_present_weights(
     workspace: Workspace, results: Sequence[DrafterResult]
 ) -> list[DrafterResult]:
     """The results, the latest first, with a remark where a drafter has other weights now.

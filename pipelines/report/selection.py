@@ -33,6 +33,7 @@ LISTED: Final = (
     "speedup",
     "machine",
     "not_ranked",
+    "warnings",
 )
 """The columns that `eval --list` prints."""
 

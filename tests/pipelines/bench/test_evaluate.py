@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 import shutil
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -37,6 +39,8 @@ from vlmdistill.pipelines.bench.records import Evaluation, new_file, write
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.report import selection
+from vlmdistill.pipelines.report.changes import compare
+from vlmdistill.pipelines.report.documents import csv
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.streaming.response import open_pair
 from vlmdistill.pipelines.targets.loading import load
@@ -121,13 +125,20 @@ def test_a_tree_that_no_response_has_room_for_is_warned_of(command: Command) -> 
     assert "in vain" not in command("lookahead", *few)[1]
 
 
-def test_where_nothing_was_drafted_there_is_no_tau(command: Command) -> None:
+def test_where_nothing_was_drafted_there_is_no_tau(
+    command: Command, workspace: Workspace, tmp_path: Path
+) -> None:
     table, said = command("lookahead", "--max-new-tokens", "1")
     assert "0.00" not in table
     assert "nothing was drafted" in said
     facts = json.loads(command("lookahead", "--max-new-tokens", "1", "--json")[0])
     (at,) = facts["lookahead"]["temperatures"]
     assert (at["tau"], at["accepted"], at["decode_speedup"]) == (None, None, None)
+    alone = Workspace.of(workspace.model, tmp_path / "runs")
+    row = pl.read_csv(io.StringIO(csv(read(alone)))).row(0, named=True)
+    assert (row["tau"], row["accepted"], row["decode_speedup"]) == (None, None, None)
+    (compared,) = compare(alone.root, alone.root).drafters
+    assert "tau" not in {change.rate for change in compared.rates}
 
 
 def slowly(decode: Callable[..., Iterator[Cycle]]) -> Callable[..., Iterator[Cycle]]:

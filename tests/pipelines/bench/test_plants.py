@@ -281,12 +281,23 @@ def test_a_list_shows_no_number_in_doubt(
     where = ("--runs", str(workspace.root.parent))
     assert main(["eval", "--list", *where]) == 0
     (heads, *rows) = capsys.readouterr().out.splitlines()
-    assert heads.split()[-1] == "not_ranked"
+    assert heads.split()[-2:] == ["not_ranked", "warnings"]
     (sound,) = [row for row in rows if "wren" in row]
     (doubtful,) = [row for row in rows if "sparrow" in row]
     assert "1.50" in sound
     assert "cycles account for" in doubtful
     assert "1.67" not in doubtful
+
+
+def test_a_list_shows_no_wrong_tau(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("wren", measured(missed=3))
+    where = ("--runs", str(workspace.root.parent))
+    assert main(["eval", "--list", *where]) == 0
+    (_, row) = capsys.readouterr().out.splitlines()
+    assert "3.25" not in row
+    assert "acceptance is broken" in row
 
 
 @pytest.mark.parametrize("phase", ["prefill", "vision"])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import evaluation, measured
+from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
 from tests.pipelines.report.html_page import make
 from vlmdistill.pipelines.bench.records import heading, read
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -122,3 +122,26 @@ def test_a_file_that_is_not_an_evaluation_is_one_line(
     assert "vlmdistill eval" in line
     assert "\n" not in line
     assert (workspace.reports / "index.html").read_bytes() == before
+
+
+ENDED = "2023-11-14 22:14:53 UTC"  # the last of its prompts
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("2023-11-15 07:14:59", "2023-11-14 22:14:59 UTC"),  # Tokyo
+        ("2023-11-14 14:15:10", "2023-11-14 22:15:10 UTC"),  # Los Angeles
+        ("2023-11-15 03:59:59", "2023-11-14 22:14:59 UTC"),  # Kathmandu
+        ("2023-11-14 22:14:59", "2023-11-14 22:14:59 UTC"),
+        (ENDED, ENDED),
+        ("2023-12-24 22:14:59", "2023-12-24 22:14:59"),
+        ("once", "once"),
+    ],
+)
+def test_the_local_time_of_an_earlier_version_is_read_in_utc(
+    save: Save, written: str, expected: str
+) -> None:
+    file = save("sparrow", in_sequence(measured()), measured=written)
+    assert read(file).measured == expected
+    assert heading(file).measured == expected

@@ -756,7 +756,7 @@ def test_a_report_without_evaluations_names_the_command_to_run(
 
 
 def test_a_drafter_that_was_trained_again_is_said(
-    workspace: Workspace, save: Save
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unless a later evaluation under the same conditions is of the present weights."""
     folder = workspace.drafter("sparrow")
@@ -772,6 +772,11 @@ def test_a_drafter_that_was_trained_again_is_said(
         ]
 
     assert said() == [True]
+    row = pl.read_csv(io.StringIO(csv(read(workspace)))).row(0, named=True)
+    assert "other weights" in row["warnings"]
+    capsys.readouterr()
+    assert main(["eval", "--list", "--runs", str(workspace.root.parent)]) == 0
+    assert "other weights" in capsys.readouterr().out
     later = {"measured": "2026-01-02 00:00:00", "weights": present}
     save("sparrow", measured_on_others(), stem="other prompts", **later)
     assert said() == [False, True]
