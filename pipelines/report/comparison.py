@@ -504,8 +504,7 @@ def group(measured: Sequence[DrafterResult]) -> list[Group]:
     """Group the results that can be compared, the latest first."""
     alike: dict[tuple[str, ...], list[DrafterResult]] = {}
     for result in measured:
-        values = conditions(result.evaluation).values()
-        alike.setdefault(tuple(values), []).append(result)
+        alike.setdefault(result.alike, []).append(result)
     groups = []
     for number, results in enumerate(alike.values(), 1):
         (named,) = distinguished([results])

@@ -38,7 +38,6 @@ from vlmdistill.pipelines.report.results import (
     DISTURBED,
     DrafterResult,
     ServerResult,
-    conditions,
     marked,
 )
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
@@ -327,8 +326,7 @@ def beside_present_weights(
 
 def _measured_alike(result: DrafterResult) -> tuple[object, ...]:
     """Equal for results of a drafter that one group ranks at one temperature."""
-    settings = conditions(result.evaluation).values()
-    return result.drafter, result.temperature, *settings
+    return result.drafter, result.temperature, *result.alike
 
 
 def _present_weights(workspace: Workspace, name: str) -> str | None:

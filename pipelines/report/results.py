@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal, TypeVar
@@ -69,6 +69,8 @@ class DrafterResult:
     measurement: Measurement
     beside: tuple[str, ...] = ()
     """Doubts that other results of the same run raise, or all prompts of a part."""
+    changed: tuple[str, ...] = ()
+    """Why its target was another one than in a later run; part of the doubts."""
     repeats: int = 1
     """Results like it that the workspace has, under whatever names of evaluations."""
     seeds: int = 1
@@ -132,9 +134,13 @@ class DrafterResult:
         return self.drafter, *self._settings
 
     @cached_property
+    def alike(self) -> tuple[str, ...]:
+        """The values of its conditions: equal for results that compare."""
+        return tuple(conditions(self.evaluation).values())
+
+    @cached_property
     def _settings(self) -> tuple[object, ...]:
-        settings = conditions(self.evaluation).values()
-        return self.evaluation.tree, *settings, self.temperature
+        return self.evaluation.tree, *self.alike, self.temperature
 
     @cached_property
     def over_seeds(self) -> tuple[object, ...]:
@@ -200,13 +206,19 @@ class DrafterResult:
 
         of_run = audit.doubts_of_run(self.evaluation)
         of_training = audit.leaked(self.evaluation)
-        doubts = [*self.figures.doubts, *self.beside, *of_run, *of_training]
+        of_others = [*self.beside, *self.changed]
+        doubts = [*self.figures.doubts, *of_others, *of_run, *of_training]
         return list(dict.fromkeys(doubts))
 
     @cached_property
     def unranked(self) -> list[str]:
         """Why no verdict rests on it: failures, then doubts; empty if it is ranked."""
-        return [*self._lossy, *self.failures, *self.doubts]
+        return [*self.broken, *self.doubts]
+
+    @property
+    def broken(self) -> list[str]:
+        """Why nothing of its evaluation is right; empty if it may be."""
+        return [*self._lossy, *self.failures]
 
     @property
     def disturbed(self) -> bool:
@@ -223,11 +235,11 @@ class DrafterResult:
         """Why not even its counts, such as tau, say how good its drafter is; some of `no_speedup`."""
         from vlmdistill.pipelines.bench import audit  # which imports torch
 
-        broken = [NOT_ACCEPTED] if self.figures.missed else []
+        missed = [NOT_ACCEPTED] if self.figures.missed else []
         return [
-            *self._lossy,
-            *self.failures,
-            *broken,
+            *self.broken,
+            *missed,
+            *self.changed,
             *audit.leaked(self.evaluation),
         ]
 
@@ -440,35 +452,54 @@ def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
 def _beside_later_runs(results: Sequence[DrafterResult]) -> list[DrafterResult]:
     """The results, latest first, with a doubt where plain decoding has other greedy responses in a later run.
 
-    The target is another one then, although its conditions are equal: it has, say, other EOS ids.
+    The target is another one then, although its conditions are equal. A later run that is not lossless, or
+    whose counts contradict each other, says nothing about others.
     """
     latest: dict[object, str] = {}
-    shared, other = Counter[int](), Counter[int]()  # prompts by evaluation
+    doubt_of: dict[int, str] = {}  # by the id of an evaluation
     for result in results:
-        if result.temperature:
+        evaluation = result.evaluation
+        if id(evaluation) in doubt_of or result.broken:
             continue
-        evaluation = id(result.evaluation)
-        settings = tuple(conditions(result.evaluation).values())
-        for prompt in result.measurement.prompts:
-            response = prompt.plain.response
-            if not response:  # of an earlier version
-                continue
-            later_response = latest.setdefault((settings, prompt.key), response)
-            shared[evaluation] += 1
-            other[evaluation] += response != later_response
+        own_responses = greedy_responses(evaluation)
+        later_responses = {
+            key: latest.setdefault((result.alike, key), response)
+            for key, response in own_responses.items()
+        }
+        most = FEW_ROUNDED if evaluation.dtype == "float32" else MANY_ROUNDED
+        doubt = other_responses(own_responses, later_responses, most)
+        if doubt:
+            doubt += " in a later run: the target has changed"
+        doubt_of[id(evaluation)] = doubt
     doubted = []
     for result in results:
-        evaluation = id(result.evaluation)
-        exact = result.evaluation.dtype == "float32"
-        most = (FEW_ROUNDED if exact else MANY_ROUNDED) * shared[evaluation]
-        if other[evaluation] > most:
-            doubt = (
-                f"plain decoding has other responses to {other[evaluation]} of {shared[evaluation]} prompts "
-                "in a later run: the target has changed, as by other EOS ids"
-            )
-            result = replace(result, beside=(*result.beside, doubt))
-        doubted.append(result)
+        doubt = doubt_of.get(id(result.evaluation), "")
+        doubted.append(replace(result, changed=(doubt,)) if doubt else result)
     return doubted
+
+
+def greedy_responses(evaluation: Evaluation) -> dict[str, str]:
+    """The hash of plain decoding's response at temperature 0 to each prompt, by its key.
+
+    Earlier versions have recorded none.
+    """
+    return {
+        prompt.key: prompt.plain.response
+        for measurement in evaluation.temperatures
+        for prompt in measurement.prompts
+        if measurement.temperature == 0 and prompt.plain.response
+    }
+
+
+def other_responses(
+    before: Mapping[str, str], after: Mapping[str, str], most: float
+) -> str:
+    """Whether more than a share of the responses to the same prompts differ, in words; empty if not."""
+    shared = before.keys() & after.keys()
+    count = sum(before[key] != after[key] for key in shared)
+    if count <= most * len(shared):
+        return ""
+    return f"plain decoding has other responses to {count} of {len(shared)} prompts"
 
 
 def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:
@@ -517,9 +548,8 @@ def _beside_drafters(prompt: PromptResult) -> tuple[object, ...]:
 def _run(result: DrafterResult) -> tuple[object, ...]:
     """The process that measured a result, and its temperature."""
     evaluation = result.evaluation
-    settings = conditions(evaluation).values()
     command = evaluation.software.command
-    return evaluation.measured, command, *settings, result.temperature
+    return evaluation.measured, command, *result.alike, result.temperature
 
 
 def of_servers(evaluations: Iterable[ServedEvaluation]) -> list[ServerResult]:

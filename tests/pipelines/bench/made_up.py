@@ -159,6 +159,16 @@ def sampled(number: int) -> dict[str, Any]:
     }
 
 
+def responding(response: str, **changes: Any) -> Measurement:
+    """Of plain decoding that has this response, by its hash, to every prompt."""
+    at = measured(**changes)
+    prompts = []
+    for prompt in at.prompts:
+        plainly = dataclasses.replace(prompt.plain, response=response)
+        prompts.append(dataclasses.replace(prompt, plain=plainly))
+    return dataclasses.replace(at, prompts=tuple(prompts))
+
+
 def in_turn(result: PromptResult, number: int) -> PromptResult:
     """The prompt as decoded by both sides one after the other, in an order that rotates."""
     first, second = result.plain.seconds, result.drafted.seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
+from tests.pipelines.bench.made_up import evaluation, in_sequence, measured, responding
 from tests.pipelines.bench.test_plants import changed
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
@@ -123,6 +123,34 @@ def test_a_target_of_an_earlier_version_compares(
         save(side, target=target)
     assert compared().differing == []
     assert len(compared().drafters) == 2
+
+
+@pytest.mark.parametrize(
+    ("hardware", "count", "is_compared"),
+    [
+        ("CPU Some Processor", 2, True),  # rounding
+        ("CPU Some Processor", 3, False),
+        ("Other", 12, True),
+        ("Other", 13, False),
+    ],
+)
+def test_other_responses_of_the_target_do_not_compare(
+    save: Save,
+    compared: Callable[[], Changes],
+    hardware: str,
+    count: int,
+    is_compared: bool,
+) -> None:
+    before, after = responding("before"), responding("after")
+    some = (*after.prompts[:count], *before.prompts[count:])
+    save("a", "sparrow", before, measured(1.0))
+    mixed = dataclasses.replace(before, prompts=some)
+    save("b", "sparrow", mixed, measured(1.0), hardware=hardware)
+    changes = compared()
+    assert len(changes.drafters) == 2 * is_compared
+    if not is_compared:
+        (reason,) = changes.refused["sparrow"]
+        assert f"{count} of 24 prompts: the target has changed" in reason
 
 
 @pytest.mark.parametrize(

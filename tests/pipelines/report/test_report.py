@@ -25,6 +25,7 @@ from tests.pipelines.bench.made_up import (
     SOFTWARE,
     TIMED,
     measured,
+    responding,
     shown,
 )
 from tests.pipelines.report.html_page import Page, make
@@ -169,14 +170,6 @@ def test_evaluations_of_separate_runs_are_a_warning(
 def test_a_target_that_has_changed_since_is_in_doubt(
     workspace: Workspace, save: Save
 ) -> None:
-    def responding(response: str) -> Measurement:
-        made = measured()
-        prompts = []
-        for prompt in made.prompts:
-            plain = dataclasses.replace(prompt.plain, response=response)
-            prompts.append(dataclasses.replace(prompt, plain=plain))
-        return dataclasses.replace(made, prompts=tuple(prompts))
-
     save("eagle2", responding("before"), measured="2025-05-05 05:05:05")
     save("sparrow", responding("now"))
     (group,) = make(workspace).groups
@@ -184,6 +177,20 @@ def test_a_target_that_has_changed_since_is_in_doubt(
     assert doubts["sparrow"] == []
     (doubt,) = doubts["eagle2"]
     assert "24 of 24 prompts in a later run: the target has changed" in doubt
+    labels = {result.name: result.count_label for result in group.results}
+    assert labels == {"sparrow": "sparrow", "eagle2": "eagle2 (in doubt)"}
+
+
+def test_a_later_run_that_is_broken_says_nothing_about_others(
+    workspace: Workspace, save: Save
+) -> None:
+    save("sparrow", responding("right"))
+    broken = responding("wrong", own=["different"] * 24)
+    save("eagle2", broken, measured="2027-05-05 05:05:05 UTC")
+    (group,) = make(workspace).groups
+    doubts = {result.name: [*result.unranked] for result in group.results}
+    assert doubts["sparrow"] == []
+    assert doubts["eagle2"]
 
 
 def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) -> None:
