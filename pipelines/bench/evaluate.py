@@ -50,6 +50,7 @@ from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError, TrainingError, one_line
 from vlmdistill.stores.progress import Progress, silent
+from vlmdistill.stores.schema import agree
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
@@ -332,28 +333,38 @@ def kept(
 ) -> list[Evaluation]:
     """The latest existing evaluations of these drafters; empty unless all can be reused.
 
-    They can be reused if the drafters have not changed since, settings, hardware and software are the same,
-    there is at most one tree, and one process measured them all: numbers of several processes compare less.
+    They can be reused if drafters and target have not changed since, settings, hardware and software are the
+    same, there is at most one tree, and one process measured them all: numbers of several compare less.
+    TargetError if there are some, and the target is not found.
     """
+    from vlmdistill.pipelines.targets.loading import load_encoder
+
     if len(settings.trees) > 1:
         return []
     try:
         reuse = _Reuse.of(workspace, drafters, settings)
     except (DataError, TrainingError):
         return []
-    # By the time of measuring, which all evaluations of one process share, then by drafter.
-    runs: dict[str, dict[str, Evaluation]] = {}
+    runs: dict[object, dict[str, Evaluation]] = {}  # by process, then by drafter
     for file in records.files_in(workspace.reports):
         with suppress(DataError):  # what cannot be read is not reused
             evaluation = records.read(file)
             if reuse.allows(evaluation):
-                run = runs.setdefault(evaluation.measured, {})
+                run = runs.setdefault(evaluation.run, {})
                 run[evaluation.name] = evaluation
     names = [drafter.name for drafter in drafters]
-    for _, run in sorted(runs.items(), reverse=True):
-        if run.keys() == set(names):
-            return [run[name] for name in names]
-    return []
+    whole_runs = [
+        [run[name] for name in names]
+        for run in runs.values()
+        if run.keys() == set(names)
+    ]
+    if not whole_runs:
+        return []
+    fingerprint = str(load_encoder(workspace.model).fingerprint)
+    of_target = [
+        run for run in whole_runs if agree(run[0].target.fingerprint, fingerprint)
+    ]
+    return max(of_target, key=lambda run: run[0].measured, default=[])
 
 
 @dataclass(frozen=True, kw_only=True)

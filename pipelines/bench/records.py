@@ -528,6 +528,11 @@ class Evaluation:
         """The keys of the prompts, in the order of decoding."""
         return [prompt.key for prompt in self.temperatures[0].prompts]
 
+    @property
+    def run(self) -> tuple[object, ...]:
+        """Equal for the evaluations of one process: two processes may end in the same second."""
+        return self.measured, self.software.command, self.calibrations
+
     @cached_property
     def prompt_set(self) -> str:
         """A hash of the keys: equal for evaluations of the same prompts."""
@@ -623,9 +628,10 @@ def _in_utc(evaluation: Evaluation) -> str:
         local = datetime.strptime(evaluation.measured, MOMENT).replace(tzinfo=UTC)
     except ValueError:  # it has a zone
         return evaluation.measured
-    ended = max(
+    ends = [
         prompt.turn.ended for at in evaluation.temperatures for prompt in at.prompts
-    )
+    ]
+    ended = max(ends, default=0.0)
     offset = ZONE_STEP * round((local.timestamp() - ended) / ZONE_STEP)
     if abs(offset) > MOST_OFFSET:  # it was finished much later than its last prompt
         return evaluation.measured

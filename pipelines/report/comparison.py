@@ -275,7 +275,7 @@ class Group:
                 f"the seed of sampling was given ({names}), so that a drafter may have known what the target "
                 "draws: without --seed, it cannot"
             )
-        runs = {evaluation.measured for evaluation in self.evaluations}
+        runs = {evaluation.run for evaluation in self.evaluations}
         if len(runs) > 1:
             warnings.append(
                 f"these evaluations were measured in {len(runs)} separate runs: the intervals do not "

@@ -37,6 +37,8 @@ SHOWN: Final = ("drafter", "T", "prompts", "tau", "speedup", "in doubt")
 Speed = Literal["faster", "slower", "equal", "unknown"]
 
 
+BESIDE_GREEDY: Final = ("prompts", "threads")
+"""Conditions that hardly decide what plain decoding responds to a prompt at temperature 0."""
 FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
 """Shares of greedy responses that rounding may change in another process, in float32 and half precision."""
 
@@ -137,6 +139,12 @@ class DrafterResult:
     def alike(self) -> tuple[str, ...]:
         """The values of its conditions: equal for results that compare."""
         return tuple(conditions(self.evaluation).values())
+
+    @cached_property
+    def alike_when_greedy(self) -> tuple[str, ...]:
+        """The values of the conditions that decide greedy responses to a prompt."""
+        settings = conditions(self.evaluation)
+        return tuple(settings[name] for name in settings if name not in BESIDE_GREEDY)
 
     @cached_property
     def _settings(self) -> tuple[object, ...]:
@@ -455,22 +463,20 @@ def _beside_later_runs(results: Sequence[DrafterResult]) -> list[DrafterResult]:
     The target is another one then, although its conditions are equal. A later run that is not lossless, or
     whose counts contradict each other, says nothing about others.
     """
-    latest: dict[object, str] = {}
+    latest: dict[tuple[str, ...], dict[str, str]] = {}
     doubt_of: dict[int, str] = {}  # by the id of an evaluation
     for result in results:
         evaluation = result.evaluation
         if id(evaluation) in doubt_of or result.broken:
             continue
         own_responses = greedy_responses(evaluation)
-        later_responses = {
-            key: latest.setdefault((result.alike, key), response)
-            for key, response in own_responses.items()
-        }
+        later_responses = latest.setdefault(result.alike_when_greedy, {})
         most = FEW_ROUNDED if evaluation.dtype == "float32" else MANY_ROUNDED
         doubt = other_responses(own_responses, later_responses, most)
         if doubt:
             doubt += " in a later run: the target has changed"
         doubt_of[id(evaluation)] = doubt
+        latest[result.alike_when_greedy] = own_responses | later_responses
     doubted = []
     for result in results:
         doubt = doubt_of.get(id(result.evaluation), "")
@@ -547,9 +553,7 @@ def _beside_drafters(prompt: PromptResult) -> tuple[object, ...]:
 
 def _run(result: DrafterResult) -> tuple[object, ...]:
     """The process that measured a result, and its temperature."""
-    evaluation = result.evaluation
-    command = evaluation.software.command
-    return evaluation.measured, command, *result.alike, result.temperature
+    return *result.evaluation.run, *result.alike, result.temperature
 
 
 def of_servers(evaluations: Iterable[ServedEvaluation]) -> list[ServerResult]:

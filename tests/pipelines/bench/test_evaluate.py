@@ -35,7 +35,7 @@ from vlmdistill.pipelines.bench import audit, calibration, side_by_side
 from vlmdistill.pipelines.bench import evaluate as evaluation_run
 from vlmdistill.pipelines.bench import plan as evaluation_plan
 from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
-from vlmdistill.pipelines.bench.records import Evaluation, new_file, write
+from vlmdistill.pipelines.bench.records import Evaluation, files_in, new_file, write
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.bench.unfinished import Decoded
 from vlmdistill.pipelines.report import selection
@@ -845,6 +845,17 @@ def test_only_evaluations_with_the_same_settings_are_reused(
     later = dataclasses.replace(made, measured="2999-01-01 00:00:00")
     write(later, add())
     assert kept(elsewhere, open_drafters(elsewhere, ["lookahead"]), SETTINGS) == [later]
+    earlier_version = made.target.fingerprint[:16]
+    target = dataclasses.replace(made.target, fingerprint=earlier_version)
+    latest = dataclasses.replace(made, measured="2999-01-02 00:00:00", target=target)
+    write(latest, add())
+    assert kept(elsewhere, open_drafters(elsewhere, ["lookahead"]), SETTINGS) == [
+        latest
+    ]
+    fine_tuned = dataclasses.replace(made.target, fingerprint="0" * 24)
+    for file in files_in(elsewhere.reports):
+        write(dataclasses.replace(made, target=fine_tuned), file)
+    assert kept(elsewhere, open_drafters(elsewhere, ["lookahead"]), SETTINGS) == []
 
 
 def test_an_evaluation_names_the_weights_that_it_is_of(

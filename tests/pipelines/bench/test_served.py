@@ -377,6 +377,27 @@ def test_a_speedup_over_a_baseline_that_drafts_is_in_doubt() -> None:
     assert "start it without a drafter" in doubt
 
 
+@pytest.mark.parametrize(("count", "is_doubted"), [(6, False), (7, True)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_baseline_with_other_greedy_responses_is_in_doubt(
+    count: int, is_doubted: bool, temperature: float
+) -> None:
+    """A few differ by near-ties; nearly all, where it serves another target."""
+    baseline, server = served_run(), served_run(response="other")
+    requests = (*server.requests[:count], *baseline.requests[count:])
+    load = ServedLoad(
+        temperature=temperature,
+        concurrency=1,
+        server=replace(server, requests=requests),
+        baseline=baseline,
+    )
+    doubts = load_figures(load).doubts
+    is_greedy = temperature == 0
+    assert any("another target" in text for text in doubts) == (
+        is_greedy and is_doubted
+    )
+
+
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize(("seconds", "warned"), [(2.0, 0), (1.5, 1), (9.0, 2)])
 def test_times_of_requests_fill_those_of_the_run(

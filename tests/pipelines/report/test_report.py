@@ -33,6 +33,7 @@ from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.description import WEIGHTS
 from vlmdistill.pipelines.bench.records import (
     FORMAT,
+    Calibration,
     Check,
     Measurement,
     ResponseSection,
@@ -179,6 +180,39 @@ def test_a_target_that_has_changed_since_is_in_doubt(
     assert "24 of 24 prompts in a later run: the target has changed" in doubt
     labels = {result.name: result.count_label for result in group.results}
     assert labels == {"sparrow": "sparrow", "eagle2": "eagle2 (in doubt)"}
+
+
+def test_a_target_that_has_changed_is_seen_on_other_prompts_and_threads(
+    workspace: Workspace, save: Save
+) -> None:
+    save("eagle2", responding("before"), measured="2025-05-05 05:05:05")
+    save("sparrow", responding("now", count=13), threads=2)
+    doubts = {
+        result.name: [*result.unranked]
+        for group in make(workspace).groups
+        for result in group.results
+    }
+    assert doubts["sparrow"] == []
+    (doubt,) = doubts["eagle2"]
+    assert "13 of 13 prompts in a later run" in doubt
+
+
+def test_runs_that_end_in_one_second_are_two(workspace: Workspace, save: Save) -> None:
+    speed = Calibration(
+        plain_step=1.0,
+        bare_step=1.0,
+        step_ratio=1.0,
+        step_bytes=1,
+        small_product=1.0,
+        large_product=1.0,
+        bandwidth=1.0,
+    )
+    other = dataclasses.replace(speed, bandwidth=1.1)
+    save("eagle2", measured(speedup=1.4, noise=0.1), calibrations=(speed,))
+    save("sparrow", measured(speedup=1.5, noise=0.2), calibrations=(other,))
+    (group,) = make(workspace).groups
+    assert [result.beside for result in group.results] == [(), ()]
+    assert any("2 separate runs" in text for text in group.warnings)
 
 
 def test_a_later_run_that_is_broken_says_nothing_about_others(
