@@ -65,23 +65,31 @@ Calls = dict[str, tuple[Again, ...]]
 """By the labels of the drafters."""
 
 
-def repeated_prompts(evaluation: Evaluation) -> Iterator[RepeatedPrompt]:
+def repeated_prompts(
+    evaluation: Evaluation, of_each_kind: bool = True
+) -> Iterator[RepeatedPrompt]:
     """Some prompts of each temperature, by a hash of the seconds of all decodings.
 
     So no drafter can know them while it decodes, all drafters of a run have the same ones, and times that are
-    changed later choose others.
+    changed later choose others. One is of each kind, which earlier versions did not see to.
     """
     for measurement in evaluation.temperatures:
         seconds = [prompt.turn.seconds for prompt in measurement.prompts]
         hashes = content_hashes(seconds, range(len(seconds)))
         numbers = sorted(range(len(seconds)), key=hashes.__getitem__)
-        for place, number in enumerate(sorted(numbers[:PROMPTS])):
+        if of_each_kind:
+            kinds = [prompt.kind for prompt in measurement.prompts]
+            first_of_kind = {kinds[number]: number for number in reversed(numbers)}
+            firsts = {*first_of_kind.values()}
+            numbers.sort(key=lambda number: number not in firsts)
+        decoded_plainly = numbers[:PLAIN]
+        for number in sorted(numbers[:PROMPTS]):
             prompt = measurement.prompts[number]
             yield RepeatedPrompt(
                 temperature=measurement.temperature,
                 key=prompt.key,
                 seed=prompt.drafted.seed,
-                plainly=place < PLAIN,
+                plainly=number in decoded_plainly,
             )
 
 

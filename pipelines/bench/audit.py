@@ -339,16 +339,20 @@ def _not_repeated(evaluation: Evaluation) -> Iterator[str]:
     """No prompts were decoded again, or others than the times of all decodings choose."""
     if evaluation.not_again:
         return
-    chosen = {
-        (prompt.temperature, prompt.key) for prompt in repeated_prompts(evaluation)
-    }
-    if chosen and not evaluation.again:
+    drawn, drawn_earlier = (
+        {(prompt.temperature, prompt.key) for prompt in prompts}
+        for prompts in (
+            repeated_prompts(evaluation),
+            repeated_prompts(evaluation, of_each_kind=False),
+        )
+    )
+    if drawn and not evaluation.again:
         yield "no prompt was decoded again in a process that has seen no response"
     decoded_plainly = sum(bool(again.plain_response) for again in evaluation.again)
     if decoded_plainly < min(PLAIN, len(evaluation.again)):
         return  # a record of a version that chose otherwise
     repeated = {(again.temperature, again.key) for again in evaluation.again}
-    if chosen and repeated and repeated != chosen:
+    if drawn and repeated and repeated not in (drawn, drawn_earlier):
         yield (
             "the prompts that were decoded again are not those that the times of all decodings choose: these "
             "times or the prompts were changed"

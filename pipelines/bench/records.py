@@ -628,10 +628,9 @@ def _in_utc(evaluation: Evaluation) -> str:
         local = datetime.strptime(evaluation.measured, MOMENT).replace(tzinfo=UTC)
     except ValueError:  # it has a zone
         return evaluation.measured
-    ends = [
+    ended = max(
         prompt.turn.ended for at in evaluation.temperatures for prompt in at.prompts
-    ]
-    ended = max(ends, default=0.0)
+    )
     offset = ZONE_STEP * round((local.timestamp() - ended) / ZONE_STEP)
     if abs(offset) > MOST_OFFSET:  # it was finished much later than its last prompt
         return evaluation.measured

@@ -28,6 +28,7 @@ from vlmdistill.pipelines.bench.records import (
     Measurement,
     Phases,
     ProbabilityBin,
+    PromptKind,
     PromptResult,
     RankCount,
     Stock,
@@ -209,6 +210,38 @@ def test_an_evaluation_decodes_the_prompts_again_that_its_times_choose(
     assert audit.failures(replace(made, again=again[1:]))
     faster_machine = in_sequence(changed(made.temperatures[0], scaled(0.9)))
     assert audit.failures(replace(made, again=again, temperatures=(faster_machine,)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prompts_of_each_kind_are_decoded_again(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that is slow on one kind alone is seen; records that chose otherwise are not accused."""
+    monkeypatch.setattr(repeating, "PROMPTS", 8)
+    at = measured(noise=0.1, seed=seed, count=48)
+    rare: dict[int, PromptKind] = {5: "text", 17: "images", 40: "video"}
+    prompts = [
+        replace(prompt, kind=rare.get(number, "image"))
+        for number, prompt in enumerate(at.prompts)
+    ]
+    made = evaluation("wren", in_sequence(replace(at, prompts=tuple(prompts))))
+    kind_of = {prompt.key: prompt.kind for prompt in prompts}
+    drawn = [*repeating.repeated_prompts(made)]
+    assert len(drawn) == 8
+    plainly = [kind_of[prompt.key] for prompt in drawn if prompt.plainly]
+    assert sorted(plainly) == ["image", "images", "text", "video"]
+    earlier = {
+        prompt.key for prompt in repeating.repeated_prompts(made, of_each_kind=False)
+    }
+    assert earlier != {prompt.key for prompt in drawn}
+    for keys in (earlier, {prompt.key for prompt in drawn}):
+        again = tuple(
+            Again(key=key, calls=32, temperature=0.0, plain_response="its own")
+            for key in keys
+        )
+        assert audit.failures(replace(made, again=again)) == []
+    others = tuple(replace(each, key=f"k{number}") for number, each in enumerate(again))
+    assert audit.failures(replace(made, again=others))
 
 
 def without_cpu_seconds(one: PromptResult) -> PromptResult:
