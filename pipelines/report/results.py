@@ -377,7 +377,7 @@ class ServerResult:
     @property
     def warnings(self) -> list[str]:
         """Problems of its figures."""
-        prefix = f"{self.drafter} at temperature {self.figures.temperature:g}"
+        prefix = f"{self.evaluation.name} at temperature {self.figures.temperature:g}"
         warnings = [*self.figures.warnings, *self._too_long, *self._of_training]
         if self.repeats > 1:
             warnings.append(f"it is one of {self.repeats} {REPEATED}")

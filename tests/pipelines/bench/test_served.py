@@ -508,7 +508,9 @@ def test_one_of_several_served_evaluations_is_called_that() -> None:
         for day in (1, 2, 3)
     ]
     (latest, *_) = of_servers(some)
-    assert any("one of 3 repeated evaluations" in text for text in latest.warnings)
+    (warning,) = latest.warnings
+    assert "one of 3 repeated evaluations" in warning
+    assert warning.startswith(served([latest])[0][0])  # as its row
     assert of_servers(some[:1])[0].warnings == []
 
 
