@@ -104,7 +104,7 @@ def read(reports: Path) -> Kept:
 
 
 def last_of_each(reports: Path) -> dict[str, list[DrafterResult]]:
-    """The results of the last evaluation of each drafter; of other runs only the headings are read.
+    """The results of the last evaluation of each drafter; of earlier runs only the headings are read.
 
     DataError if a JSON file among the reports is not an evaluation.
     """
@@ -113,12 +113,12 @@ def last_of_each(reports: Path) -> dict[str, list[DrafterResult]]:
     for heading, _ in headed_files:
         before = last_measured.get(heading.drafter, "")
         last_measured[heading.drafter] = max(before, heading.measured)
-    # With the other drafters of a run, which may contradict one of it.
-    last_runs = {*last_measured.values()}
+    # With the others of a run and with later runs, which may contradict one of them.
+    first_of_last = min(last_measured.values(), default="")
     of_last_runs = [
         records.read(file)
         for heading, file in headed_files
-        if heading.measured in last_runs
+        if heading.measured >= first_of_last
     ]
     results: dict[str, list[DrafterResult]] = {name: [] for name in last_measured}
     for result in of_drafters(of_last_runs):

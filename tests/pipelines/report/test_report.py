@@ -57,6 +57,7 @@ from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.documents import csv, markdown
 from vlmdistill.pipelines.report.latex import latex
 from vlmdistill.pipelines.report.page import read
+from vlmdistill.pipelines.report.selection import last_of_each
 from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -195,6 +196,20 @@ def test_a_target_that_has_changed_is_seen_on_other_prompts_and_threads(
     assert doubts["sparrow"] == []
     (doubt,) = doubts["eagle2"]
     assert "13 of 13 prompts in a later run" in doubt
+
+
+def test_the_last_results_know_of_a_changed_target_from_any_later_run(
+    workspace: Workspace, save: Save
+) -> None:
+    """Of the later drafter, the last run has sampled responses alone."""
+    save("eagle2", responding("before"), measured="2025-05-05 05:05:05")
+    save("sparrow", responding("now"), stem="greedy")
+    save("sparrow", measured(1.0), stem="sampled", measured="2027-01-01 00:00:00")
+    last = last_of_each(workspace.reports)
+    (doubted,) = last["eagle2"]
+    assert any("the target has changed" in text for text in doubted.wrong_counts)
+    (sampled,) = last["sparrow"]
+    assert (sampled.temperature, sampled.unranked) == (1.0, [])
 
 
 def test_runs_that_end_in_one_second_are_two(workspace: Workspace, save: Save) -> None:
