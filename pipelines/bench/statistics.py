@@ -72,6 +72,10 @@ MOSTLY = 0.5  # likewise, below which speeds are those of other programs
 WAITING = 0.8
 """A drafter's share of the CPU over plain decoding's, below which it waits,"""
 SLEEPING = 0.95  # and the inverse, below which plain decoding does.
+FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
+"""Shares of greedy responses that rounding may change in another process, in float32 and
+in half precision,"""
+FEWEST_DIFFERENT = 5  # or fewer responses than this.
 
 Floats = npt.NDArray[np.float64]
 Rate = Literal[
@@ -646,6 +650,15 @@ class _Share:
         is_known_P = other.share_P > 0
         ratio_P = self.share_P[is_known_P] / other.share_P[is_known_P]
         return is_often_below(ratio_P, limit, is_shared=False)
+
+
+def differ_beyond_rounding(different: int, compared: int, *, is_exact: bool) -> bool:
+    """Whether so many greedy responses of two processes differ that they are of different targets.
+
+    `is_exact`: both compute in float32.
+    """
+    share = FEW_ROUNDED if is_exact else MANY_ROUNDED
+    return different >= FEWEST_DIFFERENT and different > share * compared
 
 
 def is_often_below(ratio_P: Floats, share: float, *, is_shared: bool) -> bool:

@@ -5,7 +5,7 @@ has changed if the interval of its ratio excludes 1. Times are compared only on 
 threads, attention and compilation.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -21,15 +21,12 @@ from vlmdistill.pipelines.bench.statistics import (
     advantage,
     figures,
 )
+from vlmdistill.pipelines.report.greedy_responses import other_targets
 from vlmdistill.pipelines.report.results import (
-    FEW_ROUNDED,
-    MANY_ROUNDED,
     REPEATED,
     DrafterResult,
     conditions,
-    greedy_responses,
     of_drafters,
-    other_responses,
     with_whole_fingerprints,
 )
 from vlmdistill.pipelines.report.selection import Kept, distinguished
@@ -203,7 +200,7 @@ def _compare(
     differing = _differing(before.evaluation, after.evaluation)
     for fact, (old_value, new_value) in differing.items():
         facts.add(fact, old_value, new_value, name)
-    refused = _reasons_not_to_compare(before.evaluation, after.evaluation, differing)
+    refused = _reasons_not_to_compare(before.evaluation, after.evaluation)
     refused += [f"A: {text}" for text in before.wrong_counts]
     refused += [f"B: {text}" for text in after.wrong_counts]
     if refused:
@@ -264,10 +261,8 @@ def _training(evaluation: Evaluation) -> str:
     return ", ".join([*facts, *stages_run(training, evaluation.config)])
 
 
-def _reasons_not_to_compare(
-    old: Evaluation, new: Evaluation, differing: Container[str]
-) -> list[str]:
-    """The conditions of counts that differ; `differing` are the names of all facts that do."""
+def _reasons_not_to_compare(old: Evaluation, new: Evaluation) -> list[str]:
+    """The conditions of counts that differ."""
     reasons = []
     if old.target.fingerprint != new.target.fingerprint:
         reasons.append("other target")
@@ -277,12 +272,8 @@ def _reasons_not_to_compare(
         reasons.append("other max new tokens")
     if old.thinking != new.thinking:
         reasons.append("other thinking")
-    is_alike = not any(fact in differing for fact in NEEDED_FOR_TIMES)
-    is_exact = is_alike and old.dtype == "float32"
-    most = FEW_ROUNDED if is_exact else MANY_ROUNDED
-    responses = other_responses(greedy_responses(old), greedy_responses(new), most)
-    if responses and not reasons:
-        reasons.append(f"{responses}: the target has changed")
+    if other_targets([new, old]):
+        reasons.append("other responses of plain decoding")
     return reasons
 
 

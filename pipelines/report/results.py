@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal, TypeVar
@@ -22,6 +22,7 @@ from vlmdistill.pipelines.bench.statistics import (
     is_disturbed,
     rates,
 )
+from vlmdistill.pipelines.report.greedy_responses import other_targets
 from vlmdistill.stores import notebook
 from vlmdistill.stores.schema import agree
 
@@ -35,12 +36,6 @@ REPEATED: Final = "repeated evaluations"
 MARK: Final = " (in doubt)"
 SHOWN: Final = ("drafter", "T", "prompts", "tau", "speedup", "in doubt")
 Speed = Literal["faster", "slower", "equal", "unknown"]
-
-
-BESIDE_GREEDY: Final = ("prompts", "threads")
-"""Conditions that hardly decide what plain decoding responds to a prompt at temperature 0."""
-FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
-"""Shares of greedy responses that rounding may change in another process, in float32 and half precision."""
 
 
 def conditions(evaluation: Evaluation) -> dict[str, str]:
@@ -139,12 +134,6 @@ class DrafterResult:
     def alike(self) -> tuple[str, ...]:
         """The values of its conditions: equal for results that compare."""
         return tuple(conditions(self.evaluation).values())
-
-    @cached_property
-    def alike_when_greedy(self) -> tuple[str, ...]:
-        """The values of the conditions that decide greedy responses to a prompt."""
-        settings = conditions(self.evaluation)
-        return tuple(settings[name] for name in settings if name not in BESIDE_GREEDY)
 
     @cached_property
     def _settings(self) -> tuple[object, ...]:
@@ -434,13 +423,15 @@ def _with_whole(evaluation: Evaluation, fingerprints: Iterable[str]) -> Evaluati
 def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
     """The results of evaluations, the latest first; of one time, the last evaluation first.
 
-    Each says how many there are under its conditions, of how many seeds, and what those of its run put in
-    doubt, so that a selection hides none of it.
+    Each says how many there are under its conditions, of how many seeds, and what those of its run and later
+    ones put in doubt, so that a selection hides none of it.
     """
-    every_evaluation = _latest_first(evaluations)
+    latest_first = _latest_first(evaluations)
+    latest_first = with_whole_fingerprints(latest_first, latest_first)
+    doubts = other_targets(latest_first)
     results = [
-        DrafterResult(evaluation, measurement)
-        for evaluation in with_whole_fingerprints(every_evaluation, every_evaluation)
+        DrafterResult(evaluation, measurement, changed=doubts.get(id(evaluation), ()))
+        for evaluation in latest_first
         for measurement in evaluation.temperatures
     ]
     repeats = Counter(result.repeated for result in results)
@@ -453,59 +444,8 @@ def of_drafters(evaluations: Iterable[Evaluation]) -> list[DrafterResult]:
             repeats=repeats[result.repeated],
             seeds=len(drafters[result.over_seeds]),
         )
-        for result in _beside_later_runs(_beside_each_other(results))
+        for result in _beside_each_other(results)
     ]
-
-
-def _beside_later_runs(results: Sequence[DrafterResult]) -> list[DrafterResult]:
-    """The results, latest first, with a doubt where plain decoding has other greedy responses in a later run.
-
-    The target is another one then, although its conditions are equal. A later run that is not lossless, or
-    whose counts contradict each other, says nothing about others.
-    """
-    latest: dict[tuple[str, ...], dict[str, str]] = {}
-    doubt_of: dict[int, str] = {}  # by the id of an evaluation
-    for result in results:
-        evaluation = result.evaluation
-        if id(evaluation) in doubt_of or result.broken:
-            continue
-        own_responses = greedy_responses(evaluation)
-        later_responses = latest.setdefault(result.alike_when_greedy, {})
-        most = FEW_ROUNDED if evaluation.dtype == "float32" else MANY_ROUNDED
-        doubt = other_responses(own_responses, later_responses, most)
-        if doubt:
-            doubt += " in a later run: the target has changed"
-        doubt_of[id(evaluation)] = doubt
-        latest[result.alike_when_greedy] = own_responses | later_responses
-    doubted = []
-    for result in results:
-        doubt = doubt_of.get(id(result.evaluation), "")
-        doubted.append(replace(result, changed=(doubt,)) if doubt else result)
-    return doubted
-
-
-def greedy_responses(evaluation: Evaluation) -> dict[str, str]:
-    """The hash of plain decoding's response at temperature 0 to each prompt, by its key.
-
-    Earlier versions have recorded none.
-    """
-    return {
-        prompt.key: prompt.plain.response
-        for measurement in evaluation.temperatures
-        for prompt in measurement.prompts
-        if measurement.temperature == 0 and prompt.plain.response
-    }
-
-
-def other_responses(
-    before: Mapping[str, str], after: Mapping[str, str], most: float
-) -> str:
-    """Whether more than a share of the responses to the same prompts differ, in words; empty if not."""
-    shared = before.keys() & after.keys()
-    count = sum(before[key] != after[key] for key in shared)
-    if count <= most * len(shared):
-        return ""
-    return f"plain decoding has other responses to {count} of {len(shared)} prompts"
 
 
 def _beside_each_other(results: Sequence[DrafterResult]) -> list[DrafterResult]:

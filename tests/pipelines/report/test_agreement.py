@@ -57,6 +57,19 @@ def beside(save: Save, at: Measurement) -> None:
     save("msd", in_sequence(changed(at, slower_plain)))
 
 
+def responding(at: Measurement, response: str) -> Measurement:
+    return changed(
+        at, lambda one: replace(one, plain=replace(one.plain, response=response))
+    )
+
+
+def other_target(save: Save, at: Measurement) -> None:
+    """A later run, whose baseline is slow, has other responses of plain decoding."""
+    save("wren", responding(at, "before"))
+    slow = {"calibrations": (calibration(step_ratio=1.5),)}
+    save("msd", responding(at, "now"), measured="2026-02-02 03:04:05", **slow)
+
+
 PLANTS: dict[str, Plant] = {
     "counts": lambda save, at: save(
         "wren", changed(at, lambda one: drafted(one, passes=5))
@@ -72,6 +85,7 @@ PLANTS: dict[str, Plant] = {
         "wren", changed(at, lambda one: drafted(one, check="different"))
     ),
     "beside": beside,
+    "target": other_target,
 }
 
 

@@ -25,7 +25,6 @@ from tests.pipelines.bench.made_up import (
     SOFTWARE,
     TIMED,
     measured,
-    responding,
     shown,
 )
 from tests.pipelines.report.html_page import Page, make
@@ -57,7 +56,6 @@ from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.documents import csv, markdown
 from vlmdistill.pipelines.report.latex import latex
 from vlmdistill.pipelines.report.page import read
-from vlmdistill.pipelines.report.selection import last_of_each
 from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
@@ -169,49 +167,6 @@ def test_evaluations_of_separate_runs_are_a_warning(
         assert answer.text in printed
 
 
-def test_a_target_that_has_changed_since_is_in_doubt(
-    workspace: Workspace, save: Save
-) -> None:
-    save("eagle2", responding("before"), measured="2025-05-05 05:05:05")
-    save("sparrow", responding("now"))
-    (group,) = make(workspace).groups
-    doubts = {result.name: [*result.unranked] for result in group.results}
-    assert doubts["sparrow"] == []
-    (doubt,) = doubts["eagle2"]
-    assert "24 of 24 prompts in a later run: the target has changed" in doubt
-    labels = {result.name: result.count_label for result in group.results}
-    assert labels == {"sparrow": "sparrow", "eagle2": "eagle2 (in doubt)"}
-
-
-def test_a_target_that_has_changed_is_seen_on_other_prompts_and_threads(
-    workspace: Workspace, save: Save
-) -> None:
-    save("eagle2", responding("before"), measured="2025-05-05 05:05:05")
-    save("sparrow", responding("now", count=13), threads=2)
-    doubts = {
-        result.name: [*result.unranked]
-        for group in make(workspace).groups
-        for result in group.results
-    }
-    assert doubts["sparrow"] == []
-    (doubt,) = doubts["eagle2"]
-    assert "13 of 13 prompts in a later run" in doubt
-
-
-def test_the_last_results_know_of_a_changed_target_from_any_later_run(
-    workspace: Workspace, save: Save
-) -> None:
-    """Of the later drafter, the last run has sampled responses alone."""
-    save("eagle2", responding("before"), measured="2025-05-05 05:05:05")
-    save("sparrow", responding("now"), stem="greedy")
-    save("sparrow", measured(1.0), stem="sampled", measured="2027-01-01 00:00:00")
-    last = last_of_each(workspace.reports)
-    (doubted,) = last["eagle2"]
-    assert any("the target has changed" in text for text in doubted.wrong_counts)
-    (sampled,) = last["sparrow"]
-    assert (sampled.temperature, sampled.unranked) == (1.0, [])
-
-
 def test_runs_that_end_in_one_second_are_two(workspace: Workspace, save: Save) -> None:
     speed = Calibration(
         plain_step=1.0,
@@ -228,18 +183,6 @@ def test_runs_that_end_in_one_second_are_two(workspace: Workspace, save: Save) -
     (group,) = make(workspace).groups
     assert [result.beside for result in group.results] == [(), ()]
     assert any("2 separate runs" in text for text in group.warnings)
-
-
-def test_a_later_run_that_is_broken_says_nothing_about_others(
-    workspace: Workspace, save: Save
-) -> None:
-    save("sparrow", responding("right"))
-    broken = responding("wrong", own=["different"] * 24)
-    save("eagle2", broken, measured="2027-05-05 05:05:05 UTC")
-    (group,) = make(workspace).groups
-    doubts = {result.name: [*result.unranked] for result in group.results}
-    assert doubts["sparrow"] == []
-    assert doubts["eagle2"]
 
 
 def test_page_loads_nothing(workspace: Workspace, save: Save, tmp_path: Path) -> None:
