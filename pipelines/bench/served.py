@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from pathlib import Path
@@ -56,7 +56,7 @@ from vlmdistill.stores.errors import DataError, VlmdistillError
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import content_hash
 
-CHECKED = 8  # prompts whose logits are checked, at most, after a load
+CHECKED = 8  # prompts at most whose logits are checked after a load, or that are compared before
 BLOCK = 2  # prompts for each concurrent request, before the other server has its turn
 HIGHEST_TEMPERATURE = 2  # that servers take
 OnFailure = Callable[[str], None]
@@ -130,11 +130,13 @@ async def _measure(
             await _model(client, workspace, options.served_model) for client in clients
         ]
         servers = [
-            _Server(client, model.id, prepared, settings, on_failure)
+            _Server(client, model, prepared, settings, on_failure)
             for client, model in zip(clients, models, strict=True)
         ]
+        # Sampled responses do not tell whether both servers have the same target.
+        is_compared = len(servers) > 1 and any(settings.temperatures)
         for server in servers:
-            await server.warm_up()
+            await server.warm_up(CHECKED if is_compared else 1)
         evaluation = ServedEvaluation(
             format=records.FORMAT,
             name=options.name or clients[0].address,
@@ -406,7 +408,8 @@ async def _load(
         first = number % len(runs)
         for run in [*runs[first:], *runs[:first]]:
             await run.send(block, temperature, concurrency, on_request)
-    records_of_runs = [await run.record() for run in runs]
+    is_sampled = temperature > 0
+    records_of_runs = [await run.record(is_sampled) for run in runs]
     return ServedLoad(
         temperature=temperature,
         concurrency=concurrency,
@@ -451,7 +454,7 @@ class _MeasuredServer:
             self.outcomes += outcomes
         self.seconds += time.perf_counter() - start
 
-    async def record(self) -> ServerRun:
+    async def record(self, is_sampled: bool) -> ServerRun:
         """The record of the run; ServerError if the logits of the server are not finite."""
         counts = between(self.counters, await self.server.client.settled())
         await self.server.check_finite()
@@ -462,6 +465,8 @@ class _MeasuredServer:
             requests=tuple(requests),
             failed=tuple(failed),
             counts=counts,
+            dtype=self.server.model.dtype,
+            greedy=tuple(self.server.warm_responses) if is_sampled else (),
         )
 
 
@@ -470,20 +475,22 @@ class _Server:
     """A server, and the prompts to send to it."""
 
     client: ServerClient
-    model: str
+    model: ServedModel
     questions: Sequence[Question]
     settings: Settings
     on_failure: OnFailure
     first_error: str = ""  # the server's text about the first request that failed
     repeating: set[int] = field(default_factory=set)
     """Prompts whose response repeats a token: their logits are checked."""
+    warm_responses: list[TimedRequest] = field(default_factory=list)
+    """Greedy ones to the first prompts."""
 
-    async def warm_up(self) -> None:
-        """Send the first prompt. What fails here fails again when it is counted."""
-        try:
-            await self._chat(0, 0.0)
-        except RequestError:
-            return
+    async def warm_up(self, prompts: int) -> None:
+        """Send the first prompts. What fails here fails again when it is counted."""
+        for number in range(min(prompts, len(self.questions))):
+            with suppress(RequestError):
+                answer = await self._chat(number, 0.0)
+                self.warm_responses.append(answer.request)
         await self.check_finite()
 
     async def send(
@@ -501,7 +508,7 @@ class _Server:
     async def _chat(self, number: int, temperature: float) -> Answer:
         question = self.questions[number]
         options: dict[str, Any] = {
-            "model": self.model,
+            "model": self.model.id,
             "temperature": temperature,
             "max_tokens": self.settings.max_new_tokens,
         }
@@ -522,7 +529,7 @@ class _Server:
     async def check_finite(self) -> None:
         """ServerError if a prompt whose response repeats one token has logits that are not finite."""
         for number in sorted(self.repeating)[:CHECKED]:
-            options = {"model": self.model, "temperature": 0}
+            options = {"model": self.model.id, "temperature": 0}
             await self.client.check_finite(self.questions[number].messages, options)
         self.repeating.clear()
 

@@ -10,7 +10,7 @@ The times are the client's, the counts of drafts the server's own. What a server
 - `decode_speedup`: the same after the first token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -25,6 +25,7 @@ from vlmdistill.pipelines.bench.statistics import (
     Interval,
     Rate,
     alpha,
+    differ_beyond_rounding,
     is_often_below,
     rates_with_intervals,
 )
@@ -36,8 +37,9 @@ FILLED: Final = 0.9
 """Share of a run's seconds that its requests take, sent one after the other,"""
 BETWEEN: Final = 0.1  # besides these seconds between two of them
 ROUNDED: Final = 1.001
-MOST_ROUNDED: Final = 0.8
-"""Share of long greedy responses in which servers of one target may differ by near-ties in half precision."""
+OPENING: Final = 32
+"""Characters at the start of a response: few enough that rounding, which in half precision changes most long
+responses, seldom changes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class TimedRequest:
     first_seconds: Amount  # to the first text; to the end if there was no text
     finish: str
     response: str  # a hash of its text
+    opening: str = ""  # likewise of its first `OPENING` characters; empty: not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,9 @@ class ServerRun:
     requests: tuple[TimedRequest, ...]
     failed: tuple[FailedRequest, ...]
     counts: ServerCounts
+    dtype: str = ""  # in which the target is computed; empty: the server does not tell
+    greedy: tuple[TimedRequest, ...] = ()
+    """Of a run above temperature 0: responses to the first prompts at temperature 0."""
 
     def __repr__(self) -> str:
         failed = len(self.failed)
@@ -268,7 +274,10 @@ def load_figures(load: ServedLoad) -> LoadFigures:
     """The metrics of a server, compared with the baseline on the prompts that both responded to."""
     server = run_figures(load.server)
     baseline = run_figures(load.baseline) if load.baseline else None
-    compared = _compared(load)
+    compared = _compared(load, lambda run: run.requests)
+    greedy = compared
+    if load.temperature:
+        greedy = _compared(load, lambda run: run.greedy)
     identical = sum(plain.response == own.response for plain, own in compared)
     is_greedy = bool(compared) and load.temperature == 0
     pairs = []
@@ -279,11 +288,10 @@ def load_figures(load: ServedLoad) -> LoadFigures:
     rates, intervals = rates_with_intervals(pairs) if pairs else ({}, {})
     speed_intervals = {rate: intervals[rate] for rate in SPEEDS if rate in intervals}
     doubts = [*_other_prompts(load), *_other_counts(load, compared)]
-    doubts += _drafting_baseline(load)
-    warnings = [*_faster_first_text(load, compared)]
-    if is_greedy:
-        is_other = len(compared) - identical > MOST_ROUNDED * len(compared)
-        (doubts if is_other else warnings).extend(_other_responses(load, compared))
+    of_target = [*_other_target(load, greedy)]
+    doubts += [*_drafting_baseline(load), *of_target]
+    warnings = [] if of_target else [*_other_responses(load, greedy)]
+    warnings += _faster_first_text(load, compared)
     for whose, run, rated in (
         ("server", load.server, server),
         ("baseline", load.baseline, baseline),
@@ -318,13 +326,15 @@ def _drafting_baseline(load: ServedLoad) -> Iterator[str]:
         )
 
 
-def _compared(load: ServedLoad) -> list[tuple[TimedRequest, TimedRequest]]:
-    """The requests of the baseline and of the server for the same prompts."""
-    baseline_requests = load.baseline.requests if load.baseline else ()
+def _compared(
+    load: ServedLoad, requests_of: Callable[[ServerRun], Iterable[TimedRequest]]
+) -> list[tuple[TimedRequest, TimedRequest]]:
+    """These requests of the baseline and of the server for the same prompts."""
+    baseline_requests = requests_of(load.baseline) if load.baseline else ()
     request_of = {request.key: request for request in baseline_requests}
     return [
         (request_of[request.key], request)
-        for request in load.server.requests
+        for request in requests_of(load.server)
         if request.key in request_of
     ]
 
@@ -384,16 +394,45 @@ def _other_counts(
         )
 
 
-def _other_responses(
-    load: ServedLoad, compared: Sequence[tuple[TimedRequest, TimedRequest]]
+def _other_target(
+    load: ServedLoad, greedy: Sequence[tuple[TimedRequest, TimedRequest]]
 ) -> Iterator[str]:
-    """Greedy responses of both servers differ."""
-    different = sum(plain.response != own.response for plain, own in compared)
+    """The baseline has another target, or another dtype: greedy responses differ by more than rounding."""
+    if load.baseline is None:
+        return
+    dtypes = load.server.dtype, load.baseline.dtype
+    where = f"temperature {load.temperature:g} and concurrency {load.concurrency}"
+    if all(dtypes) and dtypes[0] != dtypes[1]:
+        yield (
+            f"at {where}, the server computes in {dtypes[0]}, and the baseline in {dtypes[1]}, so that the "
+            "speedup is not its drafter's alone"
+        )
+        return
+    is_exact = dtypes == ("float32", "float32")
+    pairs = [(plain.response, own.response) for plain, own in greedy]
+    compared = ""
+    if not is_exact:
+        openings = [(plain.opening, own.opening) for plain, own in greedy]
+        pairs = [pair for pair in openings if all(pair)]
+        compared = f" in their first {OPENING} characters"
+    different = sum(plain != own for plain, own in pairs)
+    if differ_beyond_rounding(different, len(pairs), is_exact=is_exact):
+        yield (
+            f"at {where}, {different} of {len(pairs)} greedy responses differ from the "
+            f"baseline's{compared}, more than by rounding: the baseline has another target, or the server is "
+            "not lossless"
+        )
+
+
+def _other_responses(
+    load: ServedLoad, greedy: Sequence[tuple[TimedRequest, TimedRequest]]
+) -> Iterator[str]:
+    """Greedy responses of both servers differ, perhaps by rounding."""
+    different = sum(plain.response != own.response for plain, own in greedy)
     if different:
         yield (
             f"at temperature {load.temperature:g} and concurrency {load.concurrency}, {different} of "
-            f"{len(compared)} responses differ from the baseline's: by near-ties, or it is not lossless, or "
-            "the baseline has another target"
+            f"{len(greedy)} greedy responses differ from the baseline's: by near-ties, or it is not lossless"
         )
 
 

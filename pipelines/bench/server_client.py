@@ -16,7 +16,11 @@ import httpx2
 import msgspec
 from msgspec import Struct
 
-from vlmdistill.pipelines.bench.served_records import ServerCounts, TimedRequest
+from vlmdistill.pipelines.bench.served_records import (
+    OPENING,
+    ServerCounts,
+    TimedRequest,
+)
 from vlmdistill.stores.errors import VlmdistillError, one_line
 from vlmdistill.stores.schema import content_hash
 
@@ -79,10 +83,11 @@ class RequestError(ServerError):
 
 
 class ServedModel(Struct):
-    """An entry of GET /v1/models; `drafter` is our own server's addition."""
+    """An entry of GET /v1/models; `drafter` and `dtype` are our own server's addition."""
 
     id: str
     drafter: str | None = None
+    dtype: str = ""
 
 
 class Models(Struct):
@@ -206,6 +211,7 @@ class _Stream:
             first_seconds=self.first_text or self.end,
             finish=self.finish if self.finish in FINISHES else "other",
             response=content_hash([text]),
+            opening=content_hash([text[:OPENING]]),
         )
         several = self.tokens is not None and self.tokens > 1
         return Answer(request, several and REPEATED.fullmatch(text) is not None)

@@ -102,6 +102,7 @@ def build_app(
             "owned_by": "vlmdistill",
             "drafter": switch.current.drafter_name,
             "drafters": switch.current.drafters,
+            "dtype": switch.current.target.dtype_name,
         }
         return {"object": "list", "data": [model]}
 

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, groupby
@@ -377,25 +377,74 @@ def test_a_speedup_over_a_baseline_that_drafts_is_in_doubt() -> None:
     assert "start it without a drafter" in doubt
 
 
-@pytest.mark.parametrize(("count", "is_doubted"), [(6, False), (7, True)])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_baseline_with_other_greedy_responses_is_in_doubt(
-    count: int, is_doubted: bool, temperature: float
+def greedily(run: ServerRun, openings: Sequence[str], temperature: float) -> ServerRun:
+    """The run, whose greedy responses begin so."""
+    greedy = tuple(
+        replace(request, opening=opening)
+        for request, opening in zip(run.requests, openings, strict=True)
+    )
+    if temperature:
+        return replace(run, greedy=greedy)
+    return replace(run, requests=greedy)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    ("dtypes", "others", "doubt"),
+    [
+        (("", ""), 0, None),
+        (("", ""), 4, None),  # all responses differ, and some begin otherwise
+        (("", ""), 5, "5 of 8 greedy responses differ"),
+        (("bfloat16", "bfloat16"), 4, None),
+        (("bfloat16", "bfloat16"), 5, "5 of 8 greedy responses differ"),
+        (("float32", "float32"), 0, "8 of 8 greedy responses differ"),
+        (("float32", "bfloat16"), 0, "in float32, and the baseline in bfloat16"),
+    ],
+)
+def test_a_baseline_of_another_target_is_in_doubt(
+    dtypes: tuple[str, str], others: int, doubt: str | None, temperature: float
 ) -> None:
-    """A few differ by near-ties; nearly all, where it serves another target."""
-    baseline, server = served_run(), served_run(response="other")
-    requests = (*server.requests[:count], *baseline.requests[count:])
+    """In half precision most long responses differ by rounding, and few of their beginnings."""
+    begun = ["other"] * others + ["same"] * (PROMPTS - others)
+    own = greedily(served_run(response="rounded"), begun, temperature)
+    plain = greedily(served_run(), ["same"] * PROMPTS, temperature)
     load = ServedLoad(
         temperature=temperature,
         concurrency=1,
-        server=replace(server, requests=requests),
-        baseline=baseline,
+        server=replace(own, dtype=dtypes[0]),
+        baseline=replace(plain, dtype=dtypes[1]),
     )
-    doubts = load_figures(load).doubts
-    is_greedy = temperature == 0
-    assert any("another target" in text for text in doubts) == (
-        is_greedy and is_doubted
-    )
+    figures = load_figures(load)
+    assert len(figures.doubts) == (doubt is not None)
+    (warning,) = figures.warnings
+    assert (doubt or "by near-ties, or it is not lossless") in warning
+    result = ServerResult(served_evaluation(load), load)
+    assert bool(result.facts["not_ranked"]) == (doubt is not None)
+
+
+def test_a_server_beside_another_target_has_no_speedup(
+    decoder: ServedDecoder,
+    server: Served,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    measure: Callable[..., Any],
+    workspace: Workspace,
+) -> None:
+    """Which the baseline serves under the same name; at temperature 1 alone, too."""
+    other_workspace = Workspace.of(str(checkpoint("qwen2_vl")), tmp_path)
+    other = replace(open_decoder(other_workspace, None), model=decoder.model)
+    same = replace(decoder, drafter=None, drafter_name=None)
+    engine = ("--engine", f"openai:{url(server)}", "--temperature", "0,1")
+    for plain, name, is_doubted in ((same, "sound", False), (other, "beside", True)):
+        with serving(plain) as baseline:
+            found = measure(*engine, "--baseline", url(baseline), "--name", name)
+        doubts = [
+            any("another target" in doubt for doubt in load["doubts"])
+            for load in found["loads"]
+        ]
+        assert doubts == [is_doubted, is_doubted]
+        for result in of_servers([record(workspace, name)]):
+            assert all(text.startswith(f"{name} at") for text in result.warnings)
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
