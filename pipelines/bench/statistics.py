@@ -74,8 +74,8 @@ WAITING = 0.8
 SLEEPING = 0.95  # and the inverse, below which plain decoding does.
 FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
 """Shares of greedy responses that rounding may change in another process, in float32 and
-in half precision,"""
-FEWEST_DIFFERENT = 5  # or fewer responses than this.
+in half precision."""
+FEWEST_DIFFERENT = 5  # greedy responses that show another target
 
 Floats = npt.NDArray[np.float64]
 Rate = Literal[
