@@ -28,6 +28,8 @@ log = logging.getLogger("vlmdistill.pipelines")
 
 Messages = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length"]
+Turn = Mapping[str, Any]
+CODE = "{'type': 'text'"  # how Python writes a part of a turn
 MESSAGE_KEYS = ("role", "content")
 # A template drops others, or writes them as they are.
 ROLES = ("system", "user", "assistant")
@@ -142,9 +144,10 @@ def encode(
         )
     placeholders = _placeholders(processor, visual_ids)
     _check_texts(texts, placeholders)
-    rendered = _rendered(conversation, processor, variables or {})
+    variables = variables or {}
+    readable, rendered = _readable(conversation, processor, variables)
     _check_rendered(conversation, rendered, placeholders)
-    batch = _processed(conversation, processor, videos.samplings, variables or {})
+    batch = _processed(readable, processor, videos.samplings, variables)
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
         raise DataError(
@@ -199,8 +202,40 @@ def _check_texts(texts: Sequence[str], placeholders: Collection[str]) -> None:
                 )
 
 
+def _readable(
+    conversation: Sequence[Turn], processor: Any, variables: Mapping[str, Any]
+) -> tuple[Sequence[Turn], str]:
+    """A conversation in the form that the chat template reads, and the text that it makes of it.
+
+    Templates write the content of some turns as it is: a system prompt or a response is
+    a text then (GLM-4.1V, Gemma 4), and a list of parts would be Python code. DataError
+    if the template reads no form.
+    """
+    texts = [part.get("text", "") for turn in conversation for part in turn["content"]]
+    own = sum(text.count(CODE) for text in texts)
+    for roles in ((), ("system", "assistant"), ROLES):
+        form = [
+            _as_text(turn) if turn["role"] in roles else turn for turn in conversation
+        ]
+        rendered = _rendered(form, processor, variables)
+        if rendered.count(CODE) == own:
+            return form, rendered
+    raise DataError(
+        "the chat template of the target writes the parts of a turn as Python code: add "
+        "chat_template.jinja of the published model"
+    )
+
+
+def _as_text(turn: Turn) -> Turn:
+    """A turn of texts alone with its lines as the content; any other as it is."""
+    parts = turn["content"]
+    if any(part["type"] != "text" for part in parts):
+        return turn
+    return {**turn, "content": "\n".join(part["text"] for part in parts)}
+
+
 def _rendered(
-    conversation: Sequence[Mapping[str, Any]],
+    conversation: Sequence[Turn],
     processor: Any,
     variables: Mapping[str, Any],
 ) -> str:
@@ -214,7 +249,7 @@ def _rendered(
 
 
 def _check_rendered(
-    conversation: Sequence[Mapping[str, Any]],
+    conversation: Sequence[Turn],
     rendered: str,
     placeholders: Collection[str],
 ) -> None:
@@ -268,7 +303,7 @@ def _warn_of_moved_media() -> None:
 
 
 def _processed(
-    conversation: Sequence[Mapping[str, Any]],
+    conversation: Sequence[Turn],
     processor: Any,
     samplings: Sequence[FrameSampling],
     variables: Mapping[str, Any],

@@ -317,3 +317,34 @@ def test_a_text_that_the_template_leaves_out_is_named(
     monkeypatch.setattr(target.processor, "chat_template", FIRST_TEXT_ALONE)
     with pytest.raises(DataError, match=r"leaves out a text of the system: 'Be kind"):
         target.encode(messages)
+
+
+AS_IT_IS = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{% for part in message['content'] %}{{ part['text'] }} {% endfor %}"
+    "{% else %}{{ message['content'] }} {% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_writes_a_content_as_it_is_gets_a_text(
+    target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = (
+        ("system", "Be brief."),
+        ("user", "hello"),
+        ("assistant", "hi"),
+        ("user", "who"),
+    )
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}]}
+        for role, text in turns
+    ]
+    expected = target.tokenizer("Be brief. hello hi who ")["input_ids"]
+    monkeypatch.setattr(target.processor, "chat_template", AS_IT_IS)
+    assert target.encode(messages).ids_L.tolist() == expected
+    # A text that looks like a part of a turn is one.
+    code = {"role": "user", "content": "{'type': 'text', 'text': 'x'}"}
+    assert (
+        target.encode([code]).ids_L.tolist()
+        == (target.tokenizer(code["content"] + " ")["input_ids"])
+    )
