@@ -28,11 +28,15 @@ log = logging.getLogger("vlmdistill.pipelines")
 
 Messages = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length"]
-Turn = Mapping[str, Any]
-CODE = "{'type': 'text'"  # how Python writes a part of a turn
 MESSAGE_KEYS = ("role", "content")
 # A template drops others, or writes them as they are.
 ROLES = ("system", "user", "assistant")
+Turn = Mapping[str, Any]
+CODE = "{'type': 'text'"  # how Python writes a part of a turn
+AS_TEXTS = ((), ("assistant",), ("system",), ("system", "assistant"), ROLES)
+"""Roles whose turns a template may read as texts alone, in the order of trial."""
+RESPONSE_END = 20  # characters of an earlier response that a template must keep
+REASONING_END = "</think>"
 PART_KEYS = {
     "text": ("type", "text"),
     "image": ("type", "image", "path", "digest"),
@@ -146,7 +150,7 @@ def encode(
     _check_texts(texts, placeholders)
     variables = variables or {}
     readable, rendered = _readable(conversation, processor, variables)
-    _check_rendered(conversation, rendered, placeholders)
+    _check_order(conversation, rendered, placeholders)
     batch = _processed(readable, processor, videos.samplings, variables)
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
@@ -209,21 +213,41 @@ def _readable(
 
     Templates write the content of some turns as it is: a system prompt or a response is
     a text then (GLM-4.1V, Gemma 4), and a list of parts would be Python code. DataError
-    if the template reads no form.
+    if the template reads no form, or leaves out a text.
     """
-    texts = [part.get("text", "") for turn in conversation for part in turn["content"]]
-    own = sum(text.count(CODE) for text in texts)
-    for roles in ((), ("system", "assistant"), ROLES):
+    problems = []
+    for roles in AS_TEXTS:
         form = [
             _as_text(turn) if turn["role"] in roles else turn for turn in conversation
         ]
         rendered = _rendered(form, processor, variables)
-        if rendered.count(CODE) == own:
+        problem = _unread(conversation, rendered)
+        if problem is None:
             return form, rendered
-    raise DataError(
-        "the chat template of the target writes the parts of a turn as Python code: add "
-        "chat_template.jinja of the published model"
-    )
+        problems.append(problem)
+    raise DataError(problems[0])
+
+
+def _unread(conversation: Sequence[Turn], rendered: str) -> str | None:
+    """What is wrong with the text that a template makes of a conversation; None if it has all texts.
+
+    Of a response, templates may leave out the reasoning at its beginning.
+    """
+    parts = [(turn["role"], part) for turn in conversation for part in turn["content"]]
+    texts = [(role, part["text"].strip()) for role, part in parts if "text" in part]
+    if rendered.count(CODE) != sum(text.count(CODE) for _, text in texts):
+        return (
+            "the chat template of the target writes the parts of a turn as Python code: add "
+            "chat_template.jinja of the published model"
+        )
+    for role, text in texts:
+        kept = text[-RESPONSE_END:] if role == "assistant" else text
+        if kept not in rendered and not kept.endswith(REASONING_END):
+            return (
+                f"the chat template of the target leaves out a text of the {role}: '{text[:40]}': join the "
+                "texts of a turn, or use a target that reads it"
+            )
+    return None
 
 
 def _as_text(turn: Turn) -> Turn:
@@ -248,26 +272,12 @@ def _rendered(
         )
 
 
-def _check_rendered(
-    conversation: Sequence[Turn],
-    rendered: str,
-    placeholders: Collection[str],
+def _check_order(
+    conversation: Sequence[Turn], rendered: str, placeholders: Collection[str]
 ) -> None:
-    """DataError if the chat template has left out a text; a warning if it has moved images within a turn.
-
-    Of earlier responses, templates leave out the reasoning.
-    """
+    """Warn if the chat template has moved the images of a turn out of its text."""
     for turn in conversation:
-        if turn["role"] == "assistant":
-            continue
         parts = turn["content"]
-        for part in parts:
-            text = part.get("text", "").strip()
-            if text not in rendered:
-                raise DataError(
-                    f"the chat template of the target leaves out a text of the {turn['role']}: "
-                    f"'{text[:40]}': join the texts of a turn, or use a target that reads it"
-                )
         kinds = [part["type"] == "text" for part in parts]
         is_interleaved = len([*groupby(kinds)]) > 2
         if is_interleaved and not _has_order(parts, rendered, placeholders):

@@ -24,6 +24,7 @@ BODY_NAMES = ("user", "model")  # fields of a request that a policy may name
 # Fields of a request in which clients send headers, out of a policy's sight.
 HEADER_FIELDS = ("headers", "extra_headers", "request_headers", "header_names")
 HTTP_OK = 200
+MESSAGES, INPUT = "messages", "input"  # of chat completions, and of the responses API
 LITELLM_PREFIX = "x-"  # LiteLLM logs only headers whose names begin with it
 CHAT_URLS = (
     "chat/completions",
@@ -51,7 +52,9 @@ class Exchange:
     @property
     def messages(self) -> Any:
         """The messages that were sent, `instructions` first. What is no list is refused by who reads it."""
-        messages = self.request.get("messages", self.request.get("input"))
+        messages = self.request.get(MESSAGES, self.request.get(INPUT))
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         system = self.request.get("instructions")
         if isinstance(messages, list) and isinstance(system, str):
             return [{"role": "system", "content": system}, *messages]
@@ -195,7 +198,7 @@ class LiteLLMLine(msgspec.Struct, kw_only=True):
         _require_no_headers(self.model_parameters)
         request = {
             **self.model_parameters,
-            "messages": self.messages,
+            MESSAGES: self.messages,
             "model": self.model,
         }
         metadata = self.metadata or LiteLLMMetadata()

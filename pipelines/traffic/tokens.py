@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError
-from vlmdistill.pipelines.traffic.dialects import Exchange
+from vlmdistill.pipelines.traffic.dialects import INPUT, MESSAGES, Exchange
 from vlmdistill.stores.errors import PanicError, one_line, without_panics
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ OWN_PROMPT = (
     "rag",
     "context",
     "images",
-    "input",
+    INPUT,  # beside messages
     "template",
     "lora_path",
     "reasoning",
@@ -206,6 +206,8 @@ def require_whole(exchange: Exchange) -> None:
     if isinstance(extra, Mapping):
         request = {**request, **extra}
     own = [name for name in OWN_PROMPT if has_content(request.get(name))]
+    if MESSAGES not in request and INPUT in own:
+        own.remove(INPUT)
     own += [NO_TURN] if request.get(NO_TURN) is False else []
     is_counted = _counted(exchange, "prompt_tokens") is not None
     if own and not is_counted and not exchange.response.get("prompt_token_ids"):

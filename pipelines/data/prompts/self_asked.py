@@ -5,8 +5,9 @@ from there with a question, if it samples (Magpie: Alignment Data Synthesis from
 Aligned LLMs with Nothing, 2024, section 2).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vlmdistill.pipelines.data.prompts.same_text import folded
@@ -17,7 +18,7 @@ from vlmdistill.stores.views.text_stats import words_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vlmdistill.pipelines.targets.encode import EncodedPrompt
+    from vlmdistill.pipelines.targets.encode import EncodedPrompt, EncodedResponse
     from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
 TOKENS = 128  # of a question at most; longer ones are dropped
@@ -32,8 +33,10 @@ FRUITLESS_ROUNDS = 5
 class _UserTurn:
     """The template around a user's text."""
 
+    target: "VisionLanguageTarget"
     prefix: "EncodedPrompt"
-    after: str  # the text that follows the user's, such as "ASSISTANT:"; empty if it is the EOS
+    after: tuple[int, ...]
+    """The tokens that follow the user's text, such as those of `<|im_end|>` or "ASSISTANT:"."""
 
     @classmethod
     def of(cls, target: "VisionLanguageTarget") -> "_UserTurn":
@@ -50,16 +53,29 @@ class _UserTurn:
             rope_AL=first.rope_AL[:, :before],
             kind_L=first.kind_L[:before],
         )
-        suffix = target.tokenizer.decode(
-            ids_L[len(ids_L) - after :].tolist(), skip_special_tokens=True
-        )
-        return cls(prefix, suffix.strip())
+        return cls(target, prefix, tuple(ids_L[len(ids_L) - after :].tolist()))
 
-    def question(self, text: str, finish: str) -> str | None:
-        """The user's part of a text that was sampled after `prefix`; None if it does not end."""
-        if self.after and self.after in text:
-            return text.partition(self.after)[0].strip()
-        return text.strip() if finish == "stop" else None
+    def question(self, response: "EncodedResponse") -> str | None:
+        """The user's part of what was sampled after `prefix`; None if it does not end."""
+        if self._ends_with_mark:
+            # A word of the text may be that of a role, such as "assistant".
+            if self.after[0] in response.ids:
+                return self._text(response.ids[: response.ids.index(self.after[0])])
+        elif (end := self._text(self.after)) and end in response.text:
+            # Tokens of a text may differ after another text.
+            return response.text.partition(end)[0].strip()
+        return response.text.strip() if response.finish == "stop" else None
+
+    @cached_property
+    def _ends_with_mark(self) -> bool:
+        """Whether a token that no text has ends the user's turn."""
+        tokenizer = self.target.tokenizer
+        marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        return bool(self.after) and self.after[0] in marks
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self.target.tokenizer.decode([*ids], skip_special_tokens=True)
+        return text.strip()
 
 
 def _common(ids_L: "Tensor", other_L: "Tensor") -> int:
@@ -94,7 +110,7 @@ def questions(
         seed += 1
         before = len(seen)
         for response in sampled:
-            question = turn.question(response.text, response.finish)
+            question = turn.question(response)
             if question is None or len(words_of(question)) < FEWEST_WORDS:
                 continue
             text = folded(question)

@@ -348,3 +348,23 @@ def test_a_template_that_writes_a_content_as_it_is_gets_a_text(
         target.encode([code]).ids_L.tolist()
         == (target.tokenizer(code["content"] + " ")["input_ids"])
     )
+
+
+FIRST_PART_OF_A_RESPONSE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ message['content'][0]['text'] }} {% else %}"
+    "{% for part in message['content'] %}{{ part['text'] }} {% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def test_a_text_of_a_response_that_the_template_leaves_out_is_named(
+    target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [{"type": "text", "text": text} for text in ("One.", "Two.")]
+    ends = tiny.message("hello"), tiny.message("why")
+    monkeypatch.setattr(target.processor, "chat_template", FIRST_PART_OF_A_RESPONSE)
+    for content in (texts[:1], [{"type": "text", "text": "Hm. </think>"}]):
+        target.encode([*ends[0], {"role": "assistant", "content": content}, *ends[1]])
+    with pytest.raises(DataError, match=r"leaves out a text of the assistant: 'Two"):
+        target.encode([*ends[0], {"role": "assistant", "content": texts}, *ends[1]])

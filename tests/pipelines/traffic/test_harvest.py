@@ -176,6 +176,24 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
     assert (made.kept, made.dropped) == (6, {"another prompt": 11, "cut text": 2})
 
 
+@pytest.mark.parametrize(
+    "sent", ["Is it red?", [{"role": "user", "content": "Is it red?"}]]
+)
+def test_a_request_of_the_responses_api_is_read_without_counts(
+    workspace: Workspace, sent: Any
+) -> None:
+    text = {"type": "output_text", "text": ANSWER.format("red")}
+    message = {"type": "message", "role": "assistant", "content": [text]}
+    response = {"object": "response", "status": "completed", "output": [message]}
+    made = taken(
+        workspace,
+        [exchange(0, request={"model": "m", "input": sent}, response=response)],
+    )
+    assert (made.kept, made.dropped) == (1, {})
+    (prompt,) = prompt_table.read(workspace.prompts)
+    assert prompt.messages[-1]["content"][0]["text"] == "Is it red?"
+
+
 def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
     workspace: Workspace, encoder: TargetModel
 ) -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.self_asked import questions
+from vlmdistill.pipelines.targets.encode import EncodedResponse
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 
@@ -59,3 +61,18 @@ def test_a_format_is_refused_as_there_is_no_file(
     command = ["prompts", "self", "--limit", "4", "--format", "sharegpt"]
     assert main([*command, "--model", "demo-small"]) == 1
     assert "--format" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "<|im_start|>assistant\nThey look.", "<|im_end|>"]
+)
+def test_a_question_ends_at_the_mark_of_its_turn_not_at_the_name_of_a_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str
+) -> None:
+    target = load(str(tiny.checkpoint("qwen2_5_vl", tmp_path / "model", layers=1)))
+    question = "I am a teaching assistant. How do models see?"
+    ids = target.tokenizer(f"{question}<|im_end|>{rest}")["input_ids"]
+    text = target.tokenizer.decode(ids, skip_special_tokens=True)
+    sampled = EncodedResponse(tuple(ids), "stop", text)
+    monkeypatch.setattr(target, "generate", lambda *given, **named: [sampled])
+    assert list(questions(target, 1)) == [question]
