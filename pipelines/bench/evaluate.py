@@ -5,8 +5,8 @@ speed drifts affects all alike (`side_by_side.py`).
 """
 
 import gc
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,10 +45,16 @@ from vlmdistill.pipelines.bench.records import (
 from vlmdistill.pipelines.bench.settings import Settings, check_title, trees_of
 from vlmdistill.pipelines.bench.tuning import choose_trees, use_threads
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished, measurements
+from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.software import PACKAGES, Software, versions
 from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import DataError, TrainingError, one_line
+from vlmdistill.stores.errors import (
+    DataError,
+    TrainingError,
+    VlmdistillError,
+    one_line,
+)
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import agree
 
@@ -133,11 +139,9 @@ class _EvaluationRun:
         threads_before = 0
         if decoded:
             threads_before = next(iter(decoded.values())).threads
-        threads = use_threads(
-            plan.settings.threads or threads_before,
-            target,
-            target.encode(plan.prompts[0].messages),
-        )
+        with _naming(plan.prompts[0]):
+            first = target.encode(plan.prompts[0].messages)
+        threads = use_threads(plan.settings.threads or threads_before, target, first)
         decoders: list[_Decoder] = []
         for trained, drafter in zip(plan.drafters, loaded, strict=True):
             decoders += _decoders(plan, trained, drafter, target, on_prompt)
@@ -172,7 +176,8 @@ class _EvaluationRun:
             )
             for number, prompt in enumerate(plan.prompts):
                 if (temperature, number) not in self.decoded:
-                    decoded = bench.decode(number, prompt)
+                    with _naming(prompt):
+                        decoded = bench.decode(number, prompt)
                     self._keep(replace(decoded, calibration=calibration, of=total))
                     calibration = None  # it belongs to the first prompt of a process
                 on_prompt(len(self.decoded), total, f"T={temperature:g}")
@@ -245,6 +250,17 @@ class _EvaluationRun:
             temperatures=tuple(temperatures),
             title=plan.title,
         )
+
+
+@contextmanager
+def _naming(prompt: Prompt) -> Iterator[None]:
+    """Name the prompt in an error, such as that it is too long."""
+    try:
+        yield
+    except VlmdistillError as error:
+        where = f"row {prompt.row} of {prompt.source}: leave it out, or give other --prompts"
+        error.args = (f"{error} ({where})", *error.args[1:])
+        raise
 
 
 def _conditions(

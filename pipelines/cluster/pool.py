@@ -99,6 +99,30 @@ class Worker(Protocol[In, Out]):
         ...
 
 
+class _WarningsKept(logging.Handler):
+    """Keeps the texts of warnings until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+    def taken(self) -> list[str]:
+        """The texts since the last call."""
+        texts, self._texts = self._texts, []
+        return texts
+
+
+@dataclass(frozen=True)
+class _Worked:
+    """The result of a task, and what its worker has warned of."""
+
+    result: Any
+    warnings: list[str]
+
+
 class WorkerActor:
     """The Ray actor. It makes its worker in a call, so that an error while loading is an ordinary one."""
 
@@ -108,6 +132,8 @@ class WorkerActor:
         self._make = make
         self._check = check
         self._worker: Worker[Any, Any] | None = None
+        self._warnings = _WarningsKept()
+        logging.getLogger("vlmdistill").addHandler(self._warnings)
 
     def locate(self) -> str:
         """The id of this machine."""
@@ -122,10 +148,10 @@ class WorkerActor:
         self._worker = self._make()
         return self._worker.facts()
 
-    def work(self, task: Any) -> Any:
+    def work(self, task: Any) -> _Worked:
         """The worker's result for one task."""
         assert self._worker is not None
-        return self._worker.work(task)
+        return _Worked(self._worker.work(task), self._warnings.taken())
 
 
 def no_check() -> None:
@@ -274,6 +300,7 @@ class ActorPool(Generic[T, R]):
         self._has_assigned = False  # any task
         self._started = 0  # workers, to name them
         self._trouble = ""  # why the last worker was lost
+        self._warned: set[str] = set()  # what workers have warned of
         now = time.monotonic()
         self._last_look = now  # at the machines
         self._last_alive = now  # any worker
@@ -455,7 +482,12 @@ class ActorPool(Generic[T, R]):
             member.crashes = 0
             self._trouble = ""
         else:
-            self._queue.did(member, value)
+            worked: _Worked = value
+            for text in worked.warnings:
+                if text not in self._warned:  # by another worker
+                    self._warned.add(text)
+                    logger.warning("%s", text)
+            self._queue.did(member, worked.result)
 
     def _located(self, member: Member, machine_id: str) -> None:
         """Let a worker check its machine, whose id it has told."""

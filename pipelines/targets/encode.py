@@ -35,6 +35,14 @@ Turn = Mapping[str, Any]
 CODE = "{'type': 'text'"  # how Python writes a part of a turn
 AS_TEXTS = ((), ("assistant",), ("system",), ("system", "assistant"), ROLES)
 """Roles whose turns a template may read as texts alone, in the order of trial."""
+MOVED = (
+    "the chat template of the target moves the images of a turn out of its text: a prompt such as 'which of "
+    "<image> and <image> is red?' is read without their places"
+)
+READ_AS_TEXTS = (
+    "the chat template of the target reads some turns as texts, not as parts: a server that gives it parts, "
+    "as vLLM does, lets the target read them as Python code"
+)
 RESPONSE_END = 20  # characters of an earlier response that a template must keep
 REASONING_END = "</think>"
 PART_KEYS = {
@@ -223,6 +231,8 @@ def _readable(
         rendered = _rendered(form, processor, variables)
         problem = _unread(conversation, rendered)
         if problem is None:
+            if roles:
+                _warn_once(READ_AS_TEXTS)
             return form, rendered
         problems.append(problem)
     raise DataError(problems[0])
@@ -281,7 +291,7 @@ def _check_order(
         kinds = [part["type"] == "text" for part in parts]
         is_interleaved = len([*groupby(kinds)]) > 2
         if is_interleaved and not _has_order(parts, rendered, placeholders):
-            _warn_of_moved_media()
+            _warn_once(MOVED)
 
 
 def _has_order(
@@ -304,12 +314,9 @@ def _has_order(
 
 
 @cache
-def _warn_of_moved_media() -> None:
+def _warn_once(text: str) -> None:
     """Once in a process."""
-    log.warning(
-        "the chat template of the target moves the images of a turn out of its text: a prompt such as 'which "
-        "of <image> and <image> is red?' is read without their places"
-    )
+    log.warning("%s", text)
 
 
 def _processed(

@@ -38,6 +38,7 @@ from vlmdistill.pipelines.bench.evaluate import Settings, evaluate, kept
 from vlmdistill.pipelines.bench.records import Evaluation, files_in, new_file, write
 from vlmdistill.pipelines.bench.statistics import figures
 from vlmdistill.pipelines.bench.unfinished import Decoded
+from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.changes import compare
 from vlmdistill.pipelines.report.documents import csv
@@ -873,6 +874,20 @@ def test_an_evaluation_names_the_weights_that_it_is_of(
     (folder / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert kept(elsewhere, open_drafters(elsewhere, ["tuned"]), few) == []
     assert made.weights in str(read(elsewhere).groups[0].facts)
+
+
+def test_a_prompt_that_the_target_refuses_is_named(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    contents = ["What is 1?", "What is <|image_pad|>?"]
+    workspace = held_out(str(checkpoint("qwen2_5_vl")), tmp_path, contents)
+    (row,) = (
+        prompt.row
+        for prompt in prompt_table.read(workspace.prompts)
+        if "pad" in str(prompt.messages)
+    )
+    with pytest.raises(DataError, match=rf"placeholder.*\(row {row} of .*leave it out"):
+        evaluate(workspace, open_drafters(workspace, ["lookahead"]), SETTINGS)
 
 
 def test_a_drafter_of_another_target_is_refused_in_one_line(

@@ -86,6 +86,21 @@ def test_every_task_is_done_once_by_any_number_of_workers(number: int) -> None:
         assert run(pool, tasks(*range(7))) == ({str(i): i * i for i in range(7)}, {})
 
 
+def test_a_warning_of_workers_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    def warn(number: int) -> None:
+        import logging
+
+        logging.getLogger("vlmdistill.pipelines").warning("odd %s", number % 2)
+
+    options = WorkerOptions(workers=2)
+    with ActorPool[Numbers, Squares](worker(warn), options=options) as pool:
+        run(pool, tasks(*range(6)))
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "odd 0",
+        "odd 1",
+    ]
+
+
 def test_the_task_of_a_killed_worker_goes_to_another(tmp_path: Path) -> None:
     def die_once(number: int, marker: str) -> None:
         if number == 2 and not os.path.exists(marker):
