@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vlmdistill.pipelines.workspace.workspace import Workspace
 
 MOST_SHOWN = 3  # of the files that are not read
-NOTED = ("skipped_file", "row_forms", "unread_files", "sampled")
+NOTED = ("skipped_file", "row_forms", "earlier", "unread_files", "sampled")
 """Parts of a summary that have lines of their own."""
 MOST_NAMED = 5  # of names with counts
 MOST_UNREAD = 20  # of columns
@@ -189,6 +189,8 @@ def prompts(
     console.result(facts if as_json else _without_empty(facts), as_json)
     if summary.unread_files:
         _warn_of_unread_files(summary.unread_files)
+    if summary.earlier:
+        _note_earlier(summary.earlier)
     if summary.sampled:
         _note_sampled(summary.sampled)
     if summary.hidden_media:
@@ -259,6 +261,14 @@ def _most_common(counts: "Counter[str]") -> str:
     most_common = counts.most_common(MOST_NAMED)
     names = ", ".join(f"{name} ({count})" for name, count in most_common)
     return names + (", ..." if len(counts) > MOST_NAMED else "")
+
+
+def _note_earlier(counts: "Counter[str]") -> None:
+    names = _most_common(counts)
+    console.note(
+        f"prompts of an earlier import stay that this one has not made: {names}. If rows were corrected or "
+        "removed, import all sources again into a new file, --out, and move that to prompts.parquet"
+    )
 
 
 def _note_sampled(counts: "Counter[str]") -> None:

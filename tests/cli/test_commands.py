@@ -267,6 +267,21 @@ def test_an_import_shows_the_first_prompts_before_its_summary(
     assert "first of" not in capsys.readouterr().err
 
 
+def test_prompts_that_a_corrected_file_has_no_more_are_told(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"question": f"{number}?"}) for number in range(3)]
+    Path("rows.jsonl").write_text("\n".join(rows))
+    assert main(["prompts", "rows.jsonl"]) == 0
+    assert main(["prompts", "rows.jsonl", "talks.json"]) == 0
+    assert "earlier import" not in capsys.readouterr().err
+    Path("rows.jsonl").write_text("\n".join(rows[:2]))
+    assert main(["prompts", "rows.jsonl"]) == 0
+    assert "has not made: rows.jsonl (1)" in capsys.readouterr().err
+    assert main(["prompts", "rows.jsonl", "--limit", "1"]) == 0
+    assert "earlier import" not in capsys.readouterr().err
+
+
 def test_unread_columns_do_not_flood_the_summary(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,8 @@ class ImportSummary:
     """Columns with text, and keys of turns and parts, that were not used."""
     row_forms: Sequence["RowForm"]
     """The forms of the rows, the most common first."""
+    earlier: Counter[str]
+    """Prompts of earlier imports that this one has not made, by the name of their source, read whole now."""
     unread_files: Sequence[str]
     """The names of files of the sources that were not read."""
     hidden_media: Counter[str]
@@ -283,6 +285,7 @@ def import_rows(
         sampled=job.sampled,
         unread_columns=job.unread,
         row_forms=job.row_forms,
+        earlier=job.earlier(prompts.values()),
         unread_files=job.unread_files,
         hidden_media=job.hidden,
         total=len(prompts),
@@ -403,6 +406,14 @@ class _Import:
         """The forms of the rows that became prompts, the most common first."""
         forms = self._forms.values()
         return sorted(forms, key=lambda form: form.prompts, reverse=True)
+
+    def earlier(self, prompts: Iterable[Prompt]) -> Counter[str]:
+        """Prompts that this import has not made of its sources, by their names; none if it ended early."""
+        if not self.room:
+            return Counter()
+        others = (prompt for prompt in prompts if prompt.key not in self.new)
+        sources = (prompt.source for prompt in others if prompt.time is None)
+        return Counter(Path(name).name for name in sources if name in self.sources)
 
     def read(self, source: str, rows: Iterator[Row], kind: Format) -> None:
         """Take the rows of one source, until the limit."""

@@ -25,6 +25,7 @@ from vlmdistill.stores.input_files import read_bytes
 HUB_TIMEOUT = 5.0  # seconds until the hub counts as unreachable
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_config.json"  # of LoRA
 CONVERT = "convert it: load it with transformers and call save_pretrained"
 GGUF = (
     "GGUF files are not read: use the checkpoint that they were made from, with "
@@ -198,6 +199,11 @@ def check_videos(name: str) -> None:
 
 def complete(folder: Path) -> Path:
     """Return the folder if it is complete; TargetError names the first missing file."""
+    if (folder / ADAPTER).is_file():
+        raise TargetError(
+            f"{folder} has an adapter ({ADAPTER}), which is not read: merge it into the weights, as by "
+            "merge_and_unload of peft, and save them"
+        )
     family_of(folder / "config.json")
     for shard in weight_files(folder):
         check_safetensors(shard)

@@ -257,6 +257,16 @@ def test_a_workspace_does_not_hide_the_model_of_its_name(
     assert absolute_model("llava-1.5-7b") == "llava-1.5-7b"
 
 
+def test_an_adapter_beside_the_weights_is_not_ignored(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tuned"
+    shutil.copytree(checkpoint("llava"), folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(TargetError, match=r"adapter_config.json.*merge it"):
+        load(str(folder))
+
+
 def test_weights_without_safetensors(copy: Callable[[str], Path]) -> None:
     """Only safetensors are fetched and read: another download would not help."""
     folder = copy("llava")
