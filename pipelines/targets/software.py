@@ -73,7 +73,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 def commit() -> str | None:
     """The commit of the package, with `-dirty` if its files differ from it; None without a repository."""
-    root = Path(__file__).parents[2]
+    # In its repository, src/vlmdistill has links to the folders of its modules.
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # of another project, if it is in a folder above
         return None
     try:

@@ -48,47 +48,77 @@ def git(*arguments: str, folder: Path) -> str:
     ).stdout.strip()
 
 
+def committed(folder: Path, *files: str) -> str:
+    """The new commit of these files of a new repository."""
+    git("init", "-q", folder=folder)
+    git("add", *files, folder=folder)
+    git("commit", "-qm", "all", folder=folder)
+    return git("rev-parse", "--short=12", "HEAD", folder=folder)
+
+
+def commit_of(imported: Path) -> str:
+    """The commit that a process with such a folder of packages tells."""
+    code = (
+        "from vlmdistill.pipelines.targets import software; "
+        "print(software.__file__, software.commit(), software.command_line(), sep='|')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "one", "--token", "two"],
+        cwd=imported,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(imported)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    file, commit, command = done.stdout.strip().split("|")
+    assert Path(file).is_relative_to(imported)
+    assert command == "-c one --token '***'"
+    return commit
+
+
 def test_the_commit_is_that_of_the_package_and_dirty_if_its_files_changed(
     tmp_path: Path,
 ) -> None:
     package = tmp_path / "outer" / "package"
+    packages = package / "src"
     folder = package / "pipelines" / "targets"
     folder.mkdir(parents=True)
     (package / "docs").mkdir()
     (folder / "software.py").write_text(
         (ROOT / "pipelines" / "targets" / "software.py").read_text()
     )
+    linked = packages / "vlmdistill" / "pipelines"
+    linked.parent.mkdir(parents=True)
+    (packages / "vlmdistill" / "__init__.py").touch()
+    linked.symlink_to((ROOT / "src" / "vlmdistill" / "pipelines").readlink())
 
-    def commit() -> str:
-        code = "import software; print(software.commit(), '|', software.command_line())"
-        done = subprocess.run(
-            [sys.executable, "-c", code, "one", "--token", "two"],
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found, _, command = done.stdout.strip().partition(" | ")
-        assert command == "-c one --token '***'"
-        return found
-
-    assert commit() == "None"
-    git(
-        "init", "-q", folder=tmp_path / "outer"
-    )  # a repository that only contains an installed package
-    git("add", ".", folder=tmp_path / "outer")
-    git("commit", "-qm", "all", folder=tmp_path / "outer")
-    assert commit() == "None"
-    git("init", "-q", folder=package)
-    git("add", "pipelines/targets/software.py", folder=package)
-    git("commit", "-qm", "all", folder=package)
-    head = git("rev-parse", "--short=12", "HEAD", folder=package)
+    assert commit_of(packages) == "None"
+    committed(tmp_path / "outer", ".")  # it only contains the package
+    assert commit_of(packages) == "None"
+    head = committed(package, "pipelines/targets/software.py", "src")
     (package / "docs" / "notes").write_text("no code")
     (package / ".gitignore").write_text("__pycache__")
-    assert commit() == head
+    assert commit_of(packages) == head
     (package / "pipelines" / "new.py").write_text("a = 1")
-    assert commit() == f"{head}-dirty"
+    assert commit_of(packages) == f"{head}-dirty"
+
+
+def test_an_installed_package_has_no_commit(tmp_path: Path) -> None:
+    """A wheel in an environment within another repository."""
+    packages = tmp_path / ".venv" / "lib" / "python3" / "site-packages"
+    folder = packages / "vlmdistill" / "pipelines" / "targets"
+    folder.mkdir(parents=True)
+    text = (ROOT / "pipelines" / "targets" / "software.py").read_text()
+    (folder / "software.py").write_text(text)
+    (packages / "vlmdistill" / "__init__.py").touch()
+    committed(tmp_path, ".")
+    assert commit_of(packages) == "None"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in its repository")
+def test_a_checkout_tells_its_commit() -> None:
+    head = git("rev-parse", "--short=12", "HEAD", folder=ROOT)
+    assert software.commit() in (head, f"{head}-dirty")
 
 
 def test_versions_are_those_that_run() -> None:
