@@ -228,7 +228,12 @@ def _readable(
         form = [
             _as_text(turn) if turn["role"] in roles else turn for turn in conversation
         ]
-        rendered = _rendered(form, processor, variables)
+        try:
+            rendered = _rendered(form, processor, variables)
+        except DataError:
+            if not problems:  # it refuses the prompt, not this form of it
+                raise
+            continue
         problem = _unread(conversation, rendered)
         if problem is None:
             if roles:

@@ -351,7 +351,9 @@ def test_a_template_that_writes_a_content_as_it_is_gets_a_text(
 
 
 FIRST_PART_OF_A_RESPONSE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% for message in messages %}"
+    "{% if message['content'] is string %}{{ raise_exception('no parts') }}{% endif %}"
+    "{% if message['role'] == 'assistant' %}"
     "{{ message['content'][0]['text'] }} {% else %}"
     "{% for part in message['content'] %}{{ part['text'] }} {% endfor %}"
     "{% endif %}{% endfor %}"
