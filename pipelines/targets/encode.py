@@ -4,6 +4,7 @@ Shapes: L positions of the expanded prompt, A rotary axes.
 """
 
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ READ_AS_TEXTS = (
     "as vLLM does, lets the target read them as Python code"
 )
 RESPONSE_END = 20  # characters of an earlier response that a template must keep
-REASONING_END = "</think>"
+REASONING_END = re.compile(r"</think>|</thought>|\[/THINK\]|<channel\|>")
 PART_KEYS = {
     "text": ("type", "text"),
     "image": ("type", "image", "path", "digest"),
@@ -223,46 +224,46 @@ def _readable(
     a text then (GLM-4.1V, Gemma 4), and a list of parts would be Python code. DataError
     if the template reads no form, or leaves out a text.
     """
-    problems = []
+    problems: list[DataError] = []
     for roles in AS_TEXTS:
         form = [
             _as_text(turn) if turn["role"] in roles else turn for turn in conversation
         ]
         try:
             rendered = _rendered(form, processor, variables)
-        except DataError:
-            if not problems:  # it refuses the prompt, not this form of it
-                raise
+            _require_read(conversation, rendered)
+        except MediaError:  # of this machine
+            raise
+        except DataError as error:
+            problems.append(error)
             continue
-        problem = _unread(conversation, rendered)
-        if problem is None:
-            if roles:
-                _warn_once(READ_AS_TEXTS)
-            return form, rendered
-        problems.append(problem)
-    raise DataError(problems[0])
+        if roles:
+            _warn_once(READ_AS_TEXTS)
+        return form, rendered
+    raise problems[0]
 
 
-def _unread(conversation: Sequence[Turn], rendered: str) -> str | None:
-    """What is wrong with the text that a template makes of a conversation; None if it has all texts.
+def _require_read(conversation: Sequence[Turn], rendered: str) -> None:
+    """DataError if the text that a template makes of a conversation lacks one of its texts.
 
     Of a response, templates may leave out the reasoning at its beginning.
     """
     parts = [(turn["role"], part) for turn in conversation for part in turn["content"]]
     texts = [(role, part["text"].strip()) for role, part in parts if "text" in part]
     if rendered.count(CODE) != sum(text.count(CODE) for _, text in texts):
-        return (
+        raise DataError(
             "the chat template of the target writes the parts of a turn as Python code: add "
             "chat_template.jinja of the published model"
         )
     for role, text in texts:
-        kept = text[-RESPONSE_END:] if role == "assistant" else text
-        if kept not in rendered and not kept.endswith(REASONING_END):
-            return (
+        kept = text
+        if role == "assistant":
+            kept = REASONING_END.split(text)[-1].strip()[-RESPONSE_END:]
+        if kept not in rendered:
+            raise DataError(
                 f"the chat template of the target leaves out a text of the {role}: '{text[:40]}': join the "
                 "texts of a turn, or use a target that reads it"
             )
-    return None
 
 
 def _as_text(turn: Turn) -> Turn:

@@ -370,3 +370,36 @@ def test_a_text_of_a_response_that_the_template_leaves_out_is_named(
         target.encode([*ends[0], {"role": "assistant", "content": content}, *ends[1]])
     with pytest.raises(DataError, match=r"leaves out a text of the assistant: 'Two"):
         target.encode([*ends[0], {"role": "assistant", "content": texts}, *ends[1]])
+
+
+WITHOUT_REASONING = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ part['text'].split('</think>')[-1] }} {% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["", "\n\nB", " Yes, the board is quite red."])
+def test_a_template_may_leave_out_the_reasoning_of_a_response(
+    target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    text = {"type": "text", "text": f"<think>Hm.</think>{answer}"}
+    response = {"role": "assistant", "content": [text]}
+    monkeypatch.setattr(target.processor, "chat_template", WITHOUT_REASONING)
+    ids = target.encode([*tiny.message("hi"), response, *tiny.message("why")]).ids_L
+    assert "Hm" not in target.tokenizer.decode(ids)
+
+
+SYSTEM_IS_TEXT = (
+    "{% if messages[0]['role'] == 'system' %}{{ 'S: ' + messages[0]['content'] }} {% endif %}"
+    "{% for message in messages if message['role'] != 'system' %}"
+    "{% for part in message['content'] %}{{ part['text'] }} {% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_joins_a_system_turn_to_a_text_gets_a_text(
+    target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    monkeypatch.setattr(target.processor, "chat_template", SYSTEM_IS_TEXT)
+    ids = target.encode([system, *tiny.message("hello")]).ids_L
+    assert ids.tolist() == target.tokenizer("S: Be brief. hello ")["input_ids"]
