@@ -402,7 +402,7 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
     from vlmdistill.pipelines.report import selection
     from vlmdistill.pipelines.report.comparison import drifts
     from vlmdistill.pipelines.report.page import beside_present_weights
-    from vlmdistill.pipelines.report.results import DrafterResult
+    from vlmdistill.pipelines.report.results import DrafterResult, of_clock
 
     kept = selection.read(workspace.reports)
     present = beside_present_weights(workspace, kept.drafter_results)
@@ -420,6 +420,9 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
             # A number in doubt is not shown.
             if row["not_ranked"]:
                 row["speedup"] = None
+            elif isinstance(result, DrafterResult):
+                speed = result.figures.speed
+                row["speedup"] = of_clock(_cell(row[speed]), speed)
             if isinstance(result, DrafterResult) and result.wrong_counts:
                 row["tau"] = None
             row["temperature"] = f"{row['temperature']:g}"
@@ -627,7 +630,9 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
             "temperature": measurement.temperature,
             **as_facts(figures(measurement)),
         }
-        facts["not_ranked"] = DrafterResult(evaluation, measurement).no_speedup
+        result = DrafterResult(evaluation, measurement)
+        facts["speed"] = result.figures.speed
+        facts["not_ranked"] = result.no_speedup
         for name, label in LABELS.items():
             groups = measurement.by(label)
             facts[f"by_{name}"] = {

@@ -259,6 +259,7 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
         "measured": evaluation.measured,
         "software": asdict(evaluation.software),
         "temperature": result.temperature,
+        "speed": result.figures.speed,
         "not_ranked": result.no_speedup,
         **as_facts(result.figures),
     }
@@ -285,7 +286,7 @@ def _compare(before: Path, after: Path, where: list[str], as_json: bool) -> None
     console.echo(f"A  {before}\nB  {after}")
     _show_differences(compared)
     if compared.drafters:
-        _show_rates(compared, (*changes.COUNTED, *changes.TIMED))
+        _show_rates(compared, compared.rates)
         _show_changed(compared)
     else:
         console.echo("nothing compares")
@@ -329,8 +330,10 @@ def _by_reason(reasons: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 def _show_rates(compared: "Changes", rates: Sequence[Any]) -> None:
     """Print a table of both values of each rate; warnings on stderr."""
+    from vlmdistill.pipelines.report.results import in_words
+
     typer.echo()
-    header = ["drafter", "T", *(rate.replace("_", " ") for rate in rates)]
+    header = ["drafter", "T", *map(in_words, rates)]
     rows = [_rates_row(drafter, rates) for drafter in compared.drafters]
     console.rows(header, rows)
     console.echo(

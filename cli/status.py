@@ -68,9 +68,6 @@ def _row(drafter: "DrafterStatus") -> list[Any]:
     if drafter.validate:
         samples += f", {drafter.validate} validate"
     trained = [drafter.name, drafter.method, drafter.steps, samples]
-    rates = [_rate(drafter.tau), _rate(drafter.speedup)]
-    return [*trained, measured, *rates, "; ".join(drafter.remarks)]
-
-
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.2f}"
+    tau = "-" if drafter.tau is None else f"{drafter.tau:.2f}"
+    remarks = "; ".join(drafter.remarks)
+    return [*trained, measured, tau, drafter.speedup_text, remarks]

@@ -186,6 +186,12 @@ class Figures:
     """Reasons to doubt the speedup: no verdict rests on it."""
     warnings: tuple[str, ...] = ()  # all problems of these metrics, doubts included
 
+    @property
+    def speed(self) -> Rate:
+        """Its speedup: by the clock, or in CPU seconds where others had a part of the CPU."""
+        is_known = self.cpu_speedup is not None
+        return "cpu_speedup" if is_known and is_busy(self.cpu_share) else "speedup"
+
 
 def figures(measurement: Measurement) -> Figures:
     """Compute the metrics of a measurement."""

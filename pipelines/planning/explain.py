@@ -17,10 +17,15 @@ from vlmdistill.drafters import catalogue
 from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.pipelines.bench.plan import Description
 from vlmdistill.pipelines.bench.records import PromptResult, TrainedStage
-from vlmdistill.pipelines.bench.statistics import FEWEST_OF_KIND, alpha
+from vlmdistill.pipelines.bench.statistics import (
+    FEWEST_OF_KIND,
+    Rate,
+    alpha,
+    is_busy,
+)
 from vlmdistill.pipelines.planning.status import doubt_of, other_weights
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.results import DrafterResult, conditions
+from vlmdistill.pipelines.report.results import DrafterResult, conditions, rate_of
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.checkpoints.template import template_of
 from vlmdistill.pipelines.workspace.trained import Trained
@@ -87,6 +92,7 @@ class Explanation:
     tau: float | None
     """Of the last evaluation at its lowest temperature; None also if it is in doubt."""
     speedup: float | None  # likewise
+    speed: Rate | None  # which speedup: by the clock, or in CPU seconds
     acceptance: tuple[float, ...]  # by drafted token; empty if the tau is None
     acceptance_by_kind: Mapping[str, float]  # of the first drafted token
     held_out_agreement: tuple[float, ...]  # by hop, of the saved weights
@@ -106,12 +112,13 @@ def explain(workspace: Workspace, name: str) -> Explanation:
     latest = last.get(name, [])
     coldest = min(latest, key=lambda result: result.temperature, default=None)
     evidence = _Evidence(workspace, trained, Description.of(trained), coldest, last)
-    counted, timed = evidence.counted, evidence.timed
+    counted = evidence.counted
     return Explanation(
         drafter=name,
         method=trained.method,
         tau=counted.figures.tau if counted else None,
-        speedup=timed.figures.speedup if timed else None,
+        speedup=coldest.speedup if coldest else None,
+        speed=coldest.figures.speed if coldest else None,
         acceptance=counted.figures.alpha if counted else (),
         acceptance_by_kind=evidence.first_by_kind,
         held_out_agreement=evidence.held_out,
@@ -170,8 +177,11 @@ class _Evidence:
 
     @property
     def timed(self) -> DrafterResult | None:
-        """The result, if its speedup is not in doubt."""
-        return None if self.result is None or self.result.no_speedup else self.result
+        """The result, if its times are not in doubt, nor beside those of other programs."""
+        result = self.result
+        if result is None or result.no_speedup or is_busy(result.figures.cpu_share):
+            return None
+        return result
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -345,7 +355,7 @@ class _Evidence:
             and conditions(result.evaluation) == settings
         ]
         # It loads torch.
-        from vlmdistill.pipelines.report.comparison import ranked, rate_of
+        from vlmdistill.pipelines.report.comparison import ranked
 
         (ranking,) = ranked(alike)
         is_ranked = any(result.drafter == self.name for result in ranking.ranked)

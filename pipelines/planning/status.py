@@ -10,9 +10,10 @@ import polars as pl
 
 from vlmdistill.drafters.checkpoints.description import describe, weights_hash
 from vlmdistill.pipelines.bench import records
+from vlmdistill.pipelines.bench.statistics import Rate
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.results import DrafterResult
+from vlmdistill.pipelines.report.results import DrafterResult, of_clock
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace, default_model
@@ -45,7 +46,15 @@ class DrafterStatus:
     measured: str  # the time of its last evaluation, empty if never
     tau: float | None  # at its lowest temperature, in the latest evaluation
     speedup: float | None  # None also if it is in doubt
+    speed: Rate | None  # which speedup: by the clock, or in CPU seconds
     remarks: tuple[str, ...]  # for the user: what is stale, unfinished or in doubt
+
+    @property
+    def speedup_text(self) -> str:
+        """The speedup as one cell."""
+        if self.speedup is None or self.speed is None:
+            return "-"
+        return of_clock(f"{self.speedup:.2f}", self.speed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +87,7 @@ class WorkspaceStatus:
             "next": self.next or "nothing is missing",
         }
         rows = [
-            (each.name, each.state, each.steps, each.tau, each.speedup)
+            (each.name, each.state, each.steps, each.tau, each.speedup_text)
             for each in self.drafters
         ]
         shown = [["-" if cell is None else cell for cell in row] for row in rows]
@@ -196,7 +205,6 @@ def _drafter(
     shown = coldest.facts if coldest else {}
     doubt = doubt_of(coldest) if coldest else ""
     if coldest and doubt:
-        shown["speedup"] = None
         if coldest.wrong_counts:
             shown["tau"] = None
         remarks.append(f"no speedup: {doubt}")
@@ -210,7 +218,8 @@ def _drafter(
         validate=training.get("validate", 0),
         measured=shown.get("measured", ""),
         tau=shown.get("tau"),
-        speedup=shown.get("speedup"),
+        speedup=coldest.speedup if coldest else None,
+        speed=coldest.figures.speed if coldest else None,
         remarks=tuple(remarks),
     )
 

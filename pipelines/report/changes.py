@@ -26,7 +26,9 @@ from vlmdistill.pipelines.report.results import (
     REPEATED,
     DrafterResult,
     conditions,
+    in_words,
     of_drafters,
+    speed_of,
     with_whole_fingerprints,
 )
 from vlmdistill.pipelines.report.selection import Kept, distinguished
@@ -35,6 +37,8 @@ from vlmdistill.stores.errors import DataError
 
 COUNTED: Final[tuple[Rate, ...]] = ("tau", "accepted")
 TIMED: Final[tuple[Rate, ...]] = ("decode_speedup", "speedup")
+TIMED_BY_CPU: Final[tuple[Rate, ...]] = ("cpu_speedup",)
+"""Of a drafter beside which other programs had a part of the CPU on either side."""
 NEEDED_FOR_TIMES: Final = ("hardware", "dtype", "threads", "attention", "compiled")
 SOFTWARE: Final = ("python", *PACKAGES, "commit")
 
@@ -61,8 +65,7 @@ class Change:
     @property
     def sentence(self) -> str:
         """The change in words."""
-        rate = self.rate.replace("_", " ")
-        change = f"{rate} is {self.verdict}, {self.before:.2f} -> {self.after:.2f}"
+        change = f"{in_words(self.rate)} is {self.verdict}, {self.before:.2f} -> {self.after:.2f}"
         if self.ratio is None:
             return change
         low, high = self.ratio.low, self.ratio.high
@@ -107,6 +110,13 @@ class Changes:
     """By drafter whose times do not compare: why not."""
     only_before: list[str] = field(default_factory=list)
     only_after: list[str] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[Rate]:
+        """The columns of a table: the rates of any drafter, and those of the clock."""
+        compared = {change.rate for each in self.drafters for change in each.rates}
+        by_cpu = [rate for rate in TIMED_BY_CPU if rate in compared]
+        return [*COUNTED, *TIMED, *by_cpu]
 
     @property
     def changed(self) -> list[tuple[ChangedDrafter, Change]]:
@@ -211,8 +221,11 @@ def _compare(
     untimed += [f"B: {text}" for text in after.no_speedup]
     if untimed:
         changes.untimed[name] = untimed
-    rates = COUNTED if untimed else (*COUNTED, *TIMED)
-    changes.drafters.append(_changed(name, before, after, rates))
+    timed: Sequence[Rate] = ()
+    if not untimed:
+        is_busy = speed_of([before, after]) == "cpu_speedup"
+        timed = TIMED_BY_CPU if is_busy else TIMED
+    changes.drafters.append(_changed(name, before, after, (*COUNTED, *timed)))
 
 
 def _differing(old: Evaluation, new: Evaluation) -> dict[str, tuple[str, str]]:

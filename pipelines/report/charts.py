@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from vlmdistill.pipelines.bench.statistics import Interval, Rate
 from vlmdistill.pipelines.report.comparison import Ranking
-from vlmdistill.pipelines.report.results import DrafterResult
+from vlmdistill.pipelines.report.results import DrafterResult, in_words, rate_of
 
 WIDTH: Final = 400.0  # of a chart
 HEIGHT: Final = 220.0
@@ -201,7 +201,7 @@ def speed(
     """Speedup (bar) and decode speedup (mark), on one scale for `everything`."""
     title = f"Speedup against plain decoding at temperature {ranking.temperature:g}"
     return _bars(
-        title, ranking.results, styles, "speedup", "decode_speedup", everything
+        title, ranking.results, styles, ranking.speed, "decode_speedup", everything
     )
 
 
@@ -304,7 +304,7 @@ def pareto(
     if len(megabytes) < 2:
         return None
     memories = [_megabytes(result) or 0 for result in everything]
-    speedups = [_largest(result, ("speedup",)) for result in everything]
+    speedups = [_largest(result, (ranking.speed,)) for result in everything]
     right = MARGIN * max(1e-3, *memories)
     top = MARGIN * max(1.0, *speedups)
     x_of = _scale(0, right, LEFT, RIGHT)
@@ -314,7 +314,8 @@ def pareto(
     for result in ranking.results:
         if result.name in megabytes:
             megabytes_of = megabytes[result.name]
-            marks.append(_memory_mark(result, megabytes_of, styles, x_of, y_of))
+            mark = _memory_mark(result, megabytes_of, ranking.speed, styles, x_of, y_of)
+            marks.append(mark)
     line = [(x_of(x), y_of(y)) for x, y in front]
     x_ticks = _placed(_ticks(0, right, least=1e-4), x_of)
     y_ticks = _placed(_ticks(0, top), y_of)
@@ -326,7 +327,7 @@ def pareto(
         y_ticks,
         SQUARE,
         across="weights of the drafter, MB",
-        up="speedup",
+        up=in_words(ranking.speed),
         line=tuple(line),
         key="dashed: the best speedup with so much memory; bars: 95% intervals",
     )
@@ -338,7 +339,7 @@ def _front(
     """The corners of the best speedup by memory, from plain decoding to the right end."""
 
     def least_memory_first(result: DrafterResult) -> tuple[float, float]:
-        return megabytes[result.name], -result.figures.speedup
+        return megabytes[result.name], -rate_of(result, ranking.speed)
 
     sound = [
         result
@@ -348,7 +349,7 @@ def _front(
     best = 1.0
     corners = [(0.0, best)]
     for result in sorted(sound, key=least_memory_first):
-        memory, speedup = megabytes[result.name], result.figures.speedup
+        memory, speedup = megabytes[result.name], rate_of(result, ranking.speed)
         if speedup > best:
             corners += [(memory, best), (memory, speedup)]
             best = speedup
@@ -356,11 +357,16 @@ def _front(
 
 
 def _memory_mark(
-    result: DrafterResult, memory: float, styles: Styles, x_of: Scale, y_of: Scale
+    result: DrafterResult,
+    memory: float,
+    speed: Rate,
+    styles: Styles,
+    x_of: Scale,
+    y_of: Scale,
 ) -> Series:
     """Memory and speedup of a drafter, with its interval."""
-    speedup = result.figures.speedup
-    interval = result.figures.intervals.get("speedup")
+    speedup = rate_of(result, speed)
+    interval = result.figures.intervals.get(speed)
     x = x_of(memory)
     spans: tuple[Span, ...] = ()
     if interval:
@@ -391,7 +397,7 @@ def _bars(
     series = []
     for number, result in enumerate(results):
         figures, top = result.figures, BAR * number
-        values = [getattr(figures, bar), getattr(figures, mark)]
+        values = [rate_of(result, bar), rate_of(result, mark)]
         points = [(x_of(value), top) for value in values]
         interval = figures.intervals.get(bar)
         spans: tuple[Span, ...] = ()
@@ -402,8 +408,9 @@ def _bars(
         series.append(Series(result.label, style, values, points, spans, note))
     ticks = _placed(sorted({1.0, *_ticks(0, end)}), x_of)
     height = BAR * len(series) + 30
-    key = f"bar: {bar}, 95% interval; diamond, and in parentheses: {mark}"
-    return Chart("bars", title, series, ticks, [], height, key=key.replace("_", " "))
+    named, marked = in_words(bar), in_words(mark)
+    key = f"bar: {named}, 95% interval; diamond, and in parentheses: {marked}"
+    return Chart("bars", title, series, ticks, [], height, key=key)
 
 
 def _stack(
@@ -441,7 +448,7 @@ def _stack(
 def _largest(result: DrafterResult, rates: Sequence[Rate]) -> float:
     """The highest of these rates, of the ends of their intervals and, beside tau, of the ideal speedup."""
     figures = result.figures
-    values = [getattr(figures, rate) for rate in rates]
+    values = [rate_of(result, rate) for rate in rates]
     for rate in rates:
         interval = figures.intervals.get(rate)
         if interval:

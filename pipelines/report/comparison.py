@@ -12,7 +12,6 @@ from typing import Final, Literal
 from vlmdistill.pipelines.bench import audit
 from vlmdistill.pipelines.bench.records import Evaluation, PromptResult
 from vlmdistill.pipelines.bench.statistics import (
-    BUSY,
     FEWEST,
     FEWEST_OF_KIND,
     Checks,
@@ -27,6 +26,8 @@ from vlmdistill.pipelines.report.results import (
     Speed,
     conditions,
     of_drafters,
+    rate_of,
+    speed_of,
 )
 from vlmdistill.pipelines.report.selection import distinguished
 from vlmdistill.pipelines.targets.embedded import ignorance
@@ -470,26 +471,6 @@ def _ranking(results: Sequence[DrafterResult]) -> Ranking:
         by_name, key=lambda result: rate_of(result, speed), reverse=True
     )
     return Ranking(tuple(fastest_first))
-
-
-def speed_of(results: Iterable[DrafterResult]) -> Rate:
-    """The speedup that compares them: by the clock, or in CPU seconds where others had a part of the CPU.
-
-    One speedup for all, since those of two clocks do not compare. Results in doubt, as of a drafter that
-    waits, do not choose it, unless all are.
-    """
-    every_result = [*results]
-    sound = [result for result in every_result if not result.unranked]
-    figures = [result.figures for result in sound or every_result]
-    shares = [one.cpu_share for one in figures]
-    is_shared = any(share is not None and share < BUSY for share in shares)
-    has_cpu_seconds = all(one.cpu_speedup is not None for one in figures)
-    return "cpu_speedup" if is_shared and has_cpu_seconds else "speedup"
-
-
-def rate_of(result: DrafterResult, rate: Rate) -> float:
-    """A rate; 0 if it was not measured."""
-    return float(getattr(result.figures, rate) or 0.0)
 
 
 def differing(groups: Sequence[Group]) -> list[str]:

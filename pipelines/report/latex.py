@@ -2,19 +2,25 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import mean
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from vlmdistill.pipelines.bench.records import LABELS
-from vlmdistill.pipelines.bench.statistics import Rate, is_busy
+from vlmdistill.pipelines.bench.statistics import Rate
 from vlmdistill.pipelines.report.documents import (
     Section,
     group_section,
     line,
     served_section,
 )
-from vlmdistill.pipelines.report.results import NOT_LOSSLESS
+from vlmdistill.pipelines.report.results import (
+    NOT_LOSSLESS,
+    of_clock,
+    rate_of,
+    speed_of,
+)
 from vlmdistill.pipelines.report.seeds import (
     MARK,
     OverSeeds,
@@ -22,7 +28,7 @@ from vlmdistill.pipelines.report.seeds import (
     is_significant,
     over_seeds,
 )
-from vlmdistill.pipelines.report.tables import rate
+from vlmdistill.pipelines.report.tables import rate, speedup
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.report.comparison import Group
@@ -50,7 +56,6 @@ SEEDS = (
     r" Over seeds: mean $\pm$ standard deviation, and \textsuperscript{*} where a test paired by seed (95\,\%"
     " interval over seeds and prompts) tells it from the best."
 )
-RATES: Final[tuple[Rate, ...]] = ("tau", "speedup")
 COMMENT = (
     "% set | method | T | prompts | tau | speedup; the mean gives each set equal weight"
 )
@@ -60,18 +65,22 @@ COMMENT = (
 class _Cell:
     """The rates of a method on a set."""
 
-    tau: float
-    speedup: float | None  # None: a warning doubts it
+    tau: float | None  # None: a warning doubts it
+    speedup: float | None  # likewise
     tau_note: str = ""
     speedup_note: str = ""
 
     @property
     def shown(self) -> "_Printed":
         """As printed."""
-        tau = f"{self.tau:.2f}"
-        if self.speedup is None:
-            return _Printed(tau, tau_note=self.tau_note)
-        return _Printed(tau, f"{self.speedup:.2f}", self.tau_note, self.speedup_note)
+        printed = _Printed()
+        if self.tau is not None:
+            tau = f"{self.tau:.2f}"
+            printed = replace(printed, tau=tau, tau_note=self.tau_note)
+        if self.speedup is not None:
+            speedup, note = f"{self.speedup:.2f}", self.speedup_note
+            printed = replace(printed, speedup=speedup, speedup_note=note)
+        return printed
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class _Method:
     lossless: bool = True
     sound: bool = True  # but for losslessness, its counts are not in doubt
     ranked: bool = True
-    quiet: bool = True  # other programs had no part of the CPU
+    quiet: bool = True  # other programs did not have most of the CPU
     cells: dict[str, _Cell] = field(default_factory=dict)  # by set
 
     def shown(self, sets: Sequence[str]) -> list[_Printed]:
@@ -107,21 +116,25 @@ class _Method:
         if any(name not in self.cells for name in sets):
             return None
         cells = [self.cells[name] for name in sets]
-        speedups = [cell.speedup for cell in cells if cell.speedup is not None]
-        is_complete = len(speedups) == len(cells)
-        speedup = mean(speedups) if is_complete else None
-        return _Cell(mean(cell.tau for cell in cells), speedup)
+        tau = _mean_of_all([cell.tau for cell in cells])
+        return _Cell(tau, _mean_of_all([cell.speedup for cell in cells]))
 
 
 _Methods = dict[str, _Method]
+
+
+def _mean_of_all(values: Sequence[float | None]) -> float | None:
+    """The mean; None if one is not known."""
+    known = [value for value in values if value is not None]
+    return mean(known) if len(known) == len(values) else None
 
 
 def latex(report: "ReportPage") -> str:
     """Tables for the package booktabs; groups that differ only in their prompts share one.
 
     A set is a dataset, or a kind of prompts where there is one dataset. Bold are the best values as
-    printed, of the methods that are ranked; of speedups only on a quiet machine, as the elapsed seconds tell
-    of others' programs, too.
+    printed, of the methods that are ranked; of speedups only if other programs never had most of the CPU.
+    Speedups of a table are all by the clock or, where others had a part of the CPU, in CPU seconds.
     """
     lines = [r"% \usepackage{booktabs}, then \input this file"]
     count = len(report.groups)
@@ -156,6 +169,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
     """A row for each method and temperature, and two columns for each set."""
     by_temperature: dict[float, _Methods] = {}
     results_of_sets = dict(_sets(groups))
+    speed = speed_of(chain.from_iterable(results_of_sets.values()))
     has_seeds = False
     measured: dict[str, set[tuple[str, ...]]] = {}  # by name, what has it
     for result in (one for results in results_of_sets.values() for one in results):
@@ -170,7 +184,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
                     continue  # each of its seeds has a row
                 row_name = f"{drafter.name} ({drafter.count} seeds)"
                 method = methods.setdefault(row_name, _Method())
-                method.cells[name] = _cell_over_seeds(compared, drafter)
+                method.cells[name] = _cell_over_seeds(compared, drafter, speed)
                 for result in drafter.results.values():
                     names[result.name] = row_name
         for result in results:
@@ -182,9 +196,9 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             method.lossless &= result.evaluation.lossless
             method.sound &= not {*result.wrong_counts} - {NOT_LOSSLESS}
             method.ranked &= not result.unranked
-            method.quiet &= not is_busy(result.figures.cpu_share)
+            method.quiet &= not result.disturbed
             if result.name not in names:
-                method.cells[name] = _cell(result)
+                method.cells[name] = _cell(result, speed)
     sets = sorted(results_of_sets)
     columns = [*sets, "mean"] if len(sets) > 1 else sets
     rows: list[list[str]] = []
@@ -192,7 +206,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
         if len(by_temperature) > 1:
             rows.append([_temperature_line(temperature, 1 + 2 * len(columns))])
         rows += _rows(methods, sets)
-    caption = _caption(groups[0], by_temperature) + (SEEDS if has_seeds else "")
+    caption = _caption(groups[0], by_temperature, speed) + (SEEDS if has_seeds else "")
     alignment = "l" + "r" * 2 * len(columns)
     return _framed(caption, alignment, _header(columns), rows)
 
@@ -203,19 +217,22 @@ def _version(result: "DrafterResult") -> tuple[str, ...]:
     return evaluation.title, evaluation.tree, (evaluation.weights or "")[:8]
 
 
-def _cell(result: "DrafterResult") -> _Cell:
-    speedup = None if result.no_speedup else result.figures.speedup
+def _cell(result: "DrafterResult", speed: Rate) -> _Cell:
+    speedup = None if result.no_speedup else rate_of(result, speed)
     return _Cell(result.figures.tau, speedup)
 
 
-def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter) -> _Cell:
-    speedup = drafter.mean("speedup") if compared.known(drafter, "speedup") else None
+def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter, speed: Rate) -> _Cell:
+    rates: tuple[Rate, ...] = ("tau", speed)
+    tau, speedup = [
+        drafter.mean(name) if compared.known(drafter, name) else None for name in rates
+    ]
     notes = []
-    for name in RATES:
+    for name in rates:
         below = compared.below_best(drafter, name)
         mark = rf"\textsuperscript{{{MARK}}}" if is_significant(below) else ""
         notes.append(rf" {{\scriptsize$\pm$ {drafter.spread(name):.2f}}}{mark}")
-    return _Cell(drafter.mean("tau"), speedup, *notes)
+    return _Cell(tau, speedup, *notes)
 
 
 def _temperature_line(temperature: float, width: int) -> str:
@@ -224,7 +241,7 @@ def _temperature_line(temperature: float, width: int) -> str:
     return rf"\multicolumn{{{width}}}{{@{{}}l}}{{{text}}}"
 
 
-def _caption(group: "Group", by_temperature: dict[float, _Methods]) -> str:
+def _caption(group: "Group", by_temperature: dict[float, _Methods], speed: Rate) -> str:
     target = group.conditions["target"].partition(" (")[0]
     at_temperature = ""
     if len(by_temperature) == 1:
@@ -238,7 +255,8 @@ def _caption(group: "Group", by_temperature: dict[float, _Methods]) -> str:
     if not all(method.sound for method in every_method):
         dagger = UNSOUND
     return (
-        rf"Tokens per call ($\tau$) and speedup over plain decoding of {escaped(target)}{at_temperature} "
+        rf"Tokens per call ($\tau$) and {of_clock('speedup', speed)} over plain decoding of "
+        f"{escaped(target)}{at_temperature} "
         f"(best in bold{dagger})."
     )
 
@@ -341,7 +359,7 @@ def _intervals(groups: "Sequence[Group]") -> Iterator[str]:
             figures = result.figures
             facts = [name, result.label, f"{result.temperature:g}"]
             facts.append(f"{figures.prompts}")
-            facts += [rate(figures, "tau"), rate(figures, "speedup")]
+            facts += [rate(figures, "tau"), speedup(figures)]
             yield f"% {line(' | '.join(facts))}"
 
 

@@ -38,7 +38,7 @@ from vlmdistill.pipelines.report.results import (
     DISTURBED,
     DrafterResult,
     ServerResult,
-    marked,
+    timed_label,
 )
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
 from vlmdistill.pipelines.report.templates import script_hash, source
@@ -272,7 +272,7 @@ def _so_far(evaluation: Interim) -> list[tuple[str, float, Figures]]:
         doubts = [*rated.doubts]
         if is_disturbed(rated.cpu_share):
             doubts.append(DISTURBED)
-        rows.append((marked(drafter, doubts), temperature, rated))
+        rows.append((timed_label(drafter, rated, doubts), temperature, rated))
     return rows
 
 

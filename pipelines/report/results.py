@@ -19,6 +19,7 @@ from vlmdistill.pipelines.bench.statistics import (
     Figures,
     Rate,
     figures,
+    is_busy,
     is_disturbed,
     rates,
 )
@@ -34,6 +35,7 @@ NOT_LOSSLESS: Final = "it is not lossless"
 NOT_ACCEPTED: Final = "right tokens were not accepted"
 REPEATED: Final = "repeated evaluations"
 MARK: Final = " (in doubt)"
+BUSY: Final = " (busy CPU)"
 SHOWN: Final = ("drafter", "T", "prompts", "tau", "speedup", "in doubt")
 Speed = Literal["faster", "slower", "equal", "unknown"]
 
@@ -94,11 +96,16 @@ class DrafterResult:
     @property
     def speedup_text(self) -> str:
         """The speedup and its interval."""
-        speedup = f"{self.figures.speedup:.2f}"
-        interval = self.figures.intervals.get("speedup")
-        if interval is None:
-            return speedup
-        return f"{speedup} ({interval.low:.2f} to {interval.high:.2f})"
+        speed = self.figures.speed
+        speedup = f"{rate_of(self, speed):.2f}"
+        if interval := self.figures.intervals.get(speed):
+            speedup += f" ({interval.low:.2f} to {interval.high:.2f})"
+        return of_clock(speedup, speed)
+
+    @property
+    def speedup(self) -> float | None:
+        """The speedup `figures.speed`; None if it is in doubt."""
+        return None if self.no_speedup else rate_of(self, self.figures.speed)
 
     @cached_property
     def figures(self) -> Figures:
@@ -174,6 +181,7 @@ class DrafterResult:
             "weights": evaluation.weights,
             "commit": evaluation.software.commit,
             **self._rates,
+            "speed": self.figures.speed,
             "not_ranked": "; ".join(self.no_speedup) or None,
         }
 
@@ -247,7 +255,7 @@ class DrafterResult:
     @property
     def label(self) -> str:
         """Its name beside a speedup or a time, in a table or a chart."""
-        return marked(self.name, self.no_speedup)
+        return timed_label(self.name, self.figures, self.no_speedup)
 
     @property
     def count_label(self) -> str:
@@ -283,6 +291,42 @@ class DrafterResult:
 def marked(name: str, doubts: Sequence[str]) -> str:
     """A name beside numbers: with a mark if these are in doubt."""
     return name + MARK if doubts else name
+
+
+def timed_label(name: str, rated: Figures, doubts: Sequence[str]) -> str:
+    """A name beside times: with a mark if these are in doubt, or other programs had a part of the CPU."""
+    if doubts or not is_busy(rated.cpu_share):
+        return marked(name, doubts)
+    return name + BUSY
+
+
+def in_words(rate: Rate) -> str:
+    """The name of a rate."""
+    return rate.replace("_", " ").replace("cpu", "CPU")
+
+
+def of_clock(speedup: str, rate: Rate) -> str:
+    """The text of a speedup, which says so if it is in CPU seconds."""
+    return f"{speedup} in CPU seconds" if rate == "cpu_speedup" else speedup
+
+
+def speed_of(results: Iterable[DrafterResult]) -> Rate:
+    """The speedup that compares them: by the clock, or in CPU seconds if that is the speedup of some.
+
+    One speedup for all, since those of two clocks do not compare. Results in doubt, as of a drafter that
+    waits, do not choose it, unless all are.
+    """
+    every_result = [*results]
+    sound = [result for result in every_result if not result.unranked]
+    rated = [result.figures for result in sound or every_result]
+    is_shared = any(one.speed == "cpu_speedup" for one in rated)
+    has_cpu_seconds = all(one.cpu_speedup is not None for one in rated)
+    return "cpu_speedup" if is_shared and has_cpu_seconds else "speedup"
+
+
+def rate_of(result: DrafterResult, rate: Rate) -> float:
+    """A rate; 0 if it was not measured."""
+    return float(getattr(result.figures, rate) or 0.0)
 
 
 class Results(list[DrafterResult]):

@@ -19,8 +19,13 @@ from vlmdistill.pipelines.bench.statistics import (
     difference,
 )
 from vlmdistill.pipelines.report.changes import by_key
-from vlmdistill.pipelines.report.comparison import rate_of, speed_of
-from vlmdistill.pipelines.report.results import SEEDED, DrafterResult
+from vlmdistill.pipelines.report.results import (
+    SEEDED,
+    DrafterResult,
+    of_clock,
+    rate_of,
+    speed_of,
+)
 
 NAMED: Final = re.compile(SEEDED.pattern + r"((?:[@ ].*)?)")
 """A drafter, the number of its seed, and the facts that tell its evaluations apart."""
@@ -215,9 +220,7 @@ def _cells(compared: OverSeeds, drafter: SeededDrafter, rate: Rate) -> list[str]
     """Mean and spread of a rate, and its distance from the best."""
     if not compared.known(drafter, rate):
         return [UNKNOWN, UNKNOWN]
-    text = drafter.text(rate)
-    if rate == "cpu_speedup":
-        text += " in CPU seconds"
+    text = of_clock(drafter.text(rate), rate)
     below = compared.below_best(drafter, rate)
     if below is None:
         return [text, "the best" if compared.best(rate) is drafter else UNKNOWN]

@@ -17,7 +17,12 @@ from vlmdistill.pipelines.bench.statistics import (
     SectionRates,
 )
 from vlmdistill.pipelines.report import charts
-from vlmdistill.pipelines.report.results import DrafterResult, ServerResult, marked
+from vlmdistill.pipelines.report.results import (
+    DrafterResult,
+    ServerResult,
+    marked,
+    of_clock,
+)
 
 Column = Callable[[DrafterResult], str]
 CALIBRATED = 8  # drafted tokens whose calibration is shown
@@ -34,6 +39,12 @@ def _rate_column(name: Rate) -> Column:
     return lambda result: rate(result.figures, name)
 
 
+def _by_clock(result: DrafterResult) -> str:
+    """The speedup by the clock; a dash beside other programs, where it is that of CPU seconds."""
+    speed = result.figures.speed
+    return rate(result.figures, "speedup") if speed == "speedup" else UNKNOWN
+
+
 def _temperature(result: DrafterResult) -> str:
     return f"{result.temperature:g}"
 
@@ -48,7 +59,7 @@ COLUMNS: dict[str, Column] = {
     "T": _temperature,
     "tau": _rate_column("tau"),
     "accepted": _rate_column("accepted"),
-    "speedup": _rate_column("speedup"),
+    "speedup": _by_clock,
     "CPU speedup": _rate_column("cpu_speedup"),
     "decode speedup": _rate_column("decode_speedup"),
     "cycle cost": _rate_column("cycle_cost"),
@@ -134,7 +145,7 @@ def _keys(result: DrafterResult) -> tuple[str, ...]:
 def _part_row(name: str, part: DrafterResult) -> list[str]:
     figures = part.figures
     row = [part.label, _temperature(part), name, str(figures.prompts)]
-    row += [rate(figures, "tau"), rate(figures, "accepted"), rate(figures, "speedup")]
+    row += [rate(figures, "tau"), rate(figures, "accepted"), speedup(figures)]
     return row
 
 
@@ -157,9 +168,9 @@ def served(results: Sequence[ServerResult]) -> list[list[str]]:
 def _server_row(result: ServerResult) -> list[str]:
     load = result.figures
     interval = load.intervals.get("speedup") if load.intervals else None
-    speedup = UNKNOWN if result.no_speedup else cell(load.speedup, interval)
+    over_baseline = UNKNOWN if result.no_speedup else cell(load.speedup, interval)
     identical = f"{load.identical}/{load.compared}" if load.compared else UNKNOWN
-    against_baseline = [speedup, identical]
+    against_baseline = [over_baseline, identical]
     name = marked(result.evaluation.name, result.no_speedup)
     return _run_row(name, load, load.server, against_baseline)
 
@@ -194,6 +205,11 @@ def rate(figures: Figures, name: Rate) -> str:
     if name in OF_CYCLES and not figures.calls:
         return UNKNOWN
     return cell(getattr(figures, name), figures.intervals.get(name))
+
+
+def speedup(figures: Figures) -> str:
+    """The speedup with its interval, as one cell, which says so if it is in CPU seconds."""
+    return of_clock(rate(figures, figures.speed), figures.speed)
 
 
 def cell(value: float | None, interval: Interval | None = None) -> str:

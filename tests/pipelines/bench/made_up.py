@@ -192,6 +192,26 @@ def in_sequence(at: Measurement) -> Measurement:
     return dataclasses.replace(at, prompts=tuple(prompts))
 
 
+def with_cpu_share(
+    at: Measurement, share: float, own_share: float | None = None
+) -> Measurement:
+    """Beside other programs: with such a share of the CPU, of which the drafter may have its own."""
+    own = share if own_share is None else own_share
+    prompts = [
+        dataclasses.replace(
+            prompt,
+            plain=dataclasses.replace(
+                prompt.plain, cpu_seconds=share * prompt.plain.seconds
+            ),
+            drafted=dataclasses.replace(
+                prompt.drafted, cpu_seconds=own * prompt.drafted.seconds
+            ),
+        )
+        for prompt in at.prompts
+    ]
+    return dataclasses.replace(at, prompts=tuple(prompts))
+
+
 def evaluation(
     name: str = "sparrow", /, *temperatures: Measurement, **changes: Any
 ) -> Evaluation:

@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import evaluation, in_sequence, measured
+from tests.pipelines.bench.made_up import (
+    evaluation,
+    in_sequence,
+    measured,
+    with_cpu_share,
+)
 from tests.thorough import count
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench import again as repeating
@@ -352,13 +357,7 @@ def test_less_work_on_a_part_of_the_prompts_is_in_doubt(
 
 def beside_others(at: Measurement) -> Measurement:
     """Other programs had half of the CPU."""
-
-    def planted(one: PromptResult) -> PromptResult:
-        plain = replace(one.plain, cpu_seconds=0.5 * one.plain.seconds)
-        own = replace(one.drafted, cpu_seconds=0.5 * one.drafted.seconds)
-        return replace(one, plain=plain, drafted=own)
-
-    return changed(at, planted)
+    return with_cpu_share(at, 0.5)
 
 
 def with_own_steps(

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,14 @@ from typing import Any
 import pytest
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import PLAIN, TIMED, in_sequence, measured, shown
+from tests.pipelines.bench.made_up import (
+    PLAIN,
+    TIMED,
+    in_sequence,
+    measured,
+    shown,
+    with_cpu_share,
+)
 from tests.pipelines.bench.test_plants import (
     calibration,
     changed,
@@ -24,7 +32,7 @@ from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.answer import answers
 from vlmdistill.pipelines.report.page import read
 from vlmdistill.pipelines.report.results import Results
-from vlmdistill.pipelines.report.tables import divided, result_rows
+from vlmdistill.pipelines.report.tables import COLUMNS, divided, result_rows
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 Plant = Callable[[Save, Measurement], object]
@@ -166,21 +174,15 @@ def test_all_formats_have_the_verdict_of_an_honest_evaluation(
     assert found.status["speedup"] == pytest.approx(1.5, rel=0.02)
 
 
-def with_cpu_share(share: float) -> Measurement:
-    """A measurement that had this share of the CPU."""
-
-    def beside_others(prompt: PromptResult) -> PromptResult:
-        plain = replace(prompt.plain, cpu_seconds=share * prompt.plain.seconds)
-        own = replace(prompt.drafted, cpu_seconds=share * prompt.drafted.seconds)
-        return replace(prompt, plain=plain, drafted=own)
-
-    return changed(of_two_sets(measured(noise=0.05)), beside_others)
+def beside_others(share: float, own_share: float | None = None) -> Measurement:
+    """A measurement that had this share of the CPU, of which the drafter had its own."""
+    return with_cpu_share(of_two_sets(measured(noise=0.05)), share, own_share)
 
 
 def test_no_speedup_beside_other_programs_is_bold(
     workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save("wren", with_cpu_share(0.3))
+    save("wren", beside_others(0.3))
     found = Formats(workspace, capsys)
     assert found.answer.level == "none"
     assert found.latex.count("textbf") == 3  # tau
@@ -192,10 +194,32 @@ def test_no_speedup_beside_other_programs_is_bold(
     assert "most of the CPU" in repr(shown[0])
 
 
-def test_no_speedup_by_the_clock_is_bold_where_cpu_seconds_rank(
+def test_beside_other_programs_all_formats_have_the_speedup_in_cpu_seconds(
     workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save("wren", with_cpu_share(0.8))
+    """By the clock it is 1.5, which its warning doubts."""
+    save("wren", beside_others(0.8, 0.6))
     found = Formats(workspace, capsys)
     assert found.answer.ranking.speed == "cpu_speedup"
-    assert found.latex.count("textbf") == 3  # tau
+    assert found.latex.count("textbf") == 6
+    assert {row["speed"] for row in [*found.csv, *found.json]} == {"cpu_speedup"}
+    assert found.status["speed"] == "cpu_speedup"
+    assert found.status["speedup"] == pytest.approx(2.0, rel=0.02)
+    assert {*found.charts} == {"wren", "wren (busy CPU)"}
+    results = read(workspace).groups[0].results
+    table = dict(zip(COLUMNS, result_rows(results)[0], strict=True))
+    assert table["drafter"] == "wren (busy CPU)"
+    assert table["speedup"] == "-"
+    parts = divided(results)
+    assert all(row[-1].endswith(" in CPU seconds") for row in parts)
+    shown = Results(selection.read(workspace.reports).drafter_results)
+    assert main(["status", "--runs", str(workspace.root.parent)]) == 0
+    assert main(["eval", "--list", "--runs", str(workspace.root.parent)]) == 0
+    printed = capsys.readouterr().out
+    texts = [found.latex, printed, shown._repr_html_(), repr(shown[0]), str(parts)]
+    for text in texts:
+        assert re.search(r"\b(1\.9[5-9]|2\.0[0-5])\b", text)
+        assert not re.search(r"\b1\.(4[5-9]|5[0-5])\b", text)
+    assert printed.count(" in CPU seconds") == 2
+    page = found.page.partition("<h2")[2]
+    assert not re.search(r"\b1\.(4[5-9]|5[0-4])\u00d7", page)

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.pipelines.bench.made_up import evaluation, in_sequence, measured, responding
-from tests.pipelines.bench.test_plants import changed
+from tests.pipelines.bench.made_up import (
+    evaluation,
+    in_sequence,
+    measured,
+    responding,
+    with_cpu_share,
+)
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
     Calibration,
     Leak,
     Measurement,
-    PromptResult,
     TargetId,
     new_file,
     write,
@@ -222,16 +226,37 @@ def test_what_the_audit_doubts_is_no_change(
 def test_times_beside_other_programs_are_no_change(
     save: Save, compared: Callable[[], Changes]
 ) -> None:
-    def disturbed(one: PromptResult) -> PromptResult:
-        plain = dataclasses.replace(one.plain, cpu_seconds=0.3 * one.plain.seconds)
-        own = dataclasses.replace(one.drafted, cpu_seconds=0.3 * one.drafted.seconds)
-        return dataclasses.replace(one, plain=plain, drafted=own)
-
     save("a", "sparrow", measured())
-    save("b", "sparrow", changed(measured(speedup=2.0), disturbed))
+    save("b", "sparrow", with_cpu_share(measured(speedup=2.0), 0.3))
     found = compared()
     assert found.untimed == {"sparrow": ["B: other programs had most of the CPU"]}
     assert found.changed == []
+
+
+@pytest.mark.parametrize("busy", ["a", "b"])
+def test_beside_other_programs_cpu_seconds_are_compared(
+    busy: str,
+    save: Save,
+    compared: Callable[[], Changes],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They took more of the drafter's time on one side, by which it is slower by the clock."""
+    other = "b" if busy == "a" else "a"
+    save(busy, "sparrow", with_cpu_share(measured(speedup=1.5), 0.8, 0.6))
+    save(other, "sparrow", with_cpu_share(measured(speedup=2.0), 1.0))
+    found = compared()
+    assert found.untimed == {}
+    (drafter,) = found.drafters
+    assert [change.rate for change in drafter.rates] == [*COUNTS, "cpu_speedup"]
+    speedup = drafter.of("cpu_speedup")
+    assert speedup is not None
+    assert (speedup.before, speedup.after) == pytest.approx((2.0, 2.0))
+    assert found.changed == []
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    printed = capsys.readouterr().out
+    assert "CPU speedup" in printed
+    assert "1.50" not in printed
 
 
 def test_one_of_several_evaluations_is_called_that(

@@ -1,5 +1,6 @@
 """A target that has changed between two evaluations: nothing of the earlier one is relied on, anywhere."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from vlmdistill.pipelines.bench.records import Measurement, Training, write
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.changes import compare
 from vlmdistill.pipelines.report.comparison import rank
-from vlmdistill.pipelines.report.page import make
+from vlmdistill.pipelines.report.latex import latex
+from vlmdistill.pipelines.report.page import make, read
 from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.report.seeds import over_seeds
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -134,7 +136,7 @@ def test_two_workspaces_of_different_targets_do_not_compare(tmp_path: Path) -> N
         assert changes.drafters == []
 
 
-def test_a_seed_of_another_target_is_in_no_mean() -> None:
+def test_a_seed_of_another_target_is_in_no_mean(workspace: Workspace) -> None:
     evaluations = [
         evaluation(
             f"good.s{seed}",
@@ -150,3 +152,8 @@ def test_a_seed_of_another_target_is_in_no_mean() -> None:
         (compared,) = over_seeds(ranking.results)
         (drafter,) = compared.drafters
         assert compared.known(drafter, "tau") == is_known
+    for of_seed in evaluations:
+        write(of_seed, workspace.reports / f"{of_seed.name}.json")
+    _, _, table = latex(read(workspace)).partition(r"\toprule")
+    (row,) = re.findall(r"^good \(3 seeds\).*$", table, re.MULTILINE)
+    assert not re.search(r"\d\.\d", row)

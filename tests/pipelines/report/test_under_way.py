@@ -7,7 +7,7 @@ from typing import Any
 from tests.pipelines.bench.conftest import Save
 from tests.pipelines.bench.made_up import evaluation, measured
 from tests.pipelines.report.html_page import Page, make
-from tests.pipelines.report.test_agreement import with_cpu_share
+from tests.pipelines.report.test_agreement import beside_others
 from vlmdistill.pipelines.bench.records import Measurement, Training
 from vlmdistill.pipelines.bench.unfinished import Decoded, Unfinished
 from vlmdistill.pipelines.report.page import plot
@@ -170,8 +170,9 @@ def test_speedups_under_way_beside_other_programs_are_in_doubt(
     workspace: Workspace, save: Save
 ) -> None:
     save("msd")
-    decode(workspace, with_cpu_share(0.3))
+    decode(workspace, beside_others(0.3))
     page = Page(make(workspace).page)
     rows = [row for row in page.rows if "speedup so far" in row]
     names = [row[""].strip() for row in rows]
     assert names == ["sparrow (in doubt)", "wren (in doubt)"]
+    assert all("in CPU seconds" in row["speedup so far"] for row in rows)
