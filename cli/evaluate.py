@@ -411,9 +411,9 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
     for result, row in zip(kept.results, kept.table.to_dicts(), strict=True):
         if drafters and result.drafter not in drafters:
             continue
-        warnings = [*result.figures.warnings]
+        warnings = result.problems
         if isinstance(result, DrafterResult):
-            warnings += [*result.remarks, *drifts([result.evaluation])]
+            warnings += drifts([result.evaluation])
         others = [text for text in warnings if text not in result.no_speedup]
         row["warnings"] = "; ".join(others) or None
         if not as_json:

@@ -268,14 +268,6 @@ class Group:
         """Problems of the figures, with the drafters' names, and of comparing them."""
         warnings = [text for result in self.results for text in result.warnings]
         warnings += drifts(self.evaluations)
-        if limits := self._limits_of_target:
-            warnings.append(limits)
-        if self._names_with_given_seed:
-            names = ", ".join(self._names_with_given_seed)
-            warnings.append(
-                f"the seed of sampling was given ({names}), so that a drafter may have known what the target "
-                "draws: without --seed, it cannot"
-            )
         runs = {evaluation.run for evaluation in self.evaluations}
         if len(runs) > 1:
             warnings.append(
@@ -283,27 +275,6 @@ class Group:
                 "contain the noise between runs"
             )
         return warnings
-
-    @property
-    def _names_with_given_seed(self) -> list[str]:
-        """The sampled evaluations with a seed that was not drawn for each prompt."""
-        return [
-            evaluation.name
-            for evaluation in self.evaluations
-            if evaluation.seed is not None
-            and any(measured.temperature for measured in evaluation.temperatures)
-        ]
-
-    @property
-    def _limits_of_target(self) -> str:
-        """What an embedded target knows, if it was asked for more."""
-        first = self.evaluations[0]
-        datasets = {
-            prompt.dataset
-            for measurement in first.temperatures
-            for prompt in measurement.prompts
-        }
-        return ignorance(first.target.name, sorted(datasets))
 
     @property
     def verdict(self) -> Verdict:
@@ -434,7 +405,35 @@ def drifts(evaluations: Sequence[Evaluation]) -> list[str]:
             text = f"{name} could not be decoded again: {evaluation.not_again}"
             not_again.append(text)
     warnings = [*of_machines, *of_runs, *of_leaks, *of_trainings, *not_again]
+    warnings += [*_limits_of_targets(evaluations), *_given_seeds(evaluations)]
     return list(dict.fromkeys(warnings))
+
+
+def _limits_of_targets(evaluations: Iterable[Evaluation]) -> Iterator[str]:
+    """What embedded targets know, if they were asked for more."""
+    for evaluation in evaluations:
+        datasets = {
+            prompt.dataset
+            for measurement in evaluation.temperatures
+            for prompt in measurement.prompts
+        }
+        if limits := ignorance(evaluation.target.name, sorted(datasets)):
+            yield limits
+
+
+def _given_seeds(evaluations: Iterable[Evaluation]) -> Iterator[str]:
+    """The sampled evaluations with a seed that was not drawn for each prompt, in a sentence."""
+    names = [
+        evaluation.name
+        for evaluation in evaluations
+        if evaluation.seed is not None
+        and any(measured.temperature for measured in evaluation.temperatures)
+    ]
+    if names:
+        yield (
+            f"the seed of sampling was given ({', '.join(names)}), so that a drafter may have known what the "
+            "target draws: without --seed, it cannot"
+        )
 
 
 def _baseline(evaluation: Evaluation) -> str:

@@ -266,8 +266,12 @@ class DrafterResult:
     def warnings(self) -> list[str]:
         """Problems of its figures."""
         prefix = f"{self.name} at temperature {self.temperature:g}"
-        warnings = [*self.figures.warnings, *self.remarks]
-        return [f"{prefix}: {warning}" for warning in warnings]
+        return [f"{prefix}: {problem}" for problem in self.problems]
+
+    @property
+    def problems(self) -> list[str]:
+        """The warnings without its name."""
+        return [*self.figures.warnings, *self.remarks]
 
     @cached_property
     def failures(self) -> list[str]:
@@ -411,10 +415,15 @@ class ServerResult:
     def warnings(self) -> list[str]:
         """Problems of its figures."""
         prefix = f"{self.evaluation.name} at temperature {self.figures.temperature:g}"
-        warnings = [*self.figures.warnings, *self._too_long, *self._of_training]
+        return [f"{prefix}: {problem}" for problem in self.problems]
+
+    @property
+    def problems(self) -> list[str]:
+        """The warnings without its name."""
+        problems = [*self.figures.warnings, *self._too_long, *self._of_training]
         if self.repeats > 1:
-            warnings.append(f"it is one of {self.repeats} {REPEATED}")
-        return [f"{prefix}: {warning}" for warning in warnings]
+            problems.append(f"it is one of {self.repeats} {REPEATED}")
+        return problems
 
     @property
     def _of_training(self) -> Iterator[str]:

@@ -1309,6 +1309,17 @@ def test_a_drafter_that_cannot_be_decoded_again_is_said(
         assert [text for text in warnings if "out of memory" in text]
 
 
+def test_a_list_warns_of_a_given_seed(
+    workspace: Workspace, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("wren", measured(1.0), seed=7)
+    (found,) = read(workspace).groups
+    assert main(["eval", "--list", "--runs", str(workspace.root.parent)]) == 0
+    listed = capsys.readouterr().out
+    for said in (str(found.warnings), listed):
+        assert "the seed of sampling was given" in said
+
+
 # Samples of another distribution, from the sums that an evaluation records
 
 Draw = Callable[[torch.Tensor, torch.Generator], torch.Tensor]

@@ -577,6 +577,20 @@ def test_served_evaluations_alone_are_listed(
     assert "in-vllm" in capsys.readouterr().out
 
 
+def test_a_list_warns_of_the_training_of_a_served_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.of("demo-small", tmp_path)
+    run = served_run()
+    load = ServedLoad(temperature=0, concurrency=1, server=run, baseline=run)
+    file = workspace.reports / "served" / "in-vllm.json"
+    file.parent.mkdir(parents=True)
+    write(served_evaluation(load, leak=Leak(samples=9, unknown=2)), file)
+    command = ["eval", "--list", "--model", "demo-small", "--runs", str(tmp_path)]
+    assert main(command) == 0
+    assert "were not compared with these prompts" in capsys.readouterr().out
+
+
 def test_responses_beyond_the_limit_are_a_warning(workspace: Workspace) -> None:
     with web.serving(toy()) as http:
         url_of_toy = f"http://127.0.0.1:{http.server_port}"
