@@ -96,7 +96,7 @@ results = vlmdistill.evaluate(
 for result in results:
     same = f"{result.figures.lossless.identical} of {result.figures.prompts} responses identical"
     print(
-        f"{result.name}: tau {result.figures.tau:.2f}, speedup {result.figures.speedup:.2f}, {same}"
+        f"{result.name}: tau {result.figures.tau:.2f}, speedup {result.speedup_text}, {same}"
     )
 page = vlmdistill.report(model=MODEL, runs=RUNS, plots=Path(RUNS) / "plots")
 Shown(

@@ -105,9 +105,9 @@ class Changes:
     drafters: list[ChangedDrafter] = field(default_factory=list)
     differing: list[ChangedFact] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
-    """By drafter that does not compare: why not."""
+    """By drafter that does not compare, with its temperature if it has several: why not."""
     untimed: dict[str, list[str]] = field(default_factory=dict)
-    """By drafter whose times do not compare: why not."""
+    """By drafter whose times do not compare, likewise: why not."""
     only_before: list[str] = field(default_factory=list)
     only_after: list[str] = field(default_factory=list)
 
@@ -156,9 +156,10 @@ def compare(before: Path, after: Path, where: Sequence[str] = ()) -> Changes:
         old, new = old_results[name], new_results[name]
         changes.only_before += _temperatures(name, old.keys() - new.keys())
         changes.only_after += _temperatures(name, new.keys() - old.keys())
-        for temperature in old:
-            if temperature in new:
-                _compare(changes, facts, old[temperature], new[temperature])
+        shared = [temperature for temperature in old if temperature in new]
+        labels = _temperatures(name, shared) if len(shared) > 1 else [name]
+        for temperature, label in zip(shared, labels, strict=False):
+            _compare(changes, facts, label, old[temperature], new[temperature])
     changes.differing = facts.listed
     return changes
 
@@ -202,10 +203,14 @@ class _DifferingFacts:
 def _compare(
     changes: Changes,
     facts: _DifferingFacts,
+    label: str,
     before: DrafterResult,
     after: DrafterResult,
 ) -> None:
-    """Add how one drafter has changed at one temperature, and which facts differ."""
+    """Add how one drafter has changed at one temperature, and which facts differ.
+
+    `label` names it if it does not compare.
+    """
     name = before.name
     differing = _differing(before.evaluation, after.evaluation)
     for fact, (old_value, new_value) in differing.items():
@@ -214,13 +219,13 @@ def _compare(
     refused += [f"A: {text}" for text in before.wrong_counts]
     refused += [f"B: {text}" for text in after.wrong_counts]
     if refused:
-        changes.refused[name] = refused
+        changes.refused[label] = refused
         return
     untimed = [f"other {fact}" for fact in NEEDED_FOR_TIMES if fact in differing]
     untimed += [f"A: {text}" for text in before.no_speedup]
     untimed += [f"B: {text}" for text in after.no_speedup]
     if untimed:
-        changes.untimed[name] = untimed
+        changes.untimed[label] = untimed
     timed: Sequence[Rate] = ()
     if not untimed:
         is_busy = speed_of([before, after]) == "cpu_speedup"

@@ -153,7 +153,8 @@ def test_other_responses_of_the_target_do_not_compare(
     changes = compared()
     assert len(changes.drafters) == 2 * is_compared
     if not is_compared:
-        assert changes.refused["sparrow"] == ["other responses of plain decoding"]
+        reasons = ["other responses of plain decoding"]
+        assert [*changes.refused.values()] == [reasons, reasons]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,8 @@ def test_what_does_not_compare_is_left_out_and_said(
     assert [fact.name for fact in found.differing] == differs
     assert all([rate.rate for rate in one.rates] == rates for one in found.drafters)
     assert len(found.drafters) == (2 if rates else 0)
-    others = {"sparrow": [f"other {fact}" for fact in differs]}
+    reasons = [f"other {fact}" for fact in differs]
+    others = {"sparrow at T=0": reasons, "sparrow at T=1": reasons}
     assert found.refused == ({} if rates else others)
     assert found.untimed == (others if rates == COUNTS else {})
 
@@ -312,6 +314,16 @@ def test_counts_that_say_nothing_of_a_drafter_do_not_compare(
         "wren": ["B: it is not lossless"],
     }
     assert {one.name for one, _ in found.changed} == {"msd"}
+
+
+def test_a_temperature_that_does_not_compare_is_named(
+    save: Save, compared: Callable[[], Changes]
+) -> None:
+    save("a", "sparrow", measured(), measured(1.0))
+    save("b", "sparrow", measured(), measured(1.0, missed=3))
+    found = compared()
+    assert [drafter.temperature for drafter in found.drafters] == [0]
+    assert found.refused == {"sparrow at T=1": ["B: right tokens were not accepted"]}
 
 
 def test_two_files_compare_whatever_their_names(save: Save) -> None:
