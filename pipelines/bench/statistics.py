@@ -69,9 +69,10 @@ COPIES = 0.1  # share of the prompts whose responses equal each other
 DRIFT = 1.25  # ratio of two calibrations of one evaluation above which they differ
 BUSY = 0.9  # CPU seconds over elapsed seconds below which other programs had the CPU
 MOSTLY = 0.5  # likewise, below which speeds are those of other programs
-WAITING = 0.8
-"""A drafter's share of the CPU over plain decoding's, below which it waits,"""
-SLEEPING = 0.95  # and the inverse, below which plain decoding does.
+WAITING, WAITING_SHARED = 0.8, 0.95
+"""A drafter's share of the CPU over plain decoding's, below which it waits: so that it is
+in doubt on a quiet CPU, where the clock counts, and on one that other programs use."""
+SLEEPING = 0.95  # the inverse, below which plain decoding sleeps
 FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
 """Shares of greedy responses that rounding may change in another process, in float32 and
 in half precision."""
@@ -175,7 +176,9 @@ class Figures:
     """Drafted tokens that the response has and no cycle accepted: 0 unless acceptance
     is broken."""
     cpu_share: float | None
-    """Of the elapsed seconds, of the decoder that had less of it; None on a GPU."""
+    """Of the elapsed seconds, of the decoder that had less of it, but not of a drafter that
+    waits: what the other had less, other programs had. None on a GPU."""
+    own_cpu_share: float | None  # of the drafter
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
@@ -185,6 +188,13 @@ class Figures:
     doubts: tuple[str, ...] = ()
     """Reasons to doubt the speedup: no verdict rests on it."""
     warnings: tuple[str, ...] = ()  # all problems of these metrics, doubts included
+
+    @property
+    def least_cpu_share(self) -> float | None:
+        """Of the decoder that had less of the CPU, for whatever reason."""
+        if self.cpu_share is None or self.own_cpu_share is None:
+            return None
+        return min(self.cpu_share, self.own_cpu_share)
 
     @property
     def speed(self) -> Rate:
@@ -226,7 +236,8 @@ def figures(measurement: Measurement) -> Figures:
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
         budget=_budget(prompts, rate_values["tau"]),
         missed=sum(response.missed for response in drafted),
-        cpu_share=min((share.pooled for share in shares if share), default=None),
+        cpu_share=_share_of_machine(*shares),
+        own_cpu_share=shares[1].pooled if shares[1] else None,
         accounted=_accounted(drafted),
         plain_accounted=_accounted(plain),
         lossless=_checks(drafted),
@@ -577,7 +588,7 @@ def _doubts(rated: Figures) -> Iterator[str]:
                 f"{checks.different} of {checks.total} responses{whose} differ from the target's by more "
                 "than a near-tie: do not rely on these numbers"
             )
-    allowed = tolerance(rated.cpu_share)
+    allowed = tolerance(rated.least_cpu_share)
     if rated.accounted > 1 + allowed:
         yield _unaccounted("the", rated.accounted)
     least = _least_accounted(rated, rated.plain_seconds)
@@ -621,16 +632,30 @@ def _waiting(plain: "_Share | None", drafted: "_Share | None") -> Iterator[str]:
     """One side waits, on more prompts than by chance: other programs take the CPU from both alike."""
     if plain is None or drafted is None:
         return
-    if drafted.is_far_below(plain, WAITING):
+    # Where others have a part of the CPU, speeds are in CPU seconds, which waiting takes none of.
+    is_shared = is_busy(plain.pooled)
+    limit = WAITING_SHARED if is_shared else WAITING
+    if drafted.is_far_below(plain, limit, is_shared=is_shared):
         yield (
             f"the drafter had the CPU for {drafted.pooled:.0%} of its time, and plain decoding for "
             f"{plain.pooled:.0%}: it waits for work that no CPU seconds count"
         )
-    if plain.is_far_below(drafted, SLEEPING):
+    has_cpu = not is_busy(drafted.pooled)
+    if has_cpu and plain.is_far_below(drafted, SLEEPING, is_shared=False):
         yield (
             f"plain decoding had the CPU for {plain.pooled:.0%} of its time, and the drafter for "
             f"{drafted.pooled:.0%}: it sleeps, which makes it slower by the clock alone"
         )
+
+
+def _share_of_machine(plain: "_Share | None", drafted: "_Share | None") -> float | None:
+    """What other programs left of the CPU; see `Figures.cpu_share`."""
+    if plain is None or drafted is None:
+        return None
+    is_shared = is_busy(plain.pooled)
+    if drafted.is_far_below(plain, WAITING_SHARED, is_shared=is_shared):
+        return plain.pooled
+    return min(plain.pooled, drafted.pooled)
 
 
 @dataclass(frozen=True)
@@ -649,13 +674,13 @@ class _Share:
         shares = [cpu_share_of([response]) for response in decoded]
         return cls(pooled, np.array(shares, dtype=np.float64))
 
-    def is_far_below(self, other: "_Share", limit: float) -> bool:
-        """Whether it is below this part of the other's, which has the CPU."""
-        if is_busy(other.pooled) or self.pooled >= limit * other.pooled:
+    def is_far_below(self, other: "_Share", limit: float, *, is_shared: bool) -> bool:
+        """Whether it is below this part of the other's, on more prompts than by chance."""
+        if self.pooled >= limit * other.pooled:
             return False
         is_known_P = other.share_P > 0
         ratio_P = self.share_P[is_known_P] / other.share_P[is_known_P]
-        return is_often_below(ratio_P, limit, is_shared=False)
+        return is_often_below(ratio_P, limit, is_shared=is_shared)
 
 
 def differ_beyond_rounding(different: int, compared: int, *, is_exact: bool) -> bool:
@@ -696,6 +721,11 @@ def _warnings(rated: Figures) -> Iterator[str]:
         yield (
             f"this program had the CPU for {rated.cpu_share:.0%} of the time: other programs may have "
             "slowed it down"
+        )
+    elif is_busy(rated.own_cpu_share):
+        yield (
+            f"the drafter had the CPU for {rated.own_cpu_share:.0%} of its time, and plain decoding for "
+            f"{rated.cpu_share:.0%}: it waits, which the clock counts"
         )
 
 
@@ -747,7 +777,7 @@ def tolerance(cpu_share: float | None) -> float:
 def _least_accounted(rated: Figures, seconds: float) -> float:
     """The least share of a side's seconds that its cycles account for, unless it works elsewhere."""
     outside = _ratio(OUTSIDE * rated.prompts, seconds)
-    return 1 - tolerance(rated.cpu_share) - outside
+    return 1 - tolerance(rated.least_cpu_share) - outside
 
 
 def _unaccounted(whose: str, share: float) -> str:

@@ -159,7 +159,7 @@ def encode(
     _check_texts(texts, placeholders)
     variables = variables or {}
     readable, rendered = _readable(conversation, processor, variables)
-    _check_order(conversation, rendered, placeholders)
+    _check_order(conversation, rendered, placeholders, processor.tokenizer.name_or_path)
     batch = _processed(readable, processor, videos.samplings, variables)
     ids_L = batch["input_ids"][0]
     if len(ids_L) > max_length:
@@ -238,7 +238,7 @@ def _readable(
             problems.append(error)
             continue
         if roles:
-            _warn_once(READ_AS_TEXTS)
+            _warn_once(READ_AS_TEXTS, processor.tokenizer.name_or_path)
         return form, rendered
     raise problems[0]
 
@@ -289,7 +289,10 @@ def _rendered(
 
 
 def _check_order(
-    conversation: Sequence[Turn], rendered: str, placeholders: Collection[str]
+    conversation: Sequence[Turn],
+    rendered: str,
+    placeholders: Collection[str],
+    target: str,
 ) -> None:
     """Warn if the chat template has moved the images of a turn out of its text."""
     for turn in conversation:
@@ -297,7 +300,7 @@ def _check_order(
         kinds = [part["type"] == "text" for part in parts]
         is_interleaved = len([*groupby(kinds)]) > 2
         if is_interleaved and not _has_order(parts, rendered, placeholders):
-            _warn_once(MOVED)
+            _warn_once(MOVED, target)
 
 
 def _has_order(
@@ -320,9 +323,9 @@ def _has_order(
 
 
 @cache
-def _warn_once(text: str) -> None:
-    """Once in a process."""
-    log.warning("%s", text)
+def _warn_once(text: str, target: str) -> None:
+    """Once in a process for each target, by the name of its folder."""
+    log.warning("%s: %s", target, text)
 
 
 def _processed(

@@ -25,6 +25,7 @@ BODY_NAMES = ("user", "model")  # fields of a request that a policy may name
 HEADER_FIELDS = ("headers", "extra_headers", "request_headers", "header_names")
 HTTP_OK = 200
 MESSAGES, INPUT = "messages", "input"  # of chat completions, and of the responses API
+SYSTEM = "instructions"  # of the responses API
 LITELLM_PREFIX = "x-"  # LiteLLM logs only headers whose names begin with it
 CHAT_URLS = (
     "chat/completions",
@@ -55,7 +56,7 @@ class Exchange:
         messages = self.request.get(MESSAGES, self.request.get(INPUT))
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        system = self.request.get("instructions")
+        system = self.request.get(SYSTEM)
         if isinstance(messages, list) and isinstance(system, str):
             return [{"role": "system", "content": system}, *messages]
         return messages

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError
-from vlmdistill.pipelines.traffic.dialects import INPUT, MESSAGES, Exchange
+from vlmdistill.pipelines.traffic.dialects import INPUT, MESSAGES, SYSTEM, Exchange
 from vlmdistill.stores.errors import PanicError, one_line, without_panics
 
 if TYPE_CHECKING:
@@ -209,6 +209,8 @@ def require_whole(exchange: Exchange) -> None:
     if MESSAGES not in request and INPUT in own:
         own.remove(INPUT)
     own += [NO_TURN] if request.get(NO_TURN) is False else []
+    if not isinstance(request.get(SYSTEM), str | None):  # a list of turns
+        own.append(SYSTEM)
     is_counted = _counted(exchange, "prompt_tokens") is not None
     if own and not is_counted and not exchange.response.get("prompt_token_ids"):
         raise BadRowError("another prompt", f"the request has its own {own[0]}")

@@ -57,21 +57,21 @@ class _UserTurn:
 
     def question(self, response: "EncodedResponse") -> str | None:
         """The user's part of what was sampled after `prefix`; None if it does not end."""
-        if self._ends_with_mark:
+        if self._mark is not None:
             # A word of the text may be that of a role, such as "assistant".
-            if self.after[0] in response.ids:
-                return self._text(response.ids[: response.ids.index(self.after[0])])
+            if self._mark in response.ids:
+                return self._text(response.ids[: response.ids.index(self._mark)])
         elif (end := self._text(self.after)) and end in response.text:
             # Tokens of a text may differ after another text.
             return response.text.partition(end)[0].strip()
         return response.text.strip() if response.finish == "stop" else None
 
     @cached_property
-    def _ends_with_mark(self) -> bool:
-        """Whether a token that no text has ends the user's turn."""
+    def _mark(self) -> int | None:
+        """The first token that no text has behind the user's; None if there is none."""
         tokenizer = self.target.tokenizer
         marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        return bool(self.after) and self.after[0] in marks
+        return next((token for token in self.after if token in marks), None)
 
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self.target.tokenizer.decode([*ids], skip_special_tokens=True)

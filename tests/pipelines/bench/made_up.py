@@ -195,8 +195,13 @@ def in_sequence(at: Measurement) -> Measurement:
 def with_cpu_share(
     at: Measurement, share: float, own_share: float | None = None
 ) -> Measurement:
-    """Beside other programs: with such a share of the CPU, of which the drafter may have its own."""
-    own = share if own_share is None else own_share
+    """Beside other programs: with such a share of the CPU, of which the drafter may have its own.
+
+    They have more of its time on every third prompt alone: on all of them it would wait.
+    """
+    seconds = [prompt.drafted.seconds for prompt in at.prompts]
+    lost = 0.0 if own_share is None else (share - own_share) * sum(seconds)
+    lost_share = lost / sum(seconds[::3])
     prompts = [
         dataclasses.replace(
             prompt,
@@ -204,10 +209,26 @@ def with_cpu_share(
                 prompt.plain, cpu_seconds=share * prompt.plain.seconds
             ),
             drafted=dataclasses.replace(
-                prompt.drafted, cpu_seconds=own * prompt.drafted.seconds
+                prompt.drafted,
+                cpu_seconds=(share - (0 if number % 3 else lost_share))
+                * prompt.drafted.seconds,
             ),
         )
-        for prompt in at.prompts
+        for number, prompt in enumerate(at.prompts)
+    ]
+    return dataclasses.replace(at, prompts=tuple(prompts))
+
+
+def that_waits(at: Measurement, share: float, own_share: float) -> Measurement:
+    """Plain decoding has such a share of the CPU, and the drafter its own on each prompt."""
+    prompts = [
+        dataclasses.replace(
+            prompt,
+            drafted=dataclasses.replace(
+                prompt.drafted, cpu_seconds=own_share * prompt.drafted.seconds
+            ),
+        )
+        for prompt in with_cpu_share(at, share).prompts
     ]
     return dataclasses.replace(at, prompts=tuple(prompts))
 

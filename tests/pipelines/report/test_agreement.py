@@ -219,7 +219,7 @@ def test_beside_other_programs_all_formats_have_the_speedup_in_cpu_seconds(
     texts = [found.latex, printed, shown._repr_html_(), repr(shown[0]), str(parts)]
     for text in texts:
         assert re.search(r"\b(1\.9[5-9]|2\.0[0-5])\b", text)
-        assert not re.search(r"\b1\.(4[5-9]|5[0-5])\b", text)
+        assert not re.search(r"(?<!\()\b1\.(4[5-9]|5[0-5])\b", text)
     assert printed.count(" in CPU seconds") == 2
     page = found.page.partition("<h2")[2]
     assert not re.search(r"\b1\.(4[5-9]|5[0-4])\u00d7", page)

@@ -167,13 +167,14 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
         exchange(14, request=asked("Q 14?", enable_thinking=False)),
         exchange(15, request=asked("Q 15?", extra_body={"documents": ["A wall."]})),
         exchange(16, request=asked("Q 16?", extra_body={"top_k": 3})),
+        exchange(17, request=asked("Q 17?", instructions=[{"role": "system"}])),
     ]
     for number, role in enumerate(("assistant", "model"), len(lines)):
         request = asked(f"Q {number}?")
         request["messages"].append({"role": role, "content": ""})
         lines.append(exchange(number, request=request))
     made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (6, {"another prompt": 11, "cut text": 2})
+    assert (made.kept, made.dropped) == (6, {"another prompt": 12, "cut text": 2})
 
 
 @pytest.mark.parametrize(

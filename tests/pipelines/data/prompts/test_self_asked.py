@@ -76,3 +76,16 @@ def test_a_question_ends_at_the_mark_of_its_turn_not_at_the_name_of_a_role(
     sampled = EncodedResponse(tuple(ids), "stop", text)
     monkeypatch.setattr(target, "generate", lambda *given, **named: [sampled])
     assert list(questions(target, 1)) == [question]
+
+
+def test_a_line_break_may_stand_before_the_mark_of_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load(str(tiny.checkpoint("qwen2_5_vl", tmp_path / "model", layers=1)))
+    template = target.processor.chat_template.replace("<|im_end|>", "\n<|im_end|>")
+    monkeypatch.setattr(target.processor, "chat_template", template)
+    ids = target.tokenizer("How do models see?\n<|im_end|>\nThey look.")["input_ids"]
+    text = target.tokenizer.decode(ids, skip_special_tokens=True)
+    sampled = EncodedResponse(tuple(ids), "stop", text)
+    monkeypatch.setattr(target, "generate", lambda *given, **named: [sampled])
+    assert list(questions(target, 1)) == ["How do models see?"]
