@@ -621,22 +621,21 @@ def _facts(evaluation: "Evaluation") -> dict[str, Any]:
     import msgspec
 
     from vlmdistill.pipelines.bench.records import LABELS
-    from vlmdistill.pipelines.bench.statistics import as_facts, figures
+    from vlmdistill.pipelines.bench.statistics import as_facts
     from vlmdistill.pipelines.report.results import DrafterResult
 
     temperatures = []
     for measurement in evaluation.temperatures:
+        result = DrafterResult(evaluation, measurement)
         facts = {
             "temperature": measurement.temperature,
-            **as_facts(figures(measurement)),
+            **as_facts(result.figures),
         }
-        result = DrafterResult(evaluation, measurement)
-        facts["speed"] = result.figures.speed
         facts["not_ranked"] = result.no_speedup
         for name, label in LABELS.items():
-            groups = measurement.by(label)
             facts[f"by_{name}"] = {
-                value: as_facts(figures(group)) for value, group in groups.items()
+                value: as_facts(part.figures)
+                for value, part in result.by(label).items()
             }
         temperatures.append(facts)
     return {

@@ -461,8 +461,12 @@ def slow_baseline(evaluation: Evaluation) -> list[str]:
     """Warnings of a baseline that is slower than it has to be: speedups over it say little."""
     warnings = [*_slow_steps(evaluation), *_slow_target(evaluation)]
     for measurement in evaluation.temperatures:
-        warnings += _slow_beside_drafters(evaluation, measurement)
-        warnings += _slow_responses(measurement)
+        # Threads that wait for each other spend CPU seconds, and no drafter is ranked.
+        shares = _cpu_share([measurement])
+        is_spinning = is_busy(shares) and evaluation.threads > 1
+        if not is_spinning and not is_disturbed(shares):
+            warnings += _slow_beside_drafters(evaluation, measurement)
+            warnings += _slow_responses(measurement)
     return warnings
 
 
@@ -480,11 +484,8 @@ def _slow_steps(evaluation: Evaluation) -> Iterator[str]:
 def _slow_responses(measurement: Measurement) -> Iterator[str]:
     """The steps of plain decoding's responses are slower than the target's own right after them.
 
-    On prompts of a kind, or on all. Not where other programs had most of the CPU: threads that wait for each
-    other spend CPU seconds, and no drafter is ranked.
+    On prompts of a kind, or on all.
     """
-    if is_disturbed(_cpu_share([measurement])):
-        return
     groups = measurement.by(LABELS["kind"])
     if len(groups) > 1:
         groups["all"] = measurement

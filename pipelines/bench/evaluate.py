@@ -51,8 +51,8 @@ from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import (
     DataError,
+    TargetError,
     TrainingError,
-    VlmdistillError,
     one_line,
 )
 from vlmdistill.stores.progress import Progress, silent
@@ -254,10 +254,10 @@ class _EvaluationRun:
 
 @contextmanager
 def _naming(prompt: Prompt) -> Iterator[None]:
-    """Name the prompt in an error, such as that it is too long."""
+    """Name the prompt in an error about it, such as that it is too long."""
     try:
         yield
-    except VlmdistillError as error:
+    except (DataError, TargetError) as error:
         where = f"row {prompt.row} of {prompt.source}: leave it out, or give other --prompts"
         error.args = (f"{error} ({where})", *error.args[1:])
         raise

@@ -73,6 +73,10 @@ WAITING, WAITING_SHARED = 0.8, 0.95
 """A drafter's share of the CPU over plain decoding's, below which it waits: so that it is
 in doubt on a quiet CPU, where the clock counts, and on one that other programs use."""
 SLEEPING = 0.95  # the inverse, below which plain decoding sleeps
+UNEVEN = 0.9
+"""A drafter's share over plain decoding's on the median prompt, below which CPU seconds do
+not compare where prompts are too few to show, at `CHANCE`, that it waits."""
+FEWEST_OF_SIGNS = 14  # prompts that show it
 FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
 """Shares of greedy responses that rounding may change in another process, in float32 and
 in half precision."""
@@ -179,6 +183,10 @@ class Figures:
     """Of the elapsed seconds, of the decoder that had less of it, but not of a drafter that
     waits: what the other had less, other programs had. None on a GPU."""
     own_cpu_share: float | None  # of the drafter
+    speed: Rate
+    """Its speedup: by the clock, or in CPU seconds where others had a part of the CPU."""
+    may_wait: bool
+    """Whether it had less of a busy CPU than plain decoding, on too few prompts to tell why."""
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
@@ -196,12 +204,6 @@ class Figures:
             return None
         return min(self.cpu_share, self.own_cpu_share)
 
-    @property
-    def speed(self) -> Rate:
-        """Its speedup: by the clock, or in CPU seconds where others had a part of the CPU."""
-        is_known = self.cpu_speedup is not None
-        return "cpu_speedup" if is_known and is_busy(self.cpu_share) else "speedup"
-
 
 def figures(measurement: Measurement) -> Figures:
     """Compute the metrics of a measurement."""
@@ -215,6 +217,8 @@ def figures(measurement: Measurement) -> Figures:
     plain_seconds = sum(response.seconds for response in plain)
     prefill_seconds = sum(response.prefill_seconds for response in drafted)
     shares = _Share.of(plain), _Share.of(drafted)
+    cpu_share = _share_of_machine(*shares)
+    by_cpu = "cpu_speedup" in rate_values and is_busy(cpu_share)
     unjudged = Figures(
         prompts=len(prompts),
         tau=rate_values["tau"],
@@ -236,8 +240,10 @@ def figures(measurement: Measurement) -> Figures:
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
         budget=_budget(prompts, rate_values["tau"]),
         missed=sum(response.missed for response in drafted),
-        cpu_share=_share_of_machine(*shares),
+        cpu_share=cpu_share,
         own_cpu_share=shares[1].pooled if shares[1] else None,
+        speed="cpu_speedup" if by_cpu else "speedup",
+        may_wait=by_cpu and _may_wait(*shares),
         accounted=_accounted(drafted),
         plain_accounted=_accounted(plain),
         lossless=_checks(drafted),
@@ -658,6 +664,12 @@ def _share_of_machine(plain: "_Share | None", drafted: "_Share | None") -> float
     return min(plain.pooled, drafted.pooled)
 
 
+def _may_wait(plain: "_Share | None", drafted: "_Share | None") -> bool:
+    if plain is None or drafted is None or len(drafted.share_P) >= FEWEST_OF_SIGNS:
+        return False
+    return bool(np.median(drafted.over(plain)) < UNEVEN)
+
+
 @dataclass(frozen=True)
 class _Share:
     """The share of its time in which a side had the CPU."""
@@ -678,9 +690,12 @@ class _Share:
         """Whether it is below this part of the other's, on more prompts than by chance."""
         if self.pooled >= limit * other.pooled:
             return False
+        return is_often_below(self.over(other), limit, is_shared=is_shared)
+
+    def over(self, other: "_Share") -> Floats:
+        """The ratio of both on each prompt on which the other is known."""
         is_known_P = other.share_P > 0
-        ratio_P = self.share_P[is_known_P] / other.share_P[is_known_P]
-        return is_often_below(ratio_P, limit, is_shared=is_shared)
+        return self.share_P[is_known_P] / other.share_P[is_known_P]
 
 
 def differ_beyond_rounding(different: int, compared: int, *, is_exact: bool) -> bool:
@@ -722,7 +737,7 @@ def _warnings(rated: Figures) -> Iterator[str]:
             f"this program had the CPU for {rated.cpu_share:.0%} of the time: other programs may have "
             "slowed it down"
         )
-    elif is_busy(rated.own_cpu_share):
+    elif is_busy(rated.own_cpu_share) and not rated.doubts:
         yield (
             f"the drafter had the CPU for {rated.own_cpu_share:.0%} of its time, and plain decoding for "
             f"{rated.cpu_share:.0%}: it waits, which the clock counts"

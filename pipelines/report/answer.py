@@ -88,7 +88,8 @@ class Recommendation:
 
     @property
     def _unusable(self) -> bool:
-        return self.broken or self.ranking.disturbed or not self.ranking.leaders
+        is_disturbed = bool(self.ranking.disturbed)
+        return self.broken or is_disturbed or not self.ranking.leaders
 
     @property
     def _used(self) -> str:

@@ -104,9 +104,10 @@ class Ranking:
         return leader if rate_of(leader, self.speed) >= 1 else None
 
     @property
-    def disturbed(self) -> bool:
-        """Whether other programs had most of the CPU, so that no drafter can be called the fastest."""
-        return any(result.disturbed for result in self.ranked)
+    def disturbed(self) -> str:
+        """Why no drafter can be called the fastest, as other programs had the CPU; empty if one can be."""
+        reasons = (result.disturbed for result in self.ranked)
+        return next(filter(None, reasons), "")
 
     @property
     def against_plain(self) -> Speed:
@@ -129,7 +130,7 @@ class Ranking:
     def _lead(self) -> str:
         """The end of a sentence: which drafter is the fastest."""
         if self.disturbed:
-            return ", other programs had most of the CPU: no drafter is called the fastest."
+            return f", {self.disturbed}: no drafter is called the fastest."
         in_cpu_seconds = ""
         if self.speed == "cpu_speedup":
             in_cpu_seconds = (

@@ -31,6 +31,8 @@ E = TypeVar("E", Evaluation, ServedEvaluation)
 SEEDED: Final = re.compile(r"(.+)\.s(\d{1,18})")
 """The name of a drafter, and the number of its seed."""
 DISTURBED: Final = "other programs had most of the CPU"
+SPINNING: Final = "other programs had a part of the CPU, and CPU seconds of several threads are no clock"
+MAY_WAIT: Final = "it had less of the CPU than plain decoding, on too few prompts to tell whether it waits"
 NOT_LOSSLESS: Final = "it is not lossless"
 NOT_ACCEPTED: Final = "right tokens were not accepted"
 REPEATED: Final = "repeated evaluations"
@@ -68,6 +70,8 @@ class DrafterResult:
     measurement: Measurement
     beside: tuple[str, ...] = ()
     """Doubts that other results of the same run raise, or all prompts of a part."""
+    whole: "DrafterResult | None" = None
+    """Of a part, the result of all prompts, which has the clock and the reasons to show no speed."""
     changed: tuple[str, ...] = ()
     """Why its target was another one than in a later run; part of the doubts."""
     repeats: int = 1
@@ -90,7 +94,7 @@ class DrafterResult:
         if self.doubts:
             facts.append(f"in doubt: {self.doubts[0]}")
         elif self.disturbed:
-            facts.append(f"in doubt: {DISTURBED}")
+            facts.append(f"in doubt: {self.disturbed}")
         return f"{self.name} on {prompts}: {', '.join(facts)}"
 
     @property
@@ -109,8 +113,9 @@ class DrafterResult:
 
     @cached_property
     def figures(self) -> Figures:
-        """The metrics, with their intervals."""
-        return figures(self.measurement)
+        """The metrics, with their intervals; the speedup of a part is by the clock of the whole."""
+        rated = figures(self.measurement)
+        return replace(rated, speed=self.whole.figures.speed) if self.whole else rated
 
     @property
     def name(self) -> str:
@@ -226,14 +231,20 @@ class DrafterResult:
         return [*self._lossy, *self.failures]
 
     @property
-    def disturbed(self) -> bool:
-        """Whether other programs had most of the CPU: counts are right then, speeds are not."""
-        return is_disturbed(self.figures.cpu_share)
+    def disturbed(self) -> str:
+        """Why no speed of it is right, although counts are; empty if it may be."""
+        if self.whole and self.whole.disturbed:
+            return self.whole.disturbed
+        if is_disturbed(self.figures.cpu_share):
+            return DISTURBED
+        if self.figures.speed == "cpu_speedup" and self.evaluation.threads > 1:
+            return SPINNING
+        return MAY_WAIT if self.figures.may_wait and not self.whole else ""
 
     @property
     def no_speedup(self) -> list[str]:
         """Why no speedup of it is shown alone; empty if it may be."""
-        return [*self.unranked, DISTURBED] if self.disturbed else self.unranked
+        return [*self.unranked, self.disturbed] if self.disturbed else self.unranked
 
     @property
     def wrong_counts(self) -> list[str]:
@@ -287,7 +298,9 @@ class DrafterResult:
         """
         doubts = tuple(self.doubts)
         return {
-            name: replace(self, measurement=measurement, beside=doubts)
+            name: replace(
+                self, measurement=measurement, beside=doubts, whole=self.whole or self
+            )
             for name, measurement in self.measurement.by(label).items()
         }
 

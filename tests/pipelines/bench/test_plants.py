@@ -700,6 +700,37 @@ def test_a_drafter_that_waits_beside_other_programs_is_in_doubt(
     assert any("it waits" in doubt for doubt in planted.doubts)
 
 
+@pytest.mark.parametrize("count", [5, 12])
+def test_on_few_prompts_a_drafter_that_may_wait_has_no_speedup(count: int) -> None:
+    """No chance is small enough there to say that it does."""
+    at = that_waits(measured(count=count), 0.85, 0.55)
+    (result,) = of_drafters([evaluation("wren", at)])
+    assert (result.doubts, result.speedup) == ([], None)
+    assert any("too few prompts" in reason for reason in result.no_speedup)
+
+
+def test_parts_of_a_drafter_that_waits_are_by_the_clock_of_all_prompts() -> None:
+    """Of few prompts, waiting cannot be told from other programs."""
+    at = that_waits(measured(count=24), 0.99, 0.82)
+    prompts = [
+        replace(prompt, kind="image" if number % 6 else "text")
+        for number, prompt in enumerate(at.prompts)
+    ]
+    (result,) = of_drafters([evaluation("wren", replace(at, prompts=tuple(prompts)))])
+    parts = result.by(lambda prompt: prompt.kind)
+    assert len(parts["text"].measurement.prompts) == 4
+    assert {part.figures.speed for part in parts.values()} == {"speedup"}
+
+
+def test_cpu_seconds_of_several_threads_are_no_speedup_beside_other_programs() -> None:
+    """Threads that wait for each other spend them."""
+    busy = evaluation("wren", with_cpu_share(measured(), 0.64), threads=2)
+    (result,) = of_drafters([busy])
+    assert (result.doubts, result.speedup) == ([], None)
+    quiet = evaluation("wren", with_cpu_share(measured(), 0.99), threads=2)
+    assert of_drafters([quiet])[0].speedup is not None
+
+
 @pytest.mark.parametrize("count", [8, 24])
 @pytest.mark.parametrize("share", [0.98 / 1.1, 0.98 / 2])
 def test_plain_decoding_that_sleeps_is_in_doubt(share: float, count: int) -> None:
