@@ -77,6 +77,13 @@ def test_every_link_in_the_docs_leads_somewhere(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
+def test_no_settings_of_the_packages_name_a_folder_of_a_machine() -> None:
+    configs = sorted((ROOT / "pipelines").rglob("*.json"))
+    assert configs
+    named = [file.name for file in configs if re.search(r'"/\w', file.read_text())]
+    assert named == []
+
+
 def test_make_help_lists_every_target() -> None:
     text = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)

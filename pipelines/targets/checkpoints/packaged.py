@@ -164,6 +164,8 @@ def _model(
     settings = language.config.to_dict()
     # transformers refuses to save a model that has the settings of a GGUF file.
     settings.pop("quantization_config", None)
+    # A folder of this machine, which the hash of the configuration would have.
+    settings.pop("_name_or_path", None)
     vision = transformers.CLIPVisionConfig(
         hidden_size=192,
         intermediate_size=768,
