@@ -462,9 +462,9 @@ def slow_baseline(evaluation: Evaluation) -> list[str]:
     warnings = [*_slow_steps(evaluation), *_slow_target(evaluation)]
     for measurement in evaluation.temperatures:
         # Threads that wait for each other spend CPU seconds, and no drafter is ranked.
-        shares = _cpu_share([measurement])
-        is_spinning = is_busy(shares) and evaluation.threads > 1
-        if not is_spinning and not is_disturbed(shares):
+        share = cpu_share_of([prompt.plain for prompt in measurement.prompts])
+        is_spinning = is_busy(share) and evaluation.threads > 1
+        if not is_spinning and not is_disturbed(share):
             warnings += _slow_beside_drafters(evaluation, measurement)
             warnings += _slow_responses(measurement)
     return warnings

@@ -74,9 +74,7 @@ WAITING, WAITING_SHARED = 0.8, 0.95
 in doubt on a quiet CPU, where the clock counts, and on one that other programs use."""
 SLEEPING = 0.95  # the inverse, below which plain decoding sleeps
 UNEVEN = 0.9
-"""A drafter's share over plain decoding's on the median prompt, below which CPU seconds do
-not compare where prompts are too few to show, at `CHANCE`, that it waits."""
-FEWEST_OF_SIGNS = 14  # prompts that show it
+"""A drafter's share over plain decoding's, below which CPU seconds do not compare them."""
 FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
 """Shares of greedy responses that rounding may change in another process, in float32 and
 in half precision."""
@@ -180,13 +178,13 @@ class Figures:
     """Drafted tokens that the response has and no cycle accepted: 0 unless acceptance
     is broken."""
     cpu_share: float | None
-    """Of the elapsed seconds, of the decoder that had less of it, but not of a drafter that
-    waits: what the other had less, other programs had. None on a GPU."""
+    """The share of plain decoding's elapsed seconds in which it had the CPU: other programs
+    had the rest, and a drafter that has less of it may wait. None on a GPU."""
     own_cpu_share: float | None  # of the drafter
     speed: Rate
     """Its speedup: by the clock, or in CPU seconds where others had a part of the CPU."""
     may_wait: bool
-    """Whether it had less of a busy CPU than plain decoding, on too few prompts to tell why."""
+    """Whether it had less of the CPU than plain decoding, on too few prompts to tell why."""
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
@@ -217,8 +215,13 @@ def figures(measurement: Measurement) -> Figures:
     plain_seconds = sum(response.seconds for response in plain)
     prefill_seconds = sum(response.prefill_seconds for response in drafted)
     shares = _Share.of(plain), _Share.of(drafted)
-    cpu_share = _share_of_machine(*shares)
+    cpu_share = cpu_share_of(plain)
     by_cpu = "cpu_speedup" in rate_values and is_busy(cpu_share)
+    has_less, waits = _has_less(*shares)
+    if has_less and not by_cpu:
+        # A drafter that waits takes no CPU seconds for it: they would make it faster.
+        rate_values.pop("cpu_speedup")
+        intervals.pop("cpu_speedup", None)
     unjudged = Figures(
         prompts=len(prompts),
         tau=rate_values["tau"],
@@ -243,7 +246,7 @@ def figures(measurement: Measurement) -> Figures:
         cpu_share=cpu_share,
         own_cpu_share=shares[1].pooled if shares[1] else None,
         speed="cpu_speedup" if by_cpu else "speedup",
-        may_wait=by_cpu and _may_wait(*shares),
+        may_wait=has_less and not waits,
         accounted=_accounted(drafted),
         plain_accounted=_accounted(plain),
         lossless=_checks(drafted),
@@ -654,20 +657,12 @@ def _waiting(plain: "_Share | None", drafted: "_Share | None") -> Iterator[str]:
         )
 
 
-def _share_of_machine(plain: "_Share | None", drafted: "_Share | None") -> float | None:
-    """What other programs left of the CPU; see `Figures.cpu_share`."""
-    if plain is None or drafted is None:
-        return None
+def _has_less(plain: "_Share | None", drafted: "_Share | None") -> tuple[bool, bool]:
+    """Whether the drafter had less of the CPU, and whether on more prompts than by chance, since it waits."""
+    if plain is None or drafted is None or not drafted.has_less_than(plain):
+        return False, False
     is_shared = is_busy(plain.pooled)
-    if drafted.is_far_below(plain, WAITING_SHARED, is_shared=is_shared):
-        return plain.pooled
-    return min(plain.pooled, drafted.pooled)
-
-
-def _may_wait(plain: "_Share | None", drafted: "_Share | None") -> bool:
-    if plain is None or drafted is None or len(drafted.share_P) >= FEWEST_OF_SIGNS:
-        return False
-    return bool(np.median(drafted.over(plain)) < UNEVEN)
+    return True, drafted.is_far_below(plain, WAITING_SHARED, is_shared=is_shared)
 
 
 @dataclass(frozen=True)
@@ -676,6 +671,7 @@ class _Share:
 
     pooled: float
     share_P: Floats
+    seconds_P: Floats
 
     @classmethod
     def of(cls, decoded: Sequence[Decoding]) -> "_Share | None":
@@ -684,18 +680,21 @@ class _Share:
         if pooled is None:
             return None
         shares = [cpu_share_of([response]) for response in decoded]
-        return cls(pooled, np.array(shares, dtype=np.float64))
+        seconds = [response.seconds for response in decoded]
+        return cls(pooled, np.array(shares, dtype=np.float64), np.array(seconds))
+
+    def has_less_than(self, other: "_Share") -> bool:
+        """Whether it had less of the CPU than the other's shares of the same prompts would give it."""
+        own_seconds = (self.share_P * self.seconds_P).sum()
+        return bool(own_seconds < UNEVEN * (other.share_P * self.seconds_P).sum())
 
     def is_far_below(self, other: "_Share", limit: float, *, is_shared: bool) -> bool:
         """Whether it is below this part of the other's, on more prompts than by chance."""
         if self.pooled >= limit * other.pooled:
             return False
-        return is_often_below(self.over(other), limit, is_shared=is_shared)
-
-    def over(self, other: "_Share") -> Floats:
-        """The ratio of both on each prompt on which the other is known."""
         is_known_P = other.share_P > 0
-        return self.share_P[is_known_P] / other.share_P[is_known_P]
+        ratio_P = self.share_P[is_known_P] / other.share_P[is_known_P]
+        return is_often_below(ratio_P, limit, is_shared=is_shared)
 
 
 def differ_beyond_rounding(different: int, compared: int, *, is_exact: bool) -> bool:
@@ -737,10 +736,15 @@ def _warnings(rated: Figures) -> Iterator[str]:
             f"this program had the CPU for {rated.cpu_share:.0%} of the time: other programs may have "
             "slowed it down"
         )
-    elif is_busy(rated.own_cpu_share) and not rated.doubts:
+    elif rated.cpu_speedup is None and rated.own_cpu_share is not None:
+        why = (
+            "it waits, or other programs ran beside it"
+            if rated.may_wait
+            else "it waits"
+        )
         yield (
             f"the drafter had the CPU for {rated.own_cpu_share:.0%} of its time, and plain decoding for "
-            f"{rated.cpu_share:.0%}: it waits, which the clock counts"
+            f"{rated.cpu_share:.0%}: {why}"
         )
 
 

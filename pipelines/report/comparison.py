@@ -33,6 +33,9 @@ from vlmdistill.pipelines.report.selection import distinguished
 from vlmdistill.pipelines.targets.embedded import ignorance
 
 SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
+MIXED: Final = (
+    "other programs had the CPU beside some, and others wait: no clock compares them"
+)
 NAMED: Final = 4  # leaders that a sentence names
 MANY: Final = 3  # ranked drafters, the best of which is partly so by chance
 CHANCE: Final = (
@@ -106,7 +109,10 @@ class Ranking:
     @property
     def disturbed(self) -> str:
         """Why no drafter can be called the fastest, as other programs had the CPU; empty if one can be."""
-        reasons = (result.disturbed for result in self.ranked)
+        reasons = [result.disturbed for result in self.ranked]
+        own_speeds = {result.figures.speed for result in self.ranked}
+        if self.speed == "speedup" and "cpu_speedup" in own_speeds:
+            reasons.append(MIXED)
         return next(filter(None, reasons), "")
 
     @property

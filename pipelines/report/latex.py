@@ -196,7 +196,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             method.lossless &= result.evaluation.lossless
             method.sound &= not {*result.wrong_counts} - {NOT_LOSSLESS}
             method.ranked &= not result.unranked
-            method.quiet &= not result.disturbed
+            method.quiet &= not result.disturbed and _has_clock(result, speed)
             if result.name not in names:
                 method.cells[name] = _cell(result, speed)
     sets = sorted(results_of_sets)
@@ -218,8 +218,13 @@ def _version(result: "DrafterResult") -> tuple[str, ...]:
 
 
 def _cell(result: "DrafterResult", speed: Rate) -> _Cell:
-    speedup = None if result.no_speedup else rate_of(result, speed)
-    return _Cell(result.figures.tau, speedup)
+    is_known = not result.no_speedup and _has_clock(result, speed)
+    return _Cell(result.figures.tau, rate_of(result, speed) if is_known else None)
+
+
+def _has_clock(result: "DrafterResult", speed: Rate) -> bool:
+    """Whether the speedup of a table is one of a result: beside other programs, that by the clock is none."""
+    return speed == "cpu_speedup" or result.figures.speed == speed
 
 
 def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter, speed: Rate) -> _Cell:
@@ -227,6 +232,8 @@ def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter, speed: Rate) -
     tau, speedup = [
         drafter.mean(name) if compared.known(drafter, name) else None for name in rates
     ]
+    if not all(_has_clock(result, speed) for result in drafter.results.values()):
+        speedup = None
     notes = []
     for name in rates:
         below = compared.below_best(drafter, name)

@@ -22,7 +22,6 @@ from vlmdistill.pipelines.bench.statistics import (
     Figures,
     SectionRates,
     figures,
-    is_disturbed,
 )
 from vlmdistill.pipelines.bench.unfinished import Interim, interim, measurements
 from vlmdistill.pipelines.report import charts, seeds, selection, tables, trainings
@@ -35,10 +34,10 @@ from vlmdistill.pipelines.report.chart_files import (
 from vlmdistill.pipelines.report.charts import Chart, Curve
 from vlmdistill.pipelines.report.comparison import Group, differing, group
 from vlmdistill.pipelines.report.results import (
-    DISTURBED,
     DrafterResult,
     ServerResult,
     timed_label,
+    without_clock,
 )
 from vlmdistill.pipelines.report.samples import OwnFiles, ShownPrompt, samples
 from vlmdistill.pipelines.report.templates import script_hash, source
@@ -270,8 +269,9 @@ def _so_far(evaluation: Interim) -> list[tuple[str, float, Figures]]:
     for (drafter, temperature), prompts in measurements(evaluation.decoded).items():
         rated = figures(prompts)
         doubts = [*rated.doubts]
-        if is_disturbed(rated.cpu_share):
-            doubts.append(DISTURBED)
+        threads = max(decoded.threads for decoded in evaluation.decoded.values())
+        if reason := without_clock(rated, threads):
+            doubts.append(reason)
         rows.append((timed_label(drafter, rated, doubts), temperature, rated))
     return rows
 

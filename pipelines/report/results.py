@@ -32,7 +32,7 @@ SEEDED: Final = re.compile(r"(.+)\.s(\d{1,18})")
 """The name of a drafter, and the number of its seed."""
 DISTURBED: Final = "other programs had most of the CPU"
 SPINNING: Final = "other programs had a part of the CPU, and CPU seconds of several threads are no clock"
-MAY_WAIT: Final = "it had less of the CPU than plain decoding, on too few prompts to tell whether it waits"
+MAY_WAIT: Final = "a drafter had less of the CPU than plain decoding; too few prompts tell whether it waits"
 NOT_LOSSLESS: Final = "it is not lossless"
 NOT_ACCEPTED: Final = "right tokens were not accepted"
 REPEATED: Final = "repeated evaluations"
@@ -233,13 +233,10 @@ class DrafterResult:
     @property
     def disturbed(self) -> str:
         """Why no speed of it is right, although counts are; empty if it may be."""
-        if self.whole and self.whole.disturbed:
-            return self.whole.disturbed
-        if is_disturbed(self.figures.cpu_share):
-            return DISTURBED
-        if self.figures.speed == "cpu_speedup" and self.evaluation.threads > 1:
-            return SPINNING
-        return MAY_WAIT if self.figures.may_wait and not self.whole else ""
+        if self.whole:
+            is_shared = is_disturbed(self.figures.cpu_share)
+            return self.whole.disturbed or (DISTURBED if is_shared else "")
+        return without_clock(self.figures, self.evaluation.threads)
 
     @property
     def no_speedup(self) -> list[str]:
@@ -305,6 +302,15 @@ class DrafterResult:
         }
 
 
+def without_clock(rated: Figures, threads: int) -> str:
+    """Why neither the clock nor CPU seconds say how fast a drafter is; empty if one does."""
+    if is_disturbed(rated.cpu_share):
+        return DISTURBED
+    if rated.speed == "cpu_speedup" and threads > 1:
+        return SPINNING
+    return MAY_WAIT if rated.may_wait else ""
+
+
 def marked(name: str, doubts: Sequence[str]) -> str:
     """A name beside numbers: with a mark if these are in doubt."""
     return name + MARK if doubts else name
@@ -334,7 +340,7 @@ def speed_of(results: Iterable[DrafterResult]) -> Rate:
     waits, do not choose it, unless all are.
     """
     every_result = [*results]
-    sound = [result for result in every_result if not result.unranked]
+    sound = [result for result in every_result if not result.no_speedup]
     rated = [result.figures for result in sound or every_result]
     is_shared = any(one.speed == "cpu_speedup" for one in rated)
     has_cpu_seconds = all(one.cpu_speedup is not None for one in rated)

@@ -133,13 +133,13 @@ def test_what_methods_reached_is_what_the_page_of_results_says() -> None:
 
 
 def test_a_speedup_beside_other_programs_is_in_cpu_seconds(capsys: Output) -> None:
-    """They had more of the drafter's time than of plain decoding's."""
+    """They had more of plain decoding's time than of the drafter's."""
     train()
-    busy = made_up.with_cpu_share(made_up.measured(), 0.8, 0.6)
+    busy = made_up.with_cpu_share(made_up.measured(), 0.72, 0.8)
     made = made_up.evaluation("mine", busy, drafter="eagle2")
     records.write(made, records.new_file(ROOT / "reports", "mine"))
     assert main(["explain", "mine", "--model", "other"]) == 0
-    assert "speedup 2.00 in CPU seconds\n" in capsys.readouterr().out
+    assert "speedup 1.35 in CPU seconds\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("missed", [0, 5])

@@ -700,13 +700,21 @@ def test_a_drafter_that_waits_beside_other_programs_is_in_doubt(
     assert any("it waits" in doubt for doubt in planted.doubts)
 
 
+@pytest.mark.parametrize("share", [0.99, 0.85])
+def test_a_drafter_that_waits_on_some_prompts_has_no_speedup(share: float) -> None:
+    """Other programs may have run beside these alone."""
+    at = with_cpu_share(measured(count=24), share, 0.82 * share)
+    (result,) = of_drafters([evaluation("wren", at)])
+    assert (result.doubts, result.speedup) == ([], None)
+
+
 @pytest.mark.parametrize("count", [5, 12])
 def test_on_few_prompts_a_drafter_that_may_wait_has_no_speedup(count: int) -> None:
     """No chance is small enough there to say that it does."""
     at = that_waits(measured(count=count), 0.85, 0.55)
     (result,) = of_drafters([evaluation("wren", at)])
     assert (result.doubts, result.speedup) == ([], None)
-    assert any("too few prompts" in reason for reason in result.no_speedup)
+    assert any("less of the CPU" in reason for reason in result.no_speedup)
 
 
 def test_parts_of_a_drafter_that_waits_are_by_the_clock_of_all_prompts() -> None:
@@ -747,15 +755,13 @@ def test_one_long_slice_of_another_program_is_no_sleep() -> None:
         uneven = with_shares(*shares)
         prompts = (uneven(first), uneven(second), *others)
         made = evaluation("wren", replace(at, prompts=prompts))
-        assert not doubted(made)
+        (result,) = of_drafters([made])
+        assert not result.unranked
 
 
-@pytest.mark.parametrize(("plain", "own"), [(0.89, 0.925), (0.925, 0.89)])
-def test_a_side_that_shares_the_cpu_is_compared_in_cpu_seconds(
-    plain: float, own: float
-) -> None:
-    """One side lost more than a tenth of its time, and both together less."""
-    made = evaluation("wren", changed(measured(), with_shares(plain, own)))
+def test_plain_decoding_that_shares_the_cpu_is_compared_in_cpu_seconds() -> None:
+    """It lost more than a tenth of its time, and both together less."""
+    made = evaluation("wren", changed(measured(), with_shares(0.89, 0.925)))
     (ranking,) = rank([made])
     assert ranking.speed == "cpu_speedup"
 

@@ -106,7 +106,7 @@ def test_no_drafter_is_the_fastest_where_others_had_the_cpu(
 def test_cpu_seconds_rank_where_others_had_a_part_of_the_cpu() -> None:
     """They disturbed the faster drafter more, by the clock."""
     quick, slow = (
-        on_a_shared_cpu(measured(speedup=rate, noise=0.01), 0.7) for rate in (1.8, 1.6)
+        on_a_shared_cpu(measured(speedup=rate, noise=0.01), 0.7) for rate in (1.7, 1.6)
     )
     late = replace(
         quick,
@@ -116,7 +116,7 @@ def test_cpu_seconds_rank_where_others_had_a_part_of_the_cpu() -> None:
                     one,
                     drafted=replace(
                         one.drafted,
-                        seconds=(1 if number % 3 else 2) * one.drafted.seconds,
+                        seconds=(1 if number % 3 else 1.25) * one.drafted.seconds,
                     ),
                 ),
                 number,
