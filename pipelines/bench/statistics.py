@@ -203,8 +203,8 @@ class Figures:
         return min(self.cpu_share, self.own_cpu_share)
 
 
-def figures(measurement: Measurement) -> Figures:
-    """Compute the metrics of a measurement."""
+def figures(measurement: Measurement, *, is_part: bool = False) -> Figures:
+    """Compute the metrics of a measurement, or of a part of its prompts, which has the clock of all."""
     prompts = measurement.prompts
     plain = [prompt.plain for prompt in prompts]
     drafted = [prompt.drafted for prompt in prompts]
@@ -218,7 +218,7 @@ def figures(measurement: Measurement) -> Figures:
     cpu_share = cpu_share_of(plain)
     by_cpu = "cpu_speedup" in rate_values and is_busy(cpu_share)
     has_less, waits = _has_less(*shares)
-    if has_less and not by_cpu:
+    if has_less and not by_cpu and not is_part:
         # A drafter that waits takes no CPU seconds for it: they would make it faster.
         rate_values.pop("cpu_speedup")
         intervals.pop("cpu_speedup", None)

@@ -224,6 +224,10 @@ def _compare(
     untimed = [f"other {fact}" for fact in NEEDED_FOR_TIMES if fact in differing]
     untimed += [f"A: {text}" for text in before.no_speedup]
     untimed += [f"B: {text}" for text in after.no_speedup]
+    own_speeds = {before.figures.speed, after.figures.speed}
+    is_mixed = speed_of([before, after]) == "speedup" and "cpu_speedup" in own_speeds
+    if is_mixed and not untimed:
+        untimed.append("other programs had the CPU beside one, and the other waits")
     if untimed:
         changes.untimed[label] = untimed
     timed: Sequence[Rate] = ()

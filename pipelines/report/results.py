@@ -114,8 +114,10 @@ class DrafterResult:
     @cached_property
     def figures(self) -> Figures:
         """The metrics, with their intervals; the speedup of a part is by the clock of the whole."""
-        rated = figures(self.measurement)
-        return replace(rated, speed=self.whole.figures.speed) if self.whole else rated
+        rated = figures(self.measurement, is_part=self.whole is not None)
+        if not self.whole:
+            return rated
+        return replace(rated, speed=self.whole.figures.speed)
 
     @property
     def name(self) -> str:

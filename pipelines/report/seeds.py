@@ -143,7 +143,9 @@ class OverSeeds:
             return False
         if rate == "tau":
             return not drafter.has_wrong_counts
-        return drafter.ranked and not drafter.disturbed
+        own_speeds = {result.figures.speed for result in drafter.results.values()}
+        has_clock = rate != "speedup" or own_speeds == {"speedup"}
+        return drafter.ranked and not drafter.disturbed and has_clock
 
     def best(self, rate: Rate) -> SeededDrafter | None:
         """The drafter with the highest mean, of those without doubts."""
