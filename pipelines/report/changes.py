@@ -23,9 +23,11 @@ from vlmdistill.pipelines.bench.statistics import (
 )
 from vlmdistill.pipelines.report.greedy_responses import other_targets
 from vlmdistill.pipelines.report.results import (
+    MIXED,
     REPEATED,
     DrafterResult,
     conditions,
+    has_clock,
     in_words,
     of_drafters,
     speed_of,
@@ -224,10 +226,9 @@ def _compare(
     untimed = [f"other {fact}" for fact in NEEDED_FOR_TIMES if fact in differing]
     untimed += [f"A: {text}" for text in before.no_speedup]
     untimed += [f"B: {text}" for text in after.no_speedup]
-    own_speeds = {before.figures.speed, after.figures.speed}
-    is_mixed = speed_of([before, after]) == "speedup" and "cpu_speedup" in own_speeds
-    if is_mixed and not untimed:
-        untimed.append("other programs had the CPU beside one, and the other waits")
+    sides = before, after
+    if not untimed and not all(has_clock(side, speed_of(sides)) for side in sides):
+        untimed.append(MIXED)
     if untimed:
         changes.untimed[label] = untimed
     timed: Sequence[Rate] = ()

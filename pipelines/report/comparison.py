@@ -21,10 +21,12 @@ from vlmdistill.pipelines.bench.statistics import (
     drift,
 )
 from vlmdistill.pipelines.report.results import (
+    MIXED,
     REPEATED,
     DrafterResult,
     Speed,
     conditions,
+    has_clock,
     of_drafters,
     rate_of,
     speed_of,
@@ -33,9 +35,6 @@ from vlmdistill.pipelines.report.selection import distinguished
 from vlmdistill.pipelines.targets.embedded import ignorance
 
 SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
-MIXED: Final = (
-    "other programs had the CPU beside some, and others wait: no clock compares them"
-)
 NAMED: Final = 4  # leaders that a sentence names
 MANY: Final = 3  # ranked drafters, the best of which is partly so by chance
 CHANCE: Final = (
@@ -110,8 +109,7 @@ class Ranking:
     def disturbed(self) -> str:
         """Why no drafter can be called the fastest, as other programs had the CPU; empty if one can be."""
         reasons = [result.disturbed for result in self.ranked]
-        own_speeds = {result.figures.speed for result in self.ranked}
-        if self.speed == "speedup" and "cpu_speedup" in own_speeds:
+        if not all(has_clock(result, self.speed) for result in self.ranked):
             reasons.append(MIXED)
         return next(filter(None, reasons), "")
 

@@ -17,6 +17,7 @@ from vlmdistill.pipelines.report.documents import (
 )
 from vlmdistill.pipelines.report.results import (
     NOT_LOSSLESS,
+    has_clock,
     of_clock,
     rate_of,
     speed_of,
@@ -196,7 +197,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             method.lossless &= result.evaluation.lossless
             method.sound &= not {*result.wrong_counts} - {NOT_LOSSLESS}
             method.ranked &= not result.unranked
-            method.quiet &= not result.disturbed and _has_clock(result, speed)
+            method.quiet &= not result.disturbed and has_clock(result, speed)
             if result.name not in names:
                 method.cells[name] = _cell(result, speed)
     sets = sorted(results_of_sets)
@@ -218,13 +219,8 @@ def _version(result: "DrafterResult") -> tuple[str, ...]:
 
 
 def _cell(result: "DrafterResult", speed: Rate) -> _Cell:
-    is_known = not result.no_speedup and _has_clock(result, speed)
+    is_known = not result.no_speedup and has_clock(result, speed)
     return _Cell(result.figures.tau, rate_of(result, speed) if is_known else None)
-
-
-def _has_clock(result: "DrafterResult", speed: Rate) -> bool:
-    """Whether the speedup of a table is one of a result: beside other programs, that by the clock is none."""
-    return speed == "cpu_speedup" or result.figures.speed == speed
 
 
 def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter, speed: Rate) -> _Cell:
@@ -232,8 +228,6 @@ def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter, speed: Rate) -
     tau, speedup = [
         drafter.mean(name) if compared.known(drafter, name) else None for name in rates
     ]
-    if not all(_has_clock(result, speed) for result in drafter.results.values()):
-        speedup = None
     notes = []
     for name in rates:
         below = compared.below_best(drafter, name)

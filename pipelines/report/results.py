@@ -33,6 +33,9 @@ SEEDED: Final = re.compile(r"(.+)\.s(\d{1,18})")
 DISTURBED: Final = "other programs had most of the CPU"
 SPINNING: Final = "other programs had a part of the CPU, and CPU seconds of several threads are no clock"
 MAY_WAIT: Final = "a drafter had less of the CPU than plain decoding; too few prompts tell whether it waits"
+MIXED: Final = (
+    "other programs had the CPU beside some, and others wait: no clock compares them"
+)
 NOT_LOSSLESS: Final = "it is not lossless"
 NOT_ACCEPTED: Final = "right tokens were not accepted"
 REPEATED: Final = "repeated evaluations"
@@ -347,6 +350,11 @@ def speed_of(results: Iterable[DrafterResult]) -> Rate:
     is_shared = any(one.speed == "cpu_speedup" for one in rated)
     has_cpu_seconds = all(one.cpu_speedup is not None for one in rated)
     return "cpu_speedup" if is_shared and has_cpu_seconds else "speedup"
+
+
+def has_clock(result: DrafterResult, rate: Rate) -> bool:
+    """Whether a rate compares a result: beside other programs, its speedup by the clock does not."""
+    return rate != "speedup" or result.figures.speed == "speedup"
 
 
 def rate_of(result: DrafterResult, rate: Rate) -> float:

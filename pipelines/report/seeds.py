@@ -22,6 +22,7 @@ from vlmdistill.pipelines.report.changes import by_key
 from vlmdistill.pipelines.report.results import (
     SEEDED,
     DrafterResult,
+    has_clock,
     of_clock,
     rate_of,
     speed_of,
@@ -143,9 +144,8 @@ class OverSeeds:
             return False
         if rate == "tau":
             return not drafter.has_wrong_counts
-        own_speeds = {result.figures.speed for result in drafter.results.values()}
-        has_clock = rate != "speedup" or own_speeds == {"speedup"}
-        return drafter.ranked and not drafter.disturbed and has_clock
+        is_timed = all(has_clock(result, rate) for result in drafter.results.values())
+        return drafter.ranked and not drafter.disturbed and is_timed
 
     def best(self, rate: Rate) -> SeededDrafter | None:
         """The drafter with the highest mean, of those without doubts."""

@@ -730,6 +730,21 @@ def test_parts_of_a_drafter_that_waits_are_by_the_clock_of_all_prompts() -> None
     assert {part.figures.speed for part in parts.values()} == {"speedup"}
 
 
+def test_a_part_of_a_busy_result_has_a_speedup_in_cpu_seconds() -> None:
+    """Also one beside which plain decoding had the CPU alone, and the drafter had not."""
+    prompts = [
+        with_shares(*((0.97, 0.85) if number % 4 == 0 else (0.8, 0.8)))(
+            replace(prompt, kind="image" if number % 4 else "text")
+        )
+        for number, prompt in enumerate(measured(count=24).prompts)
+    ]
+    made = evaluation("wren", replace(measured(), prompts=tuple(prompts)))
+    (result,) = of_drafters([made])
+    for part in result.by(lambda prompt: prompt.kind).values():
+        assert part.figures.speed == "cpu_speedup"
+        assert part.figures.cpu_speedup is not None
+
+
 def test_cpu_seconds_of_several_threads_are_no_speedup_beside_other_programs() -> None:
     """Threads that wait for each other spend them."""
     busy = evaluation("wren", with_cpu_share(measured(), 0.64), threads=2)

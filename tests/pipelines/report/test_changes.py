@@ -13,6 +13,7 @@ from tests.pipelines.bench.made_up import (
     in_sequence,
     measured,
     responding,
+    that_waits,
     with_cpu_share,
 )
 from vlmdistill.cli.main import main
@@ -426,3 +427,14 @@ def test_measurements_of_one_drafter_are_compared_with_their_like(
     assert [fact.name for fact in found.differing] == ["tree"]
     assert [len(some) for some in (found.only_before, found.only_after)] == [1, 1]
     assert "again" in found.only_after[0]
+
+
+def test_a_busy_side_and_one_that_waits_have_no_clock_to_compare_by(
+    save: Save, compared: Callable[[], Changes]
+) -> None:
+    save("a", "sparrow", with_cpu_share(measured(), 0.8))
+    save("b", "sparrow", that_waits(measured(), 0.99, 0.82))
+    changes = compared()
+    assert [*changes.untimed] == ["sparrow"]
+    (drafter,) = changes.drafters
+    assert [change.rate for change in drafter.rates] == COUNTS
