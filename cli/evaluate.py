@@ -402,7 +402,7 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
     from vlmdistill.pipelines.report import selection
     from vlmdistill.pipelines.report.comparison import drifts
     from vlmdistill.pipelines.report.page import beside_present_weights
-    from vlmdistill.pipelines.report.results import DrafterResult, of_clock
+    from vlmdistill.pipelines.report.results import DrafterResult
 
     kept = selection.read(workspace.reports)
     present = beside_present_weights(workspace, kept.drafter_results)
@@ -420,9 +420,6 @@ def show_list(workspace: "Workspace", drafters: list[str], as_json: bool) -> Non
             # A number in doubt is not shown.
             if row["not_ranked"]:
                 row["speedup"] = None
-            elif isinstance(result, DrafterResult):
-                speed = result.figures.speed
-                row["speedup"] = of_clock(_cell(row[speed]), speed)
             if isinstance(result, DrafterResult) and result.wrong_counts:
                 row["tau"] = None
             row["temperature"] = f"{row['temperature']:g}"
@@ -576,7 +573,7 @@ def _show_tables(results: "Sequence[DrafterResult]") -> None:
         responses,
     )
 
-    speeds = ("speedup", "CPU speedup", "decode speedup", "cycle cost", "tokens/s")
+    speeds = ("speedup", "decode speedup", "cycle cost", "tokens/s")
     names = ("drafter", "T", "tau", *speeds)
     lines = []
     for result in results:

@@ -41,14 +41,11 @@ def explain(
 
 def _numbers(explanation: "Explanation") -> dict[str, str]:
     """The numbers of the drafter."""
-    from vlmdistill.pipelines.report.results import of_clock
-
     numbers = {"drafter": f"{explanation.drafter} ({explanation.method})"}
     if explanation.tau is not None:
         numbers["tau"] = f"{explanation.tau:.2f}"
-    if explanation.speedup is not None and explanation.speed is not None:
-        speedup = of_clock(f"{explanation.speedup:.2f}", explanation.speed)
-        numbers["tau"] += f", speedup {speedup}"
+    if explanation.speedup is not None:
+        numbers["tau"] += f", speedup {explanation.speedup:.2f}"
     by_token = _rates(explanation.acceptance)
     if by_token:
         numbers["acceptance"] = f"{by_token} by drafted token"

@@ -212,7 +212,7 @@ def _report_facts(page: "ReportPage") -> dict[str, Any]:
 
 def _seed_facts(page: "ReportPage") -> "Iterator[dict[str, Any]]":
     """The drafters with several seeds as JSON."""
-    from vlmdistill.pipelines.report.seeds import over_seeds
+    from vlmdistill.pipelines.report.seeds import SHOWN, over_seeds
 
     for group in page.groups:
         for compared in over_seeds(group.results):
@@ -225,8 +225,7 @@ def _seed_facts(page: "ReportPage") -> "Iterator[dict[str, Any]]":
                     "of_seeds": drafter.of_seeds,
                     "mismatch": drafter.mismatch or None,
                     "rates": {
-                        rate: _over_seeds(compared, drafter, rate)
-                        for rate in ("tau", compared.speed)
+                        rate: _over_seeds(compared, drafter, rate) for rate in SHOWN
                     },
                 }
 
@@ -259,7 +258,6 @@ def _facts(result: "DrafterResult") -> dict[str, Any]:
         "measured": evaluation.measured,
         "software": asdict(evaluation.software),
         "temperature": result.temperature,
-        "speed": result.figures.speed,
         "not_ranked": result.no_speedup,
         **as_facts(result.figures),
     }

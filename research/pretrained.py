@@ -299,7 +299,6 @@ class Row:
     verify: float
     plain: float
     speedup: float
-    cpu_speedup: float | None
     cpu_share: float | None
     identical: int
     near_tie: int
@@ -331,7 +330,6 @@ def _row(workspace: Workspace, evaluation: Evaluation, measurement: Measurement)
         verify=1e3 * result.budget.verify / cycles,
         plain=1e3 / result.plain_tokens_per_second,
         speedup=result.speedup,
-        cpu_speedup=result.cpu_speedup,
         cpu_share=result.cpu_share,
         identical=lossless["identical"],
         near_tie=lossless["near_tie"],
@@ -444,7 +442,6 @@ TITLES = (
     "draft + verify (ms)",
     "plain step (ms)",
     "speedup",
-    "CPU speedup",
 )
 
 
@@ -466,7 +463,6 @@ def _table(rows: Sequence[Row]) -> str:
             f"{row.draft:.0f} + {row.verify:.0f}",
             f"{row.plain:.0f}",
             _with_interval(row, "speedup"),
-            f"{row.cpu_speedup:.2f}" if row.cpu_speedup else "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -251,7 +251,8 @@ def timing(of_plain: Sequence[Decoded], own: Sequence[Decoded]) -> Timing:
         target_prefill=statistics.median(one.of_target[0] for one in own),
         kept=max(one.kept for one in own),
         cpu_share=min(
-            one.response.cpu_seconds / one.response.seconds for one in (*of_plain, *own)
+            one.response.spent.cpu_seconds / one.response.seconds
+            for one in (*of_plain, *own)
         ),
         identical=sum(
             a.response.ids == b.response.ids for a, b in zip(of_plain, own, strict=True)

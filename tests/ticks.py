@@ -38,6 +38,13 @@ class Ticks(Operations):  # type: ignore[no-untyped-call]
     def thread_time(self) -> float:
         return float(self.now)
 
+    def process_time(self) -> float:
+        return self.thread_time()
+
+    def ready_seconds(self) -> float:
+        """Of the thread, without a CPU."""
+        return self.now - self.thread_time()
+
     def perf_counter(self) -> float:
         return float(self.now)
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, get_args
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 
@@ -15,6 +16,9 @@ from vlmdistill.drafters.core.tree import DraftTree
 from vlmdistill.drafters.decoding.acceptance import MILLION, Fetched
 
 Value = TypeVar("Value")
+SCHEDULED: Final = Path("/proc/thread-self/schedstat")
+"""Of the calling thread, by Linux: the nanoseconds in which it had a CPU, and in which it
+waited for one though it was ready to run."""
 Phase = Literal["vision", "prefill", "draft_prefill", "draft", "verify", "accept"]
 """The vision encoder; the target's layers on the prompt; the drafter on the prompt; the drafter
 on trees and accepted tokens; the target's forward passes, plain steps included; acceptance and
@@ -110,14 +114,31 @@ class Cycle:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """The seconds that a call took."""
+
+    seconds: float
+    """By the clock, with queued work of the device."""
+    cpu_seconds: float
+    """In which the calling thread had a CPU."""
+    delayed_seconds: float | None
+    """In which the calling thread was ready to run, and other programs had the CPU. Not those
+    in which it slept, or waited for threads of its own process. None: the system does not
+    tell, or PyTorch computes in several threads, which wait for each other."""
+
+
+@dataclass(frozen=True)
 class Timed:
     """A decoded response."""
 
     cycles: list[Cycle]
-    seconds: float
-    """From the call of the decoder to its end, with queued work of the device."""
-    cpu_seconds: float
-    """Of this thread in that time; on a CPU as much as `seconds`, unless other programs ran."""
+    spent: Spent
+    """From the call of the decoder to its end."""
+
+    @property
+    def seconds(self) -> float:
+        """By the clock."""
+        return self.spent.seconds
 
     @property
     def ids(self) -> list[int]:
@@ -152,23 +173,53 @@ class Timed:
 
 def timed(decode: Callable[[], Iterator[Cycle]], device: torch.device) -> Timed:
     """Decode to the end under one clock."""
-    cycles, seconds, cpu_seconds = clocked(lambda: list(decode()), device)
-    return Timed(cycles, seconds, cpu_seconds)
+    cycles, spent = clocked(lambda: list(decode()), device)
+    return Timed(cycles, spent)
 
 
-def clocked(
-    run: Callable[[], Value], device: torch.device
-) -> tuple[Value, float, float]:
-    """What `run` returns, its elapsed seconds and its CPU seconds.
-
-    The elapsed seconds include queued work of the device.
-    """
+def clocked(run: Callable[[], Value], device: torch.device) -> tuple[Value, Spent]:
+    """What `run` returns, and the seconds that it took."""
     wait(device)
-    start = time.perf_counter()
-    cpu_start = time.thread_time()
+    start = _Clocks.now()
     value = run()
     wait(device)
-    return value, time.perf_counter() - start, time.thread_time() - cpu_start
+    return value, _Clocks.now().since(start)
+
+
+@dataclass(frozen=True)
+class _Clocks:
+    """The seconds of the calling thread and of its process so far."""
+
+    elapsed: float
+    of_thread: float
+    of_process: float
+    ready: float | None  # of the thread, without a CPU
+
+    @classmethod
+    def now(cls) -> "_Clocks":
+        of_thread, of_process = time.thread_time(), time.process_time()
+        return cls(time.perf_counter(), of_thread, of_process, ready_seconds())
+
+    def since(self, start: "_Clocks") -> Spent:
+        cpu_seconds = self.of_thread - start.of_thread
+        delayed = None
+        if self.ready is not None and start.ready is not None:
+            of_own_threads = self.of_process - start.of_process - cpu_seconds
+            # Own threads may have had the CPU for which this one waited.
+            delayed = max(0.0, self.ready - start.ready - max(0.0, of_own_threads))
+        return Spent(self.elapsed - start.elapsed, cpu_seconds, delayed)
+
+
+def ready_seconds() -> float | None:
+    """The seconds in which the calling thread was ready to run and had no CPU; None: not known."""
+    if torch.get_num_threads() > 1:
+        return None
+    try:
+        on_cpu, ready, _ = SCHEDULED.read_text().split()
+    except (OSError, ValueError):
+        return None
+    # A kernel that does not count has zeros.
+    return int(ready) / 1e9 if int(on_cpu) else None
 
 
 def wait(device: torch.device) -> None:

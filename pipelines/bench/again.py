@@ -188,10 +188,10 @@ class _FreshTarget:
     def _encoded(self, choice: RepeatedPrompt) -> tuple[Any, float]:
         """A prompt, and the CPU seconds of encoding it."""
         messages = self.prompt_of[choice.key].messages
-        encoded, _, cpu_seconds = clocked(
+        encoded, spent = clocked(
             lambda: self.target.encode(messages), self.target.device
         )
-        return encoded, cpu_seconds
+        return encoded, spent.cpu_seconds
 
     def _decoded_plainly(self, choice: RepeatedPrompt, limit: int) -> Timed:
         encoded, _ = self._encoded(choice)
@@ -213,7 +213,8 @@ class _FreshTarget:
         calls = len(decoded.cycles) - 1
         if not calls:
             return None
-        cpu_share = decoded.cpu_seconds / decoded.seconds if self._on_cpu else 1.0
+        spent = decoded.spent
+        cpu_share = spent.cpu_seconds / spent.seconds if self._on_cpu else 1.0
         return cpu_share * decoded.decode_seconds / calls
 
     def _generator(self, choice: RepeatedPrompt) -> torch.Generator:

@@ -278,8 +278,11 @@ def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
         elapsed = sum(response.seconds for response in decoded)
         allowed = (1 + TOLERANCE) * elapsed
         cpu_seconds = sum(response.cpu_seconds or 0.0 for response in decoded)
-        if cpu_seconds > allowed:
-            yield f"the thread of {whose}{where} has more CPU seconds than elapsed"
+        delayed_seconds = sum(response.delayed_seconds or 0.0 for response in decoded)
+        if cpu_seconds + delayed_seconds > allowed:
+            yield (
+                f"the thread of {whose}{where} ran and was delayed for more seconds than elapsed"
+            )
         in_phases = sum(sum(astuple(response.phases)) for response in decoded)
         if in_phases > allowed:
             yield f"the phases of {whose}{where} have more seconds than elapsed"
@@ -289,6 +292,10 @@ def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
             yield f"the phases of {whose}{where} have more seconds than its cycles"
     if len({decoded.cpu_seconds is None for decoded in _decodings(measurement)}) > 1:
         yield f"some decodings{where} have no CPU seconds, and others have"
+    sides = [prompt.plain for prompt in measurement.prompts]
+    sides += [prompt.drafted for prompt in measurement.prompts]
+    if len({decoded.delayed_seconds is None for decoded in sides}) > 1:
+        yield f"of some decodings{where} it is not recorded when other programs had the CPU"
     differing = [
         prompt.key for prompt in measurement.prompts if not _agrees_with_turn(prompt)
     ]

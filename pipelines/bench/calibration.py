@@ -117,13 +117,14 @@ def _run_of_pairs(target: "VisionLanguageTarget", prompt: Any) -> Iterator[StepP
     cycles = plain(target, prompt, max_new_tokens=1 + STEPS)
     token = next(cycles).ids[-1]
     while True:
-        _, bare, bare_cpu = clocked(partial(_bare_step, target, token, 0), device)
-        cycle, elapsed, cpu = clocked(partial(next, cycles, None), device)
+        _, bare = clocked(partial(_bare_step, target, token, 0), device)
+        cycle, step = clocked(partial(next, cycles, None), device)
         if cycle is None:
             return
-        in_cpu_seconds = device.type == "cpu" and bare_cpu > 0
-        ratio = cpu / bare_cpu if in_cpu_seconds else elapsed / bare
-        yield StepPair(cycle.seconds, bare, ratio)
+        ratio = step.seconds / bare.seconds
+        if device.type == "cpu" and bare.cpu_seconds > 0:
+            ratio = step.cpu_seconds / bare.cpu_seconds
+        yield StepPair(cycle.seconds, bare.seconds, ratio)
         token = cycle.ids[-1]
 
 
@@ -138,8 +139,8 @@ def step_beside(
     seconds = []
     for _ in range(STEPS_BESIDE):
         step = partial(_bare_step, target, token, temperature)
-        _, elapsed, cpu_seconds = clocked(step, target.device)
-        seconds.append(cpu_seconds if in_cpu_seconds else elapsed)
+        _, spent = clocked(step, target.device)
+        seconds.append(spent.cpu_seconds if in_cpu_seconds else spent.seconds)
     return statistics.fmean(seconds)
 
 

@@ -126,6 +126,19 @@ class DecodingCounts(Chains):
     prefill_seconds: Amount  # of the first cycle, by the decoder's clock
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
     cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
+    delayed_seconds: Amount | None = None
+    """In which the decoding thread was ready to run, and other programs had the CPU. None:
+    on a GPU, of several threads, where the system does not tell, and of older records."""
+
+    def undisturbed_seconds(self, excused: float = 1.0) -> float:
+        """Elapsed, less a share of those in which other programs had the CPU."""
+        return self.seconds - excused * (self.delayed_seconds or 0.0)
+
+    def undisturbed_decode_seconds(self, excused: float = 1.0) -> float:
+        """The same of all later cycles, of which other programs had as large a part as of the response."""
+        if not self.seconds:
+            return self.decode_seconds
+        return self.decode_seconds * self.undisturbed_seconds(excused) / self.seconds
 
     @property
     def cycle_seconds(self) -> float:

@@ -106,11 +106,11 @@ class SideBySide:
         """
         kind = kind_of(prompt)
         turn = _Turn(started=time.time(), seed=prompt_seed(self.seed, number))
-        encoded, elapsed, cpu_seconds = clocked(
+        encoded, spent = clocked(
             lambda: self.target.encode(prompt.messages), self.target.device
         )
-        turn.other += elapsed
-        turn.encoding = cpu_seconds
+        turn.other += spent.seconds
+        turn.encoding = spent.cpu_seconds
         room = self.target.info.max_position - encoded.length
         limit = max(1, min(self.max_new_tokens, room))
         rounds = 1 if kind in self._warm else 2
@@ -210,7 +210,7 @@ class SideBySide:
 
     def _generate(self, turn: _Turn, encoded: Any, limit: int) -> float:
         """Let the stock model respond, unless it cannot read the prompt; the seconds."""
-        generated, seconds, cpu_seconds = clocked(
+        generated, spent = clocked(
             lambda: self.target.reference(encoded, max_new_tokens=limit),
             self.target.device,
         )
@@ -218,10 +218,10 @@ class SideBySide:
             turn.stock_ids = list(generated.ids)
             turn.stock = Stock(
                 tokens=len(turn.stock_ids),
-                seconds=seconds,
-                cpu_seconds=cpu_seconds if self._on_cpu else None,
+                seconds=spent.seconds,
+                cpu_seconds=spent.cpu_seconds if self._on_cpu else None,
             )
-        return seconds
+        return spent.seconds
 
     @property
     def _on_cpu(self) -> bool:
@@ -343,7 +343,8 @@ def _counted(decoded: Timed, finish: Finish, passes: int, *, on_cpu: bool) -> De
         probabilities=probability_bins(chains, [cycle.chances for cycle in cycles]),
         missed=_missed(decoded),
         phases=Phases(**decoded.phases),
-        cpu_seconds=decoded.cpu_seconds if on_cpu else None,
+        cpu_seconds=decoded.spent.cpu_seconds if on_cpu else None,
+        delayed_seconds=decoded.spent.delayed_seconds if on_cpu else None,
         finish=finish,
         passes=passes,
         response=content_hash(decoded.ids),

@@ -9,10 +9,9 @@ All metrics are pooled over prompts:
 - `calibration[n]`: expected calibration error of the probability that the drafter gives the n-th token: the
   mean over its tenths, by their guesses, of the difference between probability and share accepted;
 - `speedup`: plain over speculative seconds per token, by the clock outside the decoders, vision and prefill
-  included;
+  included. Seconds in which other programs had the CPU do not count; those in which a decoder sleeps do;
 - `decode_speedup`: the same for the cycles after the prefill;
 - `cycle_cost`: seconds of a cycle over seconds of a step of plain decoding: about tau / `decode_speedup`;
-- `cpu_speedup`: the speedup in CPU seconds of the decoding thread, which other programs disturb less;
 - `prefill_share`: the share of the prefill in the speculative seconds;
 - `budget`: the speculative seconds by phase, which add up to all of them.
 
@@ -29,7 +28,7 @@ Shapes: P prompts, R weightings of them.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -67,23 +66,22 @@ MOST_PROMPTS = 0.9  # on this share of `FEWEST` prompts or more.
 SHORT = 16  # tokens of a response up to which it may well equal another prompt's
 COPIES = 0.1  # share of the prompts whose responses equal each other
 DRIFT = 1.25  # ratio of two calibrations of one evaluation above which they differ
-BUSY = 0.9  # CPU seconds over elapsed seconds below which other programs had the CPU
+BUSY = 0.9  # share of the elapsed seconds below which other programs had the CPU for the rest
 MOSTLY = 0.5  # likewise, below which speeds are those of other programs
-WAITING, WAITING_SHARED = 0.8, 0.95
-"""A drafter's share of the CPU over plain decoding's, below which it waits: so that it is
-in doubt on a quiet CPU, where the clock counts, and on one that other programs use."""
-SLEEPING = 0.95  # the inverse, below which plain decoding sleeps
-UNEVEN = 0.9
-"""A drafter's share over plain decoding's, below which CPU seconds do not compare them."""
+UNEVEN = 0.95
+"""The least share that other programs leave a drafter, over that which they leave plain
+decoding: they run beside both alike."""
+WAITING = 0.8
+"""The share of its time in which a drafter runs, over plain decoding's, below which others
+work for it;"""
+SLEEPING = 0.95  # the inverse, below which plain decoding sleeps.
 FEW_ROUNDED, MANY_ROUNDED = 0.1, 0.5
 """Shares of greedy responses that rounding may change in another process, in float32 and
 in half precision."""
 FEWEST_DIFFERENT = 5  # greedy responses that show another target
 
 Floats = npt.NDArray[np.float64]
-Rate = Literal[
-    "tau", "accepted", "speedup", "decode_speedup", "cycle_cost", "cpu_speedup"
-]
+Rate = Literal["tau", "accepted", "speedup", "decode_speedup", "cycle_cost"]
 
 OF_CYCLES: frozenset[Rate] = frozenset(
     ("tau", "accepted", "decode_speedup", "cycle_cost")
@@ -163,7 +161,6 @@ class Figures:
     speedup: float
     decode_speedup: float
     cycle_cost: float
-    cpu_speedup: float | None  # None on a GPU
     intervals: dict[Rate, Interval]  # empty for fewer than `FEWEST` prompts
     prefill_share: float
     tokens: int
@@ -178,13 +175,11 @@ class Figures:
     """Drafted tokens that the response has and no cycle accepted: 0 unless acceptance
     is broken."""
     cpu_share: float | None
-    """The share of plain decoding's elapsed seconds in which it had the CPU: other programs
-    had the rest, and a drafter that has less of it may wait. None on a GPU."""
+    """The share of plain decoding's elapsed seconds that other programs left it. None on a
+    GPU."""
     own_cpu_share: float | None  # of the drafter
-    speed: Rate
-    """Its speedup: by the clock, or in CPU seconds where others had a part of the CPU."""
-    may_wait: bool
-    """Whether it had less of the CPU than plain decoding, on too few prompts to tell why."""
+    is_clocked: bool
+    """Whether its speedup is known: it leaves out the seconds of other programs, or these had few."""
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
@@ -203,8 +198,8 @@ class Figures:
         return min(self.cpu_share, self.own_cpu_share)
 
 
-def figures(measurement: Measurement, *, is_part: bool = False) -> Figures:
-    """Compute the metrics of a measurement, or of a part of its prompts, which has the clock of all."""
+def figures(measurement: Measurement) -> Figures:
+    """Compute the metrics of a measurement."""
     prompts = measurement.prompts
     plain = [prompt.plain for prompt in prompts]
     drafted = [prompt.drafted for prompt in prompts]
@@ -214,14 +209,8 @@ def figures(measurement: Measurement, *, is_part: bool = False) -> Figures:
     seconds = sum(response.seconds for response in drafted)
     plain_seconds = sum(response.seconds for response in plain)
     prefill_seconds = sum(response.prefill_seconds for response in drafted)
-    shares = _Share.of(plain), _Share.of(drafted)
     cpu_share = cpu_share_of(plain)
-    by_cpu = "cpu_speedup" in rate_values and is_busy(cpu_share)
-    has_less, waits = _has_less(*shares)
-    if has_less and not by_cpu and not is_part:
-        # A drafter that waits takes no CPU seconds for it: they would make it faster.
-        rate_values.pop("cpu_speedup")
-        intervals.pop("cpu_speedup", None)
+    is_clocked = has_delays([*plain, *drafted]) or not is_busy(cpu_share)
     unjudged = Figures(
         prompts=len(prompts),
         tau=rate_values["tau"],
@@ -231,7 +220,6 @@ def figures(measurement: Measurement, *, is_part: bool = False) -> Figures:
         speedup=rate_values["speedup"],
         decode_speedup=rate_values["decode_speedup"],
         cycle_cost=rate_values["cycle_cost"],
-        cpu_speedup=rate_values.get("cpu_speedup"),
         intervals=intervals,
         prefill_share=_ratio(prefill_seconds, seconds),
         tokens=tokens,
@@ -244,16 +232,15 @@ def figures(measurement: Measurement, *, is_part: bool = False) -> Figures:
         budget=_budget(prompts, rate_values["tau"]),
         missed=sum(response.missed for response in drafted),
         cpu_share=cpu_share,
-        own_cpu_share=shares[1].pooled if shares[1] else None,
-        speed="cpu_speedup" if by_cpu else "speedup",
-        may_wait=has_less and not waits,
+        own_cpu_share=cpu_share_of(drafted),
+        is_clocked=is_clocked,
         accounted=_accounted(drafted),
         plain_accounted=_accounted(plain),
         lossless=_checks(drafted),
         plain_lossless=_checks(plain),
         sections=tuple(_sections(prompts)),
     )
-    doubts = (*_doubts(unjudged), *_cheaper(prompts), *_waiting(*shares))
+    doubts = (*_doubts(unjudged), *_cheaper(prompts), *_asleep(prompts))
     of_responses = (*_at_last_position(prompts), *_equal_responses(prompts))
     warnings = (*doubts, *_warnings(unjudged), *of_responses)
     return replace(unjudged, doubts=doubts, warnings=warnings)
@@ -371,33 +358,43 @@ def _rates(pairs: Sequence[Pair], weight_RP: Floats) -> dict[Rate, Floats]:
     calls_R = drafted(lambda counts: counts.calls)
     tokens_R = drafted(lambda counts: counts.tokens)
     plain_tokens_R = plain(lambda counts: counts.tokens)
+    excused = _excused(pairs)
     gained_R = drafted(lambda counts: counts.tokens - 1)
     accepted_R = drafted(lambda counts: counts.accepted)
     # Seconds per token, and per token after the first.
-    pace_R = _over(drafted(lambda counts: counts.seconds), tokens_R)
-    plain_pace_R = _over(plain(lambda counts: counts.seconds), plain_tokens_R)
-    decode_seconds_R = drafted(lambda counts: counts.decode_seconds)
+    seconds_R = drafted(lambda counts: counts.undisturbed_seconds(excused))
+    plain_seconds_R = plain(lambda counts: counts.undisturbed_seconds())
+    pace_R = _over(seconds_R, tokens_R)
+    plain_pace_R = _over(plain_seconds_R, plain_tokens_R)
+    decode_seconds_R = drafted(
+        lambda counts: counts.undisturbed_decode_seconds(excused)
+    )
     decode_pace_R = _over(decode_seconds_R, gained_R)
     plain_decode_pace_R = _over(
-        plain(lambda counts: counts.decode_seconds),
+        plain(lambda counts: counts.undisturbed_decode_seconds()),
         plain(lambda counts: counts.tokens - 1),
     )
     cycle_seconds_R = _over(decode_seconds_R, calls_R)
-    rate_values: dict[Rate, Floats] = {
+    return {
         "tau": _over(gained_R, calls_R),
         "accepted": _over(accepted_R, calls_R),
         "speedup": _over(plain_pace_R, pace_R),
         "decode_speedup": _over(plain_decode_pace_R, decode_pace_R),
         "cycle_cost": _over(cycle_seconds_R, plain_decode_pace_R),
     }
-    sides = [side for pair in pairs for side in (pair.plain, pair.drafted)]
-    if all(side.cpu_seconds is not None for side in sides):
-        cpu_pace_R = _over(drafted(lambda counts: counts.cpu_seconds or 0), tokens_R)
-        plain_cpu_pace_R = _over(
-            plain(lambda counts: counts.cpu_seconds or 0), plain_tokens_R
-        )
-        rate_values["cpu_speedup"] = _over(plain_cpu_pace_R, cpu_pace_R)
-    return rate_values
+
+
+def _excused(pairs: Sequence[Pair]) -> float:
+    """The share of a drafter's delays that does not count.
+
+    Programs that run beside it far more than beside plain decoding may be its own.
+    """
+    seconds = sum(pair.drafted.seconds for pair in pairs)
+    delayed_seconds = sum(pair.drafted.delayed_seconds or 0.0 for pair in pairs)
+    plain_seconds = sum(pair.plain.seconds for pair in pairs)
+    plain_left = sum(pair.plain.undisturbed_seconds() for pair in pairs)
+    most = seconds * (1 - UNEVEN * _ratio(plain_left, plain_seconds))
+    return min(1.0, most / delayed_seconds) if delayed_seconds else 1.0
 
 
 def _weighted(weight_RP: Floats, values: Sequence[float]) -> Floats:
@@ -579,13 +576,32 @@ def _accounted(decoded: Sequence[Decoding]) -> float:
 
 
 def cpu_share_of(decoded: Sequence[DecodingCounts]) -> float | None:
-    """The share of the elapsed seconds in which this program had the CPU; None on a GPU."""
-    cpu_seconds = [
-        response.cpu_seconds for response in decoded if response.cpu_seconds is not None
-    ]
-    if len(cpu_seconds) < len(decoded):
+    """The share of the elapsed seconds that other programs left this one; None on a GPU.
+
+    Where it is not known when other programs had the CPU: the share in which this one had it.
+    """
+    if any(response.cpu_seconds is None for response in decoded):
         return None
-    return _ratio(sum(cpu_seconds), sum(response.seconds for response in decoded))
+    if has_delays(decoded):
+        left = [response.undisturbed_seconds() for response in decoded]
+    else:
+        left = [response.cpu_seconds or 0.0 for response in decoded]
+    return _ratio(sum(left), sum(response.seconds for response in decoded))
+
+
+def has_delays(decoded: Iterable[DecodingCounts]) -> bool:
+    """Whether it is known when other programs had the CPU."""
+    return all(response.delayed_seconds is not None for response in decoded)
+
+
+def _running_share(decoded: Sequence[DecodingCounts]) -> float | None:
+    """The share of the undisturbed seconds in which this program had the CPU; None on a GPU."""
+    if any(response.cpu_seconds is None for response in decoded):
+        return None
+    cpu_seconds = sum(response.cpu_seconds or 0.0 for response in decoded)
+    return _ratio(
+        cpu_seconds, sum(response.undisturbed_seconds() for response in decoded)
+    )
 
 
 def _doubts(rated: Figures) -> Iterator[str]:
@@ -637,64 +653,47 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
                 break
 
 
-def _waiting(plain: "_Share | None", drafted: "_Share | None") -> Iterator[str]:
-    """One side waits, on more prompts than by chance: other programs take the CPU from both alike."""
-    if plain is None or drafted is None:
+def _asleep(prompts: Sequence[PromptResult]) -> Iterator[str]:
+    """One side sleeps while it decodes, and the other does not, on more prompts than by chance."""
+    own = _Share.of([prompt.drafted for prompt in prompts])
+    plain = _Share.of([prompt.plain for prompt in prompts])
+    if own is None or plain is None:
         return
-    # Where others have a part of the CPU, speeds are in CPU seconds, which waiting takes none of.
-    is_shared = is_busy(plain.pooled)
-    limit = WAITING_SHARED if is_shared else WAITING
-    if drafted.is_far_below(plain, limit, is_shared=is_shared):
+    if not is_busy(plain.pooled) and own.is_far_below(plain, WAITING):
         yield (
-            f"the drafter had the CPU for {drafted.pooled:.0%} of its time, and plain decoding for "
-            f"{plain.pooled:.0%}: it waits for work that no CPU seconds count"
+            f"the drafter ran for {own.pooled:.0%} of its time, and plain decoding for {plain.pooled:.0%}: "
+            "it waits for work that no CPU seconds count"
         )
-    has_cpu = not is_busy(drafted.pooled)
-    if has_cpu and plain.is_far_below(drafted, SLEEPING, is_shared=False):
+    if not is_busy(own.pooled) and plain.is_far_below(own, SLEEPING):
         yield (
-            f"plain decoding had the CPU for {plain.pooled:.0%} of its time, and the drafter for "
-            f"{drafted.pooled:.0%}: it sleeps, which makes it slower by the clock alone"
+            f"plain decoding ran for {plain.pooled:.0%} of its time, and the drafter for {own.pooled:.0%}: "
+            "it sleeps, which makes it slower"
         )
-
-
-def _has_less(plain: "_Share | None", drafted: "_Share | None") -> tuple[bool, bool]:
-    """Whether the drafter had less of the CPU, and whether on more prompts than by chance, since it waits."""
-    if plain is None or drafted is None or not drafted.has_less_than(plain):
-        return False, False
-    is_shared = is_busy(plain.pooled)
-    return True, drafted.is_far_below(plain, WAITING_SHARED, is_shared=is_shared)
 
 
 @dataclass(frozen=True)
 class _Share:
-    """The share of its time in which a side had the CPU."""
+    """The share of its undisturbed seconds in which a side ran: of all responses, and of each."""
 
     pooled: float
     share_P: Floats
-    seconds_P: Floats
 
     @classmethod
     def of(cls, decoded: Sequence[Decoding]) -> "_Share | None":
         """None on a GPU."""
-        pooled = cpu_share_of(decoded)
+        pooled = _running_share(decoded)
         if pooled is None:
             return None
-        shares = [cpu_share_of([response]) for response in decoded]
-        seconds = [response.seconds for response in decoded]
-        return cls(pooled, np.array(shares, dtype=np.float64), np.array(seconds))
+        shares = [_running_share([response]) for response in decoded]
+        return cls(pooled, np.array(shares, dtype=np.float64))
 
-    def has_less_than(self, other: "_Share") -> bool:
-        """Whether it had less of the CPU than the other's shares of the same prompts would give it."""
-        own_seconds = (self.share_P * self.seconds_P).sum()
-        return bool(own_seconds < UNEVEN * (other.share_P * self.seconds_P).sum())
-
-    def is_far_below(self, other: "_Share", limit: float, *, is_shared: bool) -> bool:
+    def is_far_below(self, other: "_Share", limit: float) -> bool:
         """Whether it is below this part of the other's, on more prompts than by chance."""
         if self.pooled >= limit * other.pooled:
             return False
         is_known_P = other.share_P > 0
         ratio_P = self.share_P[is_known_P] / other.share_P[is_known_P]
-        return is_often_below(ratio_P, limit, is_shared=is_shared)
+        return is_often_below(ratio_P, limit, is_shared=is_busy(other.pooled))
 
 
 def differ_beyond_rounding(different: int, compared: int, *, is_exact: bool) -> bool:
@@ -731,21 +730,17 @@ def _warnings(rated: Figures) -> Iterator[str]:
         yield "nothing was drafted: no response has more than its first token"
     if rated.accounted < _least_accounted(rated, rated.seconds):
         yield _unaccounted("the", rated.accounted)
-    if is_busy(rated.cpu_share):
-        yield (
-            f"this program had the CPU for {rated.cpu_share:.0%} of the time: other programs may have "
-            "slowed it down"
-        )
-    elif rated.cpu_speedup is None and rated.own_cpu_share is not None:
-        why = (
-            "it waits, or other programs ran beside it"
-            if rated.may_wait
-            else "it waits"
-        )
-        yield (
-            f"the drafter had the CPU for {rated.own_cpu_share:.0%} of its time, and plain decoding for "
-            f"{rated.cpu_share:.0%}: {why}"
-        )
+    if rated.cpu_share is not None and is_busy(rated.cpu_share):
+        if rated.is_clocked:
+            yield (
+                f"other programs had the CPU for {1 - rated.cpu_share:.0%} of the time, which does not "
+                "count; they may have slowed down the rest"
+            )
+        else:
+            yield (
+                f"this program had the CPU for {rated.cpu_share:.0%} of the time: other programs may have "
+                "slowed it down"
+            )
 
 
 def _at_last_position(prompts: Sequence[PromptResult]) -> Iterator[str]:

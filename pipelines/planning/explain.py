@@ -19,13 +19,12 @@ from vlmdistill.pipelines.bench.plan import Description
 from vlmdistill.pipelines.bench.records import PromptResult, TrainedStage
 from vlmdistill.pipelines.bench.statistics import (
     FEWEST_OF_KIND,
-    Rate,
     alpha,
     is_busy,
 )
 from vlmdistill.pipelines.planning.status import doubt_of, other_weights
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.results import DrafterResult, conditions, rate_of
+from vlmdistill.pipelines.report.results import DrafterResult, conditions
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.checkpoints.template import template_of
 from vlmdistill.pipelines.workspace.trained import Trained
@@ -92,7 +91,6 @@ class Explanation:
     tau: float | None
     """Of the last evaluation at its lowest temperature; None also if it is in doubt."""
     speedup: float | None  # likewise
-    speed: Rate | None  # which speedup: by the clock, or in CPU seconds
     acceptance: tuple[float, ...]  # by drafted token; empty if the tau is None
     acceptance_by_kind: Mapping[str, float]  # of the first drafted token
     held_out_agreement: tuple[float, ...]  # by hop, of the saved weights
@@ -118,7 +116,6 @@ def explain(workspace: Workspace, name: str) -> Explanation:
         method=trained.method,
         tau=counted.figures.tau if counted else None,
         speedup=coldest.speedup if coldest else None,
-        speed=coldest.figures.speed if coldest else None,
         acceptance=counted.figures.alpha if counted else (),
         acceptance_by_kind=evidence.first_by_kind,
         held_out_agreement=evidence.held_out,
@@ -363,7 +360,7 @@ class _Evidence:
         if not is_ranked or ranking.disturbed or self.name in names:
             return
         best = ranking.leaders[0]
-        factor = rate_of(best, ranking.speed) / rate_of(own, ranking.speed)
+        factor = best.figures.speedup / own.figures.speedup
         text = (
             f"{best.drafter} is better under the same conditions: tau {best.figures.tau:.2f}, "
             f"{factor:.2f} times as fast"

@@ -10,10 +10,9 @@ import polars as pl
 
 from vlmdistill.drafters.checkpoints.description import describe, weights_hash
 from vlmdistill.pipelines.bench import records
-from vlmdistill.pipelines.bench.statistics import Rate
 from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.report import selection
-from vlmdistill.pipelines.report.results import DrafterResult, of_clock
+from vlmdistill.pipelines.report.results import DrafterResult
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.workspace.workspace import Workspace, default_model
@@ -46,15 +45,12 @@ class DrafterStatus:
     measured: str  # the time of its last evaluation, empty if never
     tau: float | None  # at its lowest temperature, in the latest evaluation
     speedup: float | None  # None also if it is in doubt
-    speed: Rate | None  # which speedup: by the clock, or in CPU seconds
     remarks: tuple[str, ...]  # for the user: what is stale, unfinished or in doubt
 
     @property
     def speedup_text(self) -> str:
         """The speedup as one cell."""
-        if self.speedup is None or self.speed is None:
-            return "-"
-        return of_clock(f"{self.speedup:.2f}", self.speed)
+        return "-" if self.speedup is None else f"{self.speedup:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +215,6 @@ def _drafter(
         measured=shown.get("measured", ""),
         tau=shown.get("tau"),
         speedup=coldest.speedup if coldest else None,
-        speed=coldest.figures.speed if coldest else None,
         remarks=tuple(remarks),
     )
 

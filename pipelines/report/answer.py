@@ -119,7 +119,7 @@ class Recommendation:
         leaders = {result.name for result in self.ranking.leaders}
         used = [result for result in kind.results if result.name in leaders]
         return all(
-            result.against_plain(kind.speed) == "slower" and not result.no_speedup
+            result.against_plain("speedup") == "slower" and not result.no_speedup
             for result in used
         )
 

@@ -24,7 +24,7 @@ from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.comparison import group
 from vlmdistill.pipelines.report.documents import markdown_row, markdown_text
 from vlmdistill.pipelines.report.results import REPEATED, DrafterResult
-from vlmdistill.pipelines.report.tables import UNKNOWN, rate, speedup
+from vlmdistill.pipelines.report.tables import UNKNOWN, rate
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.vllm.launch import serve_command
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -204,7 +204,7 @@ def _table(results: list[DrafterResult]) -> Iterator[str]:
 def _row(prompts: str, result: DrafterResult) -> list[str]:
     figures = result.figures
     # On some kind of prompts it is in doubt, or that of other programs.
-    shown = UNKNOWN if result.no_speedup else speedup(figures)
+    shown = UNKNOWN if result.no_speedup else rate(figures, "speedup")
     tau = rate(figures, "tau")
     row = [prompts, f"{figures.prompts}", f"{result.temperature:g}", tau, shown]
     return [markdown_text(cell) for cell in row]

@@ -23,14 +23,11 @@ from vlmdistill.pipelines.bench.statistics import (
 )
 from vlmdistill.pipelines.report.greedy_responses import other_targets
 from vlmdistill.pipelines.report.results import (
-    MIXED,
     REPEATED,
     DrafterResult,
     conditions,
-    has_clock,
     in_words,
     of_drafters,
-    speed_of,
     with_whole_fingerprints,
 )
 from vlmdistill.pipelines.report.selection import Kept, distinguished
@@ -39,8 +36,6 @@ from vlmdistill.stores.errors import DataError
 
 COUNTED: Final[tuple[Rate, ...]] = ("tau", "accepted")
 TIMED: Final[tuple[Rate, ...]] = ("decode_speedup", "speedup")
-TIMED_BY_CPU: Final[tuple[Rate, ...]] = ("cpu_speedup",)
-"""Of a drafter beside which other programs had a part of the CPU on either side."""
 NEEDED_FOR_TIMES: Final = ("hardware", "dtype", "threads", "attention", "compiled")
 SOFTWARE: Final = ("python", *PACKAGES, "commit")
 
@@ -115,10 +110,8 @@ class Changes:
 
     @property
     def rates(self) -> list[Rate]:
-        """The columns of a table: the rates of any drafter, and those of the clock."""
-        compared = {change.rate for each in self.drafters for change in each.rates}
-        by_cpu = [rate for rate in TIMED_BY_CPU if rate in compared]
-        return [*COUNTED, *TIMED, *by_cpu]
+        """The columns of a table."""
+        return [*COUNTED, *TIMED]
 
     @property
     def changed(self) -> list[tuple[ChangedDrafter, Change]]:
@@ -226,15 +219,9 @@ def _compare(
     untimed = [f"other {fact}" for fact in NEEDED_FOR_TIMES if fact in differing]
     untimed += [f"A: {text}" for text in before.no_speedup]
     untimed += [f"B: {text}" for text in after.no_speedup]
-    sides = before, after
-    if not untimed and not all(has_clock(side, speed_of(sides)) for side in sides):
-        untimed.append(MIXED)
     if untimed:
         changes.untimed[label] = untimed
-    timed: Sequence[Rate] = ()
-    if not untimed:
-        is_busy = speed_of([before, after]) == "cpu_speedup"
-        timed = TIMED_BY_CPU if is_busy else TIMED
+    timed = () if untimed else TIMED
     changes.drafters.append(_changed(name, before, after, (*COUNTED, *timed)))
 
 

@@ -201,7 +201,7 @@ def speed(
     """Speedup (bar) and decode speedup (mark), on one scale for `everything`."""
     title = f"Speedup against plain decoding at temperature {ranking.temperature:g}"
     return _bars(
-        title, ranking.results, styles, ranking.speed, "decode_speedup", everything
+        title, ranking.results, styles, "speedup", "decode_speedup", everything
     )
 
 
@@ -304,7 +304,7 @@ def pareto(
     if len(megabytes) < 2:
         return None
     memories = [_megabytes(result) or 0 for result in everything]
-    speedups = [_largest(result, (ranking.speed,)) for result in everything]
+    speedups = [_largest(result, ("speedup",)) for result in everything]
     right = MARGIN * max(1e-3, *memories)
     top = MARGIN * max(1.0, *speedups)
     x_of = _scale(0, right, LEFT, RIGHT)
@@ -314,7 +314,7 @@ def pareto(
     for result in ranking.results:
         if result.name in megabytes:
             megabytes_of = megabytes[result.name]
-            mark = _memory_mark(result, megabytes_of, ranking.speed, styles, x_of, y_of)
+            mark = _memory_mark(result, megabytes_of, styles, x_of, y_of)
             marks.append(mark)
     line = [(x_of(x), y_of(y)) for x, y in front]
     x_ticks = _placed(_ticks(0, right, least=1e-4), x_of)
@@ -327,7 +327,7 @@ def pareto(
         y_ticks,
         SQUARE,
         across="weights of the drafter, MB",
-        up=in_words(ranking.speed),
+        up="speedup",
         line=tuple(line),
         key="dashed: the best speedup with so much memory; bars: 95% intervals",
     )
@@ -339,7 +339,7 @@ def _front(
     """The corners of the best speedup by memory, from plain decoding to the right end."""
 
     def least_memory_first(result: DrafterResult) -> tuple[float, float]:
-        return megabytes[result.name], -rate_of(result, ranking.speed)
+        return megabytes[result.name], -result.figures.speedup
 
     sound = [
         result
@@ -349,7 +349,7 @@ def _front(
     best = 1.0
     corners = [(0.0, best)]
     for result in sorted(sound, key=least_memory_first):
-        memory, speedup = megabytes[result.name], rate_of(result, ranking.speed)
+        memory, speedup = megabytes[result.name], result.figures.speedup
         if speedup > best:
             corners += [(memory, best), (memory, speedup)]
             best = speedup
@@ -359,14 +359,13 @@ def _front(
 def _memory_mark(
     result: DrafterResult,
     memory: float,
-    speed: Rate,
     styles: Styles,
     x_of: Scale,
     y_of: Scale,
 ) -> Series:
     """Memory and speedup of a drafter, with its interval."""
-    speedup = rate_of(result, speed)
-    interval = result.figures.intervals.get(speed)
+    speedup = result.figures.speedup
+    interval = result.figures.intervals.get("speedup")
     x = x_of(memory)
     spans: tuple[Span, ...] = ()
     if interval:

@@ -21,20 +21,16 @@ from vlmdistill.pipelines.bench.statistics import (
     drift,
 )
 from vlmdistill.pipelines.report.results import (
-    MIXED,
     REPEATED,
     DrafterResult,
     Speed,
     conditions,
-    has_clock,
     of_drafters,
     rate_of,
-    speed_of,
 )
 from vlmdistill.pipelines.report.selection import distinguished
 from vlmdistill.pipelines.targets.embedded import ignorance
 
-SPEEDUPS: Final[tuple[Rate, ...]] = ("speedup", "cpu_speedup")
 NAMED: Final = 4  # leaders that a sentence names
 MANY: Final = 3  # ranked drafters, the best of which is partly so by chance
 CHANCE: Final = (
@@ -67,14 +63,9 @@ class Ranking:
         return self.results[0].temperature
 
     @cached_property
-    def speed(self) -> Rate:
-        """The speedup that ranks them."""
-        return speed_of(self.results)
-
-    @cached_property
     def leaders(self) -> tuple[DrafterResult, ...]:
         """The fastest drafter, and those not significantly slower; none if none is ranked."""
-        return self.best(self.speed)
+        return self.best("speedup")
 
     def best(self, rate: Rate) -> tuple[DrafterResult, ...]:
         """The drafter with the highest rate, and those not significantly worse, the highest first."""
@@ -88,12 +79,12 @@ class Ranking:
 
     def marked(self, rate: Rate) -> tuple[DrafterResult, ...]:
         """Those of `best` that a table may mark: with no speedup of a busy CPU, nor one below 1."""
-        if rate not in SPEEDUPS:
+        if rate != "speedup":
             return self.best(rate)
-        if self.disturbed or rate != self.speed:
+        if self.disturbed:
             return ()
         best = self.best(rate)
-        is_slower_than_plain = bool(best) and rate_of(best[0], rate) < 1
+        is_slower_than_plain = bool(best) and best[0].figures.speedup < 1
         return () if is_slower_than_plain else best
 
     @property
@@ -103,20 +94,17 @@ class Ranking:
         if is_alone or len(self.leaders) != 1 or self.disturbed:
             return None
         (leader,) = self.leaders
-        return leader if rate_of(leader, self.speed) >= 1 else None
+        return leader if leader.figures.speedup >= 1 else None
 
     @property
     def disturbed(self) -> str:
         """Why no drafter can be called the fastest, as other programs had the CPU; empty if one can be."""
-        reasons = [result.disturbed for result in self.ranked]
-        if not all(has_clock(result, self.speed) for result in self.ranked):
-            reasons.append(MIXED)
-        return next(filter(None, reasons), "")
+        return next(filter(None, (result.disturbed for result in self.ranked)), "")
 
     @property
     def against_plain(self) -> Speed:
         """Whether the fastest is significantly faster or slower than plain decoding."""
-        return self.leaders[0].against_plain(self.speed) if self.leaders else "unknown"
+        return self.leaders[0].against_plain("speedup") if self.leaders else "unknown"
 
     @property
     def text(self) -> str:
@@ -135,19 +123,12 @@ class Ranking:
         """The end of a sentence: which drafter is the fastest."""
         if self.disturbed:
             return f", {self.disturbed}: no drafter is called the fastest."
-        in_cpu_seconds = ""
-        if self.speed == "cpu_speedup":
-            in_cpu_seconds = (
-                " and in CPU seconds, since other programs had a part of the CPU"
-            )
         if len(self.leaders) > 1:
-            return f"{in_cpu_seconds}, {self._tie}"
+            return f", {self._tie}"
         if self.winner:
-            return f"{in_cpu_seconds}, {self._win}"
+            return f", {self._win}"
         (leader,) = self.leaders
-        return (
-            f"{in_cpu_seconds}, {leader.name} has a speedup of {self._speedup(leader)}."
-        )
+        return f", {leader.name} has a speedup of {self._speedup(leader)}."
 
     @property
     def _tie(self) -> str:
@@ -161,9 +142,8 @@ class Ranking:
     @property
     def _win(self) -> str:
         first, second = self.leaders[0], self.ranked[1]
-        ratio = advantage(first.measurement, second.measurement, self.speed)
-        speed, second_speed = rate_of(first, self.speed), rate_of(second, self.speed)
-        lead = speed / max(second_speed, 1e-9)
+        ratio = advantage(first.measurement, second.measurement)
+        lead = first.figures.speedup / max(second.figures.speedup, 1e-9)
         return (
             f"{first.name} was the fastest drafter: speedup {self._speedup(first)}, "
             f"{lead:.2f} times{_within(ratio)} as fast as {second.name}, the second."
@@ -208,8 +188,8 @@ class Ranking:
         return self.results[0].figures.prompts
 
     def _speedup(self, result: DrafterResult) -> str:
-        interval = result.figures.intervals.get(self.speed)
-        return f"{rate_of(result, self.speed):.2f}{_within(interval)}"
+        interval = result.figures.intervals.get("speedup")
+        return f"{result.figures.speedup:.2f}{_within(interval)}"
 
 
 def _is_better(first: DrafterResult, second: DrafterResult, rate: Rate) -> bool:
@@ -469,10 +449,9 @@ def ranked(results: Iterable[DrafterResult]) -> list[Ranking]:
 
 def _ranking(results: Sequence[DrafterResult]) -> Ranking:
     """Rank results at one temperature; equally fast ones by name."""
-    speed = speed_of(results)
     by_name = sorted(results, key=lambda result: result.name)
     fastest_first = sorted(
-        by_name, key=lambda result: rate_of(result, speed), reverse=True
+        by_name, key=lambda result: result.figures.speedup, reverse=True
     )
     return Ranking(tuple(fastest_first))
 

@@ -162,7 +162,6 @@ def _own_row(
         "comparison_group": group.number,
         "by": by,
         "part": part_name,
-        "speed": part.figures.speed,
         "not_ranked": "; ".join(part.no_speedup) or None,
         **_numbers(as_facts(part.figures)),
         **conditions,

@@ -3,12 +3,10 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from statistics import mean
 from typing import TYPE_CHECKING
 
 from vlmdistill.pipelines.bench.records import LABELS
-from vlmdistill.pipelines.bench.statistics import Rate
 from vlmdistill.pipelines.report.documents import (
     Section,
     group_section,
@@ -17,19 +15,16 @@ from vlmdistill.pipelines.report.documents import (
 )
 from vlmdistill.pipelines.report.results import (
     NOT_LOSSLESS,
-    has_clock,
-    of_clock,
-    rate_of,
-    speed_of,
 )
 from vlmdistill.pipelines.report.seeds import (
     MARK,
+    SHOWN,
     OverSeeds,
     SeededDrafter,
     is_significant,
     over_seeds,
 )
-from vlmdistill.pipelines.report.tables import rate, speedup
+from vlmdistill.pipelines.report.tables import rate
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.report.comparison import Group
@@ -135,7 +130,6 @@ def latex(report: "ReportPage") -> str:
 
     A set is a dataset, or a kind of prompts where there is one dataset. Bold are the best values as
     printed, of the methods that are ranked; of speedups only if other programs never had most of the CPU.
-    Speedups of a table are all by the clock or, where others had a part of the CPU, in CPU seconds.
     """
     lines = [r"% \usepackage{booktabs}, then \input this file"]
     count = len(report.groups)
@@ -170,7 +164,6 @@ def _table(groups: "Sequence[Group]") -> list[str]:
     """A row for each method and temperature, and two columns for each set."""
     by_temperature: dict[float, _Methods] = {}
     results_of_sets = dict(_sets(groups))
-    speed = speed_of(chain.from_iterable(results_of_sets.values()))
     has_seeds = False
     measured: dict[str, set[tuple[str, ...]]] = {}  # by name, what has it
     for result in (one for results in results_of_sets.values() for one in results):
@@ -185,7 +178,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
                     continue  # each of its seeds has a row
                 row_name = f"{drafter.name} ({drafter.count} seeds)"
                 method = methods.setdefault(row_name, _Method())
-                method.cells[name] = _cell_over_seeds(compared, drafter, speed)
+                method.cells[name] = _cell_over_seeds(compared, drafter)
                 for result in drafter.results.values():
                     names[result.name] = row_name
         for result in results:
@@ -197,9 +190,9 @@ def _table(groups: "Sequence[Group]") -> list[str]:
             method.lossless &= result.evaluation.lossless
             method.sound &= not {*result.wrong_counts} - {NOT_LOSSLESS}
             method.ranked &= not result.unranked
-            method.quiet &= not result.disturbed and has_clock(result, speed)
+            method.quiet &= not result.disturbed
             if result.name not in names:
-                method.cells[name] = _cell(result, speed)
+                method.cells[name] = _cell(result)
     sets = sorted(results_of_sets)
     columns = [*sets, "mean"] if len(sets) > 1 else sets
     rows: list[list[str]] = []
@@ -207,7 +200,7 @@ def _table(groups: "Sequence[Group]") -> list[str]:
         if len(by_temperature) > 1:
             rows.append([_temperature_line(temperature, 1 + 2 * len(columns))])
         rows += _rows(methods, sets)
-    caption = _caption(groups[0], by_temperature, speed) + (SEEDS if has_seeds else "")
+    caption = _caption(groups[0], by_temperature) + (SEEDS if has_seeds else "")
     alignment = "l" + "r" * 2 * len(columns)
     return _framed(caption, alignment, _header(columns), rows)
 
@@ -218,18 +211,16 @@ def _version(result: "DrafterResult") -> tuple[str, ...]:
     return evaluation.title, evaluation.tree, (evaluation.weights or "")[:8]
 
 
-def _cell(result: "DrafterResult", speed: Rate) -> _Cell:
-    is_known = not result.no_speedup and has_clock(result, speed)
-    return _Cell(result.figures.tau, rate_of(result, speed) if is_known else None)
+def _cell(result: "DrafterResult") -> _Cell:
+    return _Cell(result.figures.tau, result.speedup)
 
 
-def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter, speed: Rate) -> _Cell:
-    rates: tuple[Rate, ...] = ("tau", speed)
+def _cell_over_seeds(compared: OverSeeds, drafter: SeededDrafter) -> _Cell:
     tau, speedup = [
-        drafter.mean(name) if compared.known(drafter, name) else None for name in rates
+        drafter.mean(name) if compared.known(drafter, name) else None for name in SHOWN
     ]
     notes = []
-    for name in rates:
+    for name in SHOWN:
         below = compared.below_best(drafter, name)
         mark = rf"\textsuperscript{{{MARK}}}" if is_significant(below) else ""
         notes.append(rf" {{\scriptsize$\pm$ {drafter.spread(name):.2f}}}{mark}")
@@ -242,7 +233,7 @@ def _temperature_line(temperature: float, width: int) -> str:
     return rf"\multicolumn{{{width}}}{{@{{}}l}}{{{text}}}"
 
 
-def _caption(group: "Group", by_temperature: dict[float, _Methods], speed: Rate) -> str:
+def _caption(group: "Group", by_temperature: dict[float, _Methods]) -> str:
     target = group.conditions["target"].partition(" (")[0]
     at_temperature = ""
     if len(by_temperature) == 1:
@@ -256,7 +247,7 @@ def _caption(group: "Group", by_temperature: dict[float, _Methods], speed: Rate)
     if not all(method.sound for method in every_method):
         dagger = UNSOUND
     return (
-        rf"Tokens per call ($\tau$) and {of_clock('speedup', speed)} over plain decoding of "
+        rf"Tokens per call ($\tau$) and speedup over plain decoding of "
         f"{escaped(target)}{at_temperature} "
         f"(best in bold{dagger})."
     )
@@ -360,7 +351,7 @@ def _intervals(groups: "Sequence[Group]") -> Iterator[str]:
             figures = result.figures
             facts = [name, result.label, f"{result.temperature:g}"]
             facts.append(f"{figures.prompts}")
-            facts += [rate(figures, "tau"), speedup(figures)]
+            facts += [rate(figures, "tau"), rate(figures, "speedup")]
             yield f"% {line(' | '.join(facts))}"
 
 

@@ -269,8 +269,7 @@ def _so_far(evaluation: Interim) -> list[tuple[str, float, Figures]]:
     for (drafter, temperature), prompts in measurements(evaluation.decoded).items():
         rated = figures(prompts)
         doubts = [*rated.doubts]
-        threads = max(decoded.threads for decoded in evaluation.decoded.values())
-        if reason := without_clock(rated, threads):
+        if reason := without_clock(rated):
             doubts.append(reason)
         rows.append((timed_label(drafter, rated, doubts), temperature, rated))
     return rows

@@ -31,11 +31,10 @@ E = TypeVar("E", Evaluation, ServedEvaluation)
 SEEDED: Final = re.compile(r"(.+)\.s(\d{1,18})")
 """The name of a drafter, and the number of its seed."""
 DISTURBED: Final = "other programs had most of the CPU"
-SPINNING: Final = "other programs had a part of the CPU, and CPU seconds of several threads are no clock"
-MAY_WAIT: Final = "a drafter had less of the CPU than plain decoding; too few prompts tell whether it waits"
-MIXED: Final = (
-    "other programs had the CPU beside some, and others wait: no clock compares them"
+UNCLOCKED: Final = (
+    "other programs had a part of the CPU, and it is not known for how long"
 )
+"""Of several threads, on systems other than Linux, and in records of earlier versions."""
 NOT_LOSSLESS: Final = "it is not lossless"
 NOT_ACCEPTED: Final = "right tokens were not accepted"
 REPEATED: Final = "repeated evaluations"
@@ -73,8 +72,6 @@ class DrafterResult:
     measurement: Measurement
     beside: tuple[str, ...] = ()
     """Doubts that other results of the same run raise, or all prompts of a part."""
-    whole: "DrafterResult | None" = None
-    """Of a part, the result of all prompts, which has the clock and the reasons to show no speed."""
     changed: tuple[str, ...] = ()
     """Why its target was another one than in a later run; part of the doubts."""
     repeats: int = 1
@@ -103,24 +100,20 @@ class DrafterResult:
     @property
     def speedup_text(self) -> str:
         """The speedup and its interval."""
-        speed = self.figures.speed
-        speedup = f"{rate_of(self, speed):.2f}"
-        if interval := self.figures.intervals.get(speed):
+        speedup = f"{self.figures.speedup:.2f}"
+        if interval := self.figures.intervals.get("speedup"):
             speedup += f" ({interval.low:.2f} to {interval.high:.2f})"
-        return of_clock(speedup, speed)
+        return speedup
 
     @property
     def speedup(self) -> float | None:
-        """The speedup `figures.speed`; None if it is in doubt."""
-        return None if self.no_speedup else rate_of(self, self.figures.speed)
+        """The speedup; None if it is in doubt."""
+        return None if self.no_speedup else self.figures.speedup
 
     @cached_property
     def figures(self) -> Figures:
-        """The metrics, with their intervals; the speedup of a part is by the clock of the whole."""
-        rated = figures(self.measurement, is_part=self.whole is not None)
-        if not self.whole:
-            return rated
-        return replace(rated, speed=self.whole.figures.speed)
+        """The metrics, with their intervals."""
+        return figures(self.measurement)
 
     @property
     def name(self) -> str:
@@ -191,7 +184,6 @@ class DrafterResult:
             "weights": evaluation.weights,
             "commit": evaluation.software.commit,
             **self._rates,
-            "speed": self.figures.speed,
             "not_ranked": "; ".join(self.no_speedup) or None,
         }
 
@@ -238,10 +230,7 @@ class DrafterResult:
     @property
     def disturbed(self) -> str:
         """Why no speed of it is right, although counts are; empty if it may be."""
-        if self.whole:
-            is_shared = is_disturbed(self.figures.cpu_share)
-            return self.whole.disturbed or (DISTURBED if is_shared else "")
-        return without_clock(self.figures, self.evaluation.threads)
+        return without_clock(self.figures)
 
     @property
     def no_speedup(self) -> list[str]:
@@ -300,20 +289,16 @@ class DrafterResult:
         """
         doubts = tuple(self.doubts)
         return {
-            name: replace(
-                self, measurement=measurement, beside=doubts, whole=self.whole or self
-            )
+            name: replace(self, measurement=measurement, beside=doubts)
             for name, measurement in self.measurement.by(label).items()
         }
 
 
-def without_clock(rated: Figures, threads: int) -> str:
-    """Why neither the clock nor CPU seconds say how fast a drafter is; empty if one does."""
+def without_clock(rated: Figures) -> str:
+    """Why the clock does not say how fast a drafter is, as other programs had the CPU; empty if it does."""
     if is_disturbed(rated.cpu_share):
         return DISTURBED
-    if rated.speed == "cpu_speedup" and threads > 1:
-        return SPINNING
-    return MAY_WAIT if rated.may_wait else ""
+    return "" if rated.is_clocked else UNCLOCKED
 
 
 def marked(name: str, doubts: Sequence[str]) -> str:
@@ -330,36 +315,12 @@ def timed_label(name: str, rated: Figures, doubts: Sequence[str]) -> str:
 
 def in_words(rate: Rate) -> str:
     """The name of a rate."""
-    return rate.replace("_", " ").replace("cpu", "CPU")
-
-
-def of_clock(speedup: str, rate: Rate) -> str:
-    """The text of a speedup, which says so if it is in CPU seconds."""
-    return f"{speedup} in CPU seconds" if rate == "cpu_speedup" else speedup
-
-
-def speed_of(results: Iterable[DrafterResult]) -> Rate:
-    """The speedup that compares them: by the clock, or in CPU seconds if that is the speedup of some.
-
-    One speedup for all, since those of two clocks do not compare. Results in doubt, as of a drafter that
-    waits, do not choose it, unless all are.
-    """
-    every_result = [*results]
-    sound = [result for result in every_result if not result.no_speedup]
-    rated = [result.figures for result in sound or every_result]
-    is_shared = any(one.speed == "cpu_speedup" for one in rated)
-    has_cpu_seconds = all(one.cpu_speedup is not None for one in rated)
-    return "cpu_speedup" if is_shared and has_cpu_seconds else "speedup"
-
-
-def has_clock(result: DrafterResult, rate: Rate) -> bool:
-    """Whether a rate compares a result: beside other programs, its speedup by the clock does not."""
-    return rate != "speedup" or result.figures.speed == "speedup"
+    return rate.replace("_", " ")
 
 
 def rate_of(result: DrafterResult, rate: Rate) -> float:
-    """A rate; 0 if it was not measured."""
-    return float(getattr(result.figures, rate) or 0.0)
+    """A rate."""
+    return float(getattr(result.figures, rate))
 
 
 class Results(list[DrafterResult]):

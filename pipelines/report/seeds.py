@@ -22,10 +22,7 @@ from vlmdistill.pipelines.report.changes import by_key
 from vlmdistill.pipelines.report.results import (
     SEEDED,
     DrafterResult,
-    has_clock,
-    of_clock,
     rate_of,
-    speed_of,
 )
 
 NAMED: Final = re.compile(SEEDED.pattern + r"((?:[@ ].*)?)")
@@ -131,21 +128,13 @@ class OverSeeds:
 
     drafters: tuple[SeededDrafter, ...]
 
-    @cached_property
-    def speed(self) -> Rate:
-        """The speedup that compares them."""
-        return speed_of(
-            result for drafter in self.drafters for result in drafter.results.values()
-        )
-
     def known(self, drafter: SeededDrafter, rate: Rate) -> bool:
         """Whether a rate of a drafter can be relied on."""
         if drafter.mismatch:
             return False
         if rate == "tau":
             return not drafter.has_wrong_counts
-        is_timed = all(has_clock(result, rate) for result in drafter.results.values())
-        return drafter.ranked and not drafter.disturbed and is_timed
+        return drafter.ranked and not drafter.disturbed
 
     def best(self, rate: Rate) -> SeededDrafter | None:
         """The drafter with the highest mean, of those without doubts."""
@@ -199,6 +188,7 @@ def _best_first(drafters: Sequence[SeededDrafter]) -> OverSeeds:
     return OverSeeds(tuple(by_tau))
 
 
+SHOWN: Final[tuple[Rate, ...]] = ("tau", "speedup")
 HEADER: Final = (
     *("drafter", "T", "seeds", "tau", "below the best", "speedup", "below the best"),
 )
@@ -212,7 +202,7 @@ def seed_rows(compared: Iterable[OverSeeds]) -> list[list[str]]:
             row = [drafter.name, f"{drafter.temperature:g}"]
             count, mismatch = drafter.count, drafter.mismatch
             row.append(f"{count}: {mismatch}" if mismatch else count)
-            for rate in ("tau", at_temperature.speed):
+            for rate in SHOWN:
                 row += _cells(at_temperature, drafter, rate)
             rows.append(row)
     return rows
@@ -222,7 +212,7 @@ def _cells(compared: OverSeeds, drafter: SeededDrafter, rate: Rate) -> list[str]
     """Mean and spread of a rate, and its distance from the best."""
     if not compared.known(drafter, rate):
         return [UNKNOWN, UNKNOWN]
-    text = of_clock(drafter.text(rate), rate)
+    text = drafter.text(rate)
     below = compared.below_best(drafter, rate)
     if below is None:
         return [text, "the best" if compared.best(rate) is drafter else UNKNOWN]

@@ -21,7 +21,6 @@ from vlmdistill.pipelines.report.results import (
     DrafterResult,
     ServerResult,
     marked,
-    of_clock,
 )
 
 Column = Callable[[DrafterResult], str]
@@ -39,12 +38,6 @@ def _rate_column(name: Rate) -> Column:
     return lambda result: rate(result.figures, name)
 
 
-def _by_clock(result: DrafterResult) -> str:
-    """The speedup by the clock; a dash beside other programs, where it is that of CPU seconds."""
-    speed = result.figures.speed
-    return rate(result.figures, "speedup") if speed == "speedup" else UNKNOWN
-
-
 def _temperature(result: DrafterResult) -> str:
     return f"{result.temperature:g}"
 
@@ -59,8 +52,7 @@ COLUMNS: dict[str, Column] = {
     "T": _temperature,
     "tau": _rate_column("tau"),
     "accepted": _rate_column("accepted"),
-    "speedup": _by_clock,
-    "CPU speedup": _rate_column("cpu_speedup"),
+    "speedup": _rate_column("speedup"),
     "decode speedup": _rate_column("decode_speedup"),
     "cycle cost": _rate_column("cycle_cost"),
     "prefill": lambda result: f"{result.figures.prefill_share:.0%}",
@@ -145,7 +137,7 @@ def _keys(result: DrafterResult) -> tuple[str, ...]:
 def _part_row(name: str, part: DrafterResult) -> list[str]:
     figures = part.figures
     row = [part.label, _temperature(part), name, str(figures.prompts)]
-    row += [rate(figures, "tau"), rate(figures, "accepted"), speedup(figures)]
+    row += [rate(figures, shown) for shown in ("tau", "accepted", "speedup")]
     return row
 
 
@@ -205,11 +197,6 @@ def rate(figures: Figures, name: Rate) -> str:
     if name in OF_CYCLES and not figures.calls:
         return UNKNOWN
     return cell(getattr(figures, name), figures.intervals.get(name))
-
-
-def speedup(figures: Figures) -> str:
-    """The speedup with its interval, as one cell, which says so if it is in CPU seconds."""
-    return of_clock(rate(figures, figures.speed), figures.speed)
 
 
 def cell(value: float | None, interval: Interval | None = None) -> str:

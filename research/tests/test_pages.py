@@ -9,7 +9,7 @@ import torch
 from research import methods, pretrained, video
 from research.trial import Cost, Measured, Run
 from tests.pipelines.bench.made_up import measured
-from vlmdistill.drafters.decoding.clock import Cycle, Laps, Timed
+from vlmdistill.drafters.decoding.clock import Cycle, Laps, Spent, Timed
 
 
 def decoded(
@@ -19,7 +19,7 @@ def decoded(
     ids = [Cycle([1] * tokens, 0, (0, 0), [], 0.0, Laps(torch.device("cpu")))]
     cpu = prefill + cycles * (draft + step)
     return video.Decoded(
-        Timed(ids, 2 * cpu, cpu),
+        Timed(ids, Spent(2 * cpu, cpu, None)),
         [prefill, *[step] * cycles],
         [1.0, *[draft] * cycles],
         kept=round(prefill),
@@ -176,7 +176,6 @@ def pretrained_row(drafter: str, **values: Any) -> pretrained.Row:
         "verify": 60.0,
         "plain": 64.0,
         "speedup": 1.5,
-        "cpu_speedup": None,
         "cpu_share": 0.5,
         "identical": 8,
         "near_tie": 1,
@@ -212,7 +211,7 @@ def test_the_page_of_the_pretrained_target_shows_both_dtypes_and_names_the_load(
     )
     row = (
         "| `wren.s0` | float32 | 0 | 150 | 320 | 1.75 (1.50-2.00) | 1.75 | - | .50 .25 .12 | 1.25 "
-        "| 20 + 60 | 64 | 1.50 | - |"
+        "| 20 + 60 | 64 | 1.50 |"
     )
     assert row in lines
     page = " ".join(lines)

@@ -132,14 +132,14 @@ def test_what_methods_reached_is_what_the_page_of_results_says() -> None:
     assert tuple(map(min, zip(*layers, strict=True))) == LEAST_OF_A_LAYER
 
 
-def test_a_speedup_beside_other_programs_is_in_cpu_seconds(capsys: Output) -> None:
-    """They had more of plain decoding's time than of the drafter's."""
+def test_seconds_of_other_programs_do_not_count(capsys: Output) -> None:
+    """They had more of plain decoding's than of the drafter's, by which it is 1.5 by the clock."""
     train()
     busy = made_up.with_cpu_share(made_up.measured(), 0.72, 0.8)
     made = made_up.evaluation("mine", busy, drafter="eagle2")
     records.write(made, records.new_file(ROOT / "reports", "mine"))
     assert main(["explain", "mine", "--model", "other"]) == 0
-    assert "speedup 1.35 in CPU seconds\n" in capsys.readouterr().out
+    assert "speedup 1.35\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("missed", [0, 5])

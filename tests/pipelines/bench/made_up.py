@@ -197,7 +197,7 @@ def with_cpu_share(
 ) -> Measurement:
     """Beside other programs: with such a share of the CPU, of which the drafter may have its own.
 
-    They have more of its time on every third prompt alone: on all of them it would wait.
+    They have more of its time on every third prompt alone, as by chance.
     """
     seconds = [prompt.drafted.seconds for prompt in at.prompts]
     lost = 0.0 if own_share is None else (share - own_share) * sum(seconds)
@@ -205,13 +205,9 @@ def with_cpu_share(
     prompts = [
         dataclasses.replace(
             prompt,
-            plain=dataclasses.replace(
-                prompt.plain, cpu_seconds=share * prompt.plain.seconds
-            ),
-            drafted=dataclasses.replace(
-                prompt.drafted,
-                cpu_seconds=(share - (0 if number % 3 else lost_share))
-                * prompt.drafted.seconds,
+            plain=on_shared_cpu(prompt.plain, share),
+            drafted=on_shared_cpu(
+                prompt.drafted, share - (0 if number % 3 else lost_share)
             ),
         )
         for number, prompt in enumerate(at.prompts)
@@ -219,8 +215,17 @@ def with_cpu_share(
     return dataclasses.replace(at, prompts=tuple(prompts))
 
 
+def on_shared_cpu(decoded: Decoding, share: float) -> Decoding:
+    """A response in whose seconds other programs had the CPU, but for such a share."""
+    return dataclasses.replace(
+        decoded,
+        cpu_seconds=share * decoded.seconds,
+        delayed_seconds=(1 - share) * decoded.seconds,
+    )
+
+
 def that_waits(at: Measurement, share: float, own_share: float) -> Measurement:
-    """Plain decoding has such a share of the CPU, and the drafter its own on each prompt."""
+    """Beside other programs, a drafter that sleeps on each prompt: it has the CPU for its own share alone."""
     prompts = [
         dataclasses.replace(
             prompt,
@@ -229,6 +234,19 @@ def that_waits(at: Measurement, share: float, own_share: float) -> Measurement:
             ),
         )
         for prompt in with_cpu_share(at, share).prompts
+    ]
+    return dataclasses.replace(at, prompts=tuple(prompts))
+
+
+def without_delays(at: Measurement) -> Measurement:
+    """A record of a system that does not tell when other programs had the CPU."""
+    prompts = [
+        dataclasses.replace(
+            prompt,
+            plain=dataclasses.replace(prompt.plain, delayed_seconds=None),
+            drafted=dataclasses.replace(prompt.drafted, delayed_seconds=None),
+        )
+        for prompt in at.prompts
     ]
     return dataclasses.replace(at, prompts=tuple(prompts))
 

@@ -317,6 +317,7 @@ def by_ticks(run: Run, *options: str) -> Evaluated:
     """All clocks count operations."""
     with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
         patch.setattr(clock, "time", ticks)
+        patch.setattr(clock, "ready_seconds", ticks.ready_seconds)
         patch.setattr(side_by_side, "time", ticks)
         return run(*FEW, *options)
 

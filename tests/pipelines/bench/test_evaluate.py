@@ -80,6 +80,7 @@ def by_ticks(
     """An evaluation whose clocks, of the decoders and around them, count operations."""
     with pytest.MonkeyPatch.context() as patch, Ticks() as ticks:
         patch.setattr(clock, "time", ticks)
+        patch.setattr(clock, "ready_seconds", ticks.ready_seconds)
         patch.setattr(side_by_side, "time", ticks)
         plant(patch)
         (made,) = evaluate(workspace, open_drafters(workspace, ["lookahead"]), SETTINGS)

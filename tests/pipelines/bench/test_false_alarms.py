@@ -111,12 +111,14 @@ def decoded(made: Decoding, machine: Machine, step: float, text: bool) -> Decodi
     first = [machine.elapsed(float(spent)) for spent in first_cpu]
     cycles = machine.elapsed(float(cycles_cpu))
     seconds = sum(first) + cycles + machine.between()
+    cpu_seconds = min(seconds, float(sum(first_cpu) + cycles_cpu))
     return replace(
         made,
         seconds=seconds,
         prefill_seconds=sum(first),
         decode_seconds=cycles,
-        cpu_seconds=min(seconds, float(sum(first_cpu) + cycles_cpu)),
+        cpu_seconds=cpu_seconds,
+        delayed_seconds=seconds - cpu_seconds,
         phases=Phases(
             vision=first[0],
             prefill=first[1],

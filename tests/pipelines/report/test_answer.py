@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import in_sequence, measured, shown
+from tests.pipelines.bench.made_up import (
+    in_sequence,
+    measured,
+    on_shared_cpu,
+    shown,
+    with_cpu_share,
+)
 from tests.pipelines.bench.test_plants import changed
 from tests.pipelines.report.html_page import Page, make
 from vlmdistill.pipelines.bench.records import Measurement, PromptResult
@@ -103,11 +109,7 @@ def test_no_answer_without_what_it_needs(
 
 
 def test_no_answer_without_the_cpu(workspace: Workspace, save: Save) -> None:
-    busy = measured(speedup=3.0, cpu_seconds=0.1)
-    prompts = (
-        replace(one, plain=replace(one.plain, cpu_seconds=0.1)) for one in busy.prompts
-    )
-    save("wren", replace(busy, prompts=tuple(prompts)))
+    save("wren", with_cpu_share(measured(speedup=3.0), 0.1))
     answer = first(workspace)
     assert (answer.headline, answer.columns) == (
         "No verdict: other programs had the CPU",
@@ -124,8 +126,8 @@ def test_no_answer_for_a_kind_without_the_cpu(
 ) -> None:
     def with_shares(one: PromptResult) -> PromptResult:
         share = 0.3 if one.kind == "text" else 0.98
-        plain = replace(one.plain, cpu_seconds=share * one.plain.seconds)
-        own = replace(one.drafted, cpu_seconds=share * one.drafted.seconds)
+        plain = on_shared_cpu(one.plain, share)
+        own = on_shared_cpu(one.drafted, share)
         return replace(one, plain=plain, drafted=own)
 
     save("wren", changed(mixed(*speedups), with_shares))
