@@ -3,6 +3,7 @@
 Totals and speedups come from the clock outside; the decoder's own seconds say where they went.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ Value = TypeVar("Value")
 SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 """Of the calling thread, by Linux: the nanoseconds in which it had a CPU, and in which it
 waited for one though it was ready to run."""
+LINE: Final = 100  # bytes, which hold it
 Phase = Literal["vision", "prefill", "draft_prefill", "draft", "verify", "accept"]
 """The vision encoder; the target's layers on the prompt; the drafter on the prompt; the drafter
 on trees and accepted tokens; the target's forward passes, plain steps included; acceptance and
@@ -126,6 +128,13 @@ class Spent:
     in which it slept, or waited for threads of its own process. None: the system does not
     tell, or PyTorch computes in several threads, which wait for each other."""
 
+    @property
+    def own_seconds(self) -> float:
+        """Without those of other programs; where these are not known, without sleep either."""
+        if self.delayed_seconds is None:
+            return self.cpu_seconds
+        return self.seconds - self.delayed_seconds
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -180,34 +189,35 @@ def timed(decode: Callable[[], Iterator[Cycle]], device: torch.device) -> Timed:
 def clocked(run: Callable[[], Value], device: torch.device) -> tuple[Value, Spent]:
     """What `run` returns, and the seconds that it took."""
     wait(device)
-    start = _Clocks.now()
+    start = time.perf_counter()
+    before = _OfThread.now()
     value = run()
     wait(device)
-    return value, _Clocks.now().since(start)
+    after = _OfThread.now()
+    # The clock begins first and ends last: no delay is outside of it.
+    return value, after.since(before, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
-class _Clocks:
+class _OfThread:
     """The seconds of the calling thread and of its process so far."""
 
-    elapsed: float
-    of_thread: float
+    on_cpu: float
     of_process: float
-    ready: float | None  # of the thread, without a CPU
+    ready: float | None  # without a CPU
 
     @classmethod
-    def now(cls) -> "_Clocks":
-        of_thread, of_process = time.thread_time(), time.process_time()
-        return cls(time.perf_counter(), of_thread, of_process, ready_seconds())
+    def now(cls) -> "_OfThread":
+        return cls(time.thread_time(), time.process_time(), ready_seconds())
 
-    def since(self, start: "_Clocks") -> Spent:
-        cpu_seconds = self.of_thread - start.of_thread
+    def since(self, before: "_OfThread", seconds: float) -> Spent:
+        cpu_seconds = self.on_cpu - before.on_cpu
         delayed = None
-        if self.ready is not None and start.ready is not None:
-            of_own_threads = self.of_process - start.of_process - cpu_seconds
+        if self.ready is not None and before.ready is not None:
+            of_own_threads = self.of_process - before.of_process - cpu_seconds
             # Own threads may have had the CPU for which this one waited.
-            delayed = max(0.0, self.ready - start.ready - max(0.0, of_own_threads))
-        return Spent(self.elapsed - start.elapsed, cpu_seconds, delayed)
+            delayed = max(0.0, self.ready - before.ready - max(0.0, of_own_threads))
+        return Spent(seconds, cpu_seconds, delayed)
 
 
 def ready_seconds() -> float | None:
@@ -215,11 +225,16 @@ def ready_seconds() -> float | None:
     if torch.get_num_threads() > 1:
         return None
     try:
-        on_cpu, ready, _ = SCHEDULED.read_text().split()
+        # In microseconds, as the steps that are timed are short.
+        file = os.open(SCHEDULED, os.O_RDONLY)
+        try:
+            on_cpu, ready, _ = map(int, os.read(file, LINE).split())
+        finally:
+            os.close(file)
     except (OSError, ValueError):
         return None
     # A kernel that does not count has zeros.
-    return int(ready) / 1e9 if int(on_cpu) else None
+    return ready / 1e9 if on_cpu else None
 
 
 def wait(device: torch.device) -> None:

@@ -214,8 +214,8 @@ class _FreshTarget:
         if not calls:
             return None
         spent = decoded.spent
-        cpu_share = spent.cpu_seconds / spent.seconds if self._on_cpu else 1.0
-        return cpu_share * decoded.decode_seconds / calls
+        own_share = spent.own_seconds / spent.seconds if self._on_cpu else 1.0
+        return own_share * decoded.decode_seconds / calls
 
     def _generator(self, choice: RepeatedPrompt) -> torch.Generator:
         """With the seed that the evaluation gave the prompt."""

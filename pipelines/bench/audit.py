@@ -292,9 +292,10 @@ def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
             yield f"the phases of {whose}{where} have more seconds than its cycles"
     if len({decoded.cpu_seconds is None for decoded in _decodings(measurement)}) > 1:
         yield f"some decodings{where} have no CPU seconds, and others have"
-    sides = [prompt.plain for prompt in measurement.prompts]
-    sides += [prompt.drafted for prompt in measurement.prompts]
-    if len({decoded.delayed_seconds is None for decoded in sides}) > 1:
+    has_delays = {
+        decoded.delayed_seconds is None for decoded in _decodings(measurement)
+    }
+    if len(has_delays) > 1:
         yield f"of some decodings{where} it is not recorded when other programs had the CPU"
     differing = [
         prompt.key for prompt in measurement.prompts if not _agrees_with_turn(prompt)
@@ -468,7 +469,7 @@ def slow_baseline(evaluation: Evaluation) -> list[str]:
     """Warnings of a baseline that is slower than it has to be: speedups over it say little."""
     warnings = [*_slow_steps(evaluation), *_slow_target(evaluation)]
     for measurement in evaluation.temperatures:
-        # Threads that wait for each other spend CPU seconds, and no drafter is ranked.
+        # Threads wait for each other in CPU seconds, too, and no drafter is ranked.
         share = cpu_share_of([prompt.plain for prompt in measurement.prompts])
         is_spinning = is_busy(share) and evaluation.threads > 1
         if not is_spinning and not is_disturbed(share):
@@ -516,7 +517,7 @@ class _Ratio:
 
     @classmethod
     def of_steps(cls, prompts: Iterable[PromptResult]) -> "_Ratio":
-        """Of responses with `FEW_STEPS` or more, in CPU seconds on a CPU.
+        """Of responses with `FEW_STEPS` or more, on a CPU without other programs.
 
         The spread is from the lower half of the logarithms, which a few slow responses leave as it is.
         """
@@ -543,10 +544,10 @@ class _Ratio:
 
 
 def _decode_seconds(decoded: Decoding) -> float:
-    """Seconds after the prefill; on a CPU in CPU seconds, of which it has the same share as of the others."""
-    if decoded.cpu_seconds is None or not decoded.seconds:
+    """After the prefill, without other programs, whose share of these seconds is that of all."""
+    if not decoded.seconds:
         return decoded.decode_seconds
-    return decoded.decode_seconds * decoded.cpu_seconds / decoded.seconds
+    return decoded.decode_seconds * decoded.own_seconds / decoded.seconds
 
 
 def _slow_target(evaluation: Evaluation) -> Iterator[str]:
@@ -597,7 +598,7 @@ def _slow_beside_drafters(
     if steps < STEPS:
         return
     slow = SLOW_BESIDE * math.exp(ERRORS_OF_FEW * UNKNOWN_ERROR / math.sqrt(prompts))
-    # Beside other programs caches are theirs, too, and CPU seconds differ.
+    # Beside other programs caches are theirs, too.
     slow /= math.sqrt(_cpu_share([measurement]) or 1.0)
     if seconds > slow * seconds_alone:
         yield (
@@ -649,7 +650,7 @@ def _odd_times(evaluation: Evaluation) -> Iterator[str]:
 def _long_own_steps(measurement: Measurement, where: str) -> Iterator[str]:
     """The target's own steps, which no decoder's clock has, take far longer than those of plain decoding.
 
-    Than the elapsed seconds, which are not less than the CPU seconds of the same steps.
+    Than the elapsed seconds, which are not less than those without other programs.
     """
     long, measured = 0, 0
     for prompt in measurement.prompts:
@@ -838,7 +839,7 @@ def first_baseline(reports: Path, evaluation: Evaluation) -> Baseline | None:
 
 
 def _is_busy(evaluation: Evaluation) -> bool:
-    """Whether other programs had a part of the CPU: caches are theirs then, too, and CPU seconds differ."""
+    """Whether other programs had a part of the CPU: caches are theirs then, too."""
     return is_busy(_cpu_share(evaluation.temperatures))
 
 
@@ -856,11 +857,11 @@ def _cpu_share(temperatures: Iterable[Measurement]) -> float | None:
 def against_stock(evaluation: Evaluation) -> float | None:
     """How many times as fast plain decoding is as the stock model's `generate`; None: not measured.
 
-    In CPU seconds where both have them: other programs disturb the clock.
+    Without the seconds of other programs, which disturb the clock.
     """
     plain, stock = _beside_stock(evaluation)
-    plain_pace = _pace(plain, stock)
-    stock_pace = _pace(stock, plain)
+    plain_pace = _pace(plain)
+    stock_pace = _pace(stock)
     if not plain_pace or not stock_pace:
         return None
     return stock_pace / plain_pace
@@ -871,7 +872,7 @@ def _error_against_stock(evaluation: Evaluation) -> float:
     plain, stock = _beside_stock(evaluation)
     logarithms = []
     for own, generated in zip(plain, stock, strict=True):
-        pace, stock_pace = _pace([own], [generated]), _pace([generated], [own])
+        pace, stock_pace = _pace([own]), _pace([generated])
         if pace and stock_pace:
             logarithms.append(math.log(stock_pace / pace))
     if len(logarithms) < FEW_STOCK:
@@ -894,16 +895,10 @@ def _beside_stock(evaluation: Evaluation) -> tuple[list[Decoding], list[Stock]]:
     return plain, stock
 
 
-def _pace(
-    side: Sequence[Decoding | Stock], other_side: Sequence[Decoding | Stock]
-) -> float | None:
-    """Seconds per token of one side, in CPU seconds if both sides have them."""
+def _pace(side: Sequence[Decoding | Stock]) -> float | None:
+    """Seconds per token, without those of other programs."""
     tokens = sum(response.tokens for response in side)
-    both_sides = [*side, *other_side]
-    if all(response.cpu_seconds is not None for response in both_sides):
-        seconds = sum(response.cpu_seconds or 0.0 for response in side)
-    else:
-        seconds = sum(response.seconds for response in side)
+    seconds = sum(response.own_seconds for response in side)
     return seconds / tokens if tokens else None
 
 

@@ -93,7 +93,7 @@ class StepPair:
     plain: float  # seconds of plain decoding
     bare: float  # seconds of the target alone
     ratio: float
-    """Of the two, on a CPU in CPU seconds: other programs take whole slices of time."""
+    """Of the two, on a CPU without other programs: they take whole slices of time."""
 
 
 def _step_pairs(target: "VisionLanguageTarget", prompt: Any) -> list[StepPair]:
@@ -122,8 +122,8 @@ def _run_of_pairs(target: "VisionLanguageTarget", prompt: Any) -> Iterator[StepP
         if cycle is None:
             return
         ratio = step.seconds / bare.seconds
-        if device.type == "cpu" and bare.cpu_seconds > 0:
-            ratio = step.cpu_seconds / bare.cpu_seconds
+        if device.type == "cpu" and bare.own_seconds > 0:
+            ratio = step.own_seconds / bare.own_seconds
         yield StepPair(cycle.seconds, bare.seconds, ratio)
         token = cycle.ids[-1]
 
@@ -133,14 +133,15 @@ def step_beside(
 ) -> float:
     """The mean seconds of the target's own step after what plain decoding has just decoded.
 
-    As in the mean over a response, slow steps count. On a CPU in CPU seconds. `token` is the last one.
+    As in the mean over a response, slow steps count. On a CPU without other programs. `token` is the last
+    one.
     """
-    in_cpu_seconds = target.device.type == "cpu"
+    on_cpu = target.device.type == "cpu"
     seconds = []
     for _ in range(STEPS_BESIDE):
         step = partial(_bare_step, target, token, temperature)
         _, spent = clocked(step, target.device)
-        seconds.append(spent.cpu_seconds if in_cpu_seconds else spent.seconds)
+        seconds.append(spent.own_seconds if on_cpu else spent.seconds)
     return statistics.fmean(seconds)
 
 

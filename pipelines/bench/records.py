@@ -116,15 +116,10 @@ class Chains:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingCounts(Chains):
-    """The counts and times from which rates are computed."""
+class Clocks:
+    """The seconds of a response."""
 
-    tokens: Count
-    calls: Count  # of the target, after the prefill
-    accepted: Count  # drafted tokens
     seconds: Amount  # elapsed, by a clock outside the decoder
-    prefill_seconds: Amount  # of the first cycle, by the decoder's clock
-    decode_seconds: Amount  # of all later cycles, by the decoder's clock
     cpu_seconds: Amount | None = None  # of the decoding thread; None on a GPU
     delayed_seconds: Amount | None = None
     """In which the decoding thread was ready to run, and other programs had the CPU. None:
@@ -133,6 +128,26 @@ class DecodingCounts(Chains):
     def undisturbed_seconds(self, excused: float = 1.0) -> float:
         """Elapsed, less a share of those in which other programs had the CPU."""
         return self.seconds - excused * (self.delayed_seconds or 0.0)
+
+    @property
+    def own_seconds(self) -> float:
+        """Without those of other programs; where these are not known, without sleep either."""
+        if self.cpu_seconds is None:
+            return self.seconds
+        if self.delayed_seconds is None:
+            return self.cpu_seconds
+        return self.undisturbed_seconds()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingCounts(Clocks, Chains):
+    """The counts and times from which rates are computed."""
+
+    tokens: Count
+    calls: Count  # of the target, after the prefill
+    accepted: Count  # drafted tokens
+    prefill_seconds: Amount  # of the first cycle, by the decoder's clock
+    decode_seconds: Amount  # of all later cycles, by the decoder's clock
 
     def undisturbed_decode_seconds(self, excused: float = 1.0) -> float:
         """The same of all later cycles, of which other programs had as large a part as of the response."""
@@ -214,12 +229,10 @@ def probability_bins(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stock:
+class Stock(Clocks):
     """The response of the stock model's own `generate` at temperature 0."""
 
     tokens: Count
-    seconds: Amount
-    cpu_seconds: Amount | None  # of the decoding thread; None on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +277,7 @@ class PromptResult:
     """Positions of the target for the response; None: not recorded."""
     bare_step: Amount | None = None
     """Seconds of the target's own step, the mean of some right after plain decoding. On a
-    CPU in CPU seconds. None: not measured."""
+    CPU its `own_seconds`. None: not measured."""
 
 
 LABELS: Final[dict[str, Callable[[PromptResult], str]]] = {
@@ -471,7 +484,7 @@ class Again:
     encoding: Amount | None = None
     """CPU seconds of encoding it before a drafter was loaded; None: not measured."""
     plain_step: Amount | None = None
-    """Seconds of a step of plain decoding then, on a CPU in CPU seconds; None: not
+    """Seconds of a step of plain decoding then, on a CPU its `own_seconds`; None: not
     decoded plainly, or one token."""
     plain_response: str = ""  # a hash of its tokens; empty: not decoded plainly
 

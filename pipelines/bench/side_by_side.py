@@ -220,6 +220,7 @@ class SideBySide:
                 tokens=len(turn.stock_ids),
                 seconds=spent.seconds,
                 cpu_seconds=spent.cpu_seconds if self._on_cpu else None,
+                delayed_seconds=spent.delayed_seconds if self._on_cpu else None,
             )
         return spent.seconds
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from vlmdistill.pipelines.bench.records import (
     RankCount,
     ShownResponse,
     StageTaken,
+    Stock,
     TargetId,
     TrainedSettings,
     TrainedStage,
@@ -34,6 +35,7 @@ from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.streaming.pieces import Piece
 from vlmdistill.pipelines.targets.software import Software
 
+Response = TypeVar("Response", Decoding, Stock)
 MACHINE = Hardware(processor=Processor(name="Some Processor"), limits=Limits(threads=1))
 SOFTWARE = Software(python="3", vlmdistill="0", torch="2.13", transformers="5")
 RESPONSE = (
@@ -206,6 +208,7 @@ def with_cpu_share(
         dataclasses.replace(
             prompt,
             plain=on_shared_cpu(prompt.plain, share),
+            stock=prompt.stock and on_shared_cpu(prompt.stock, share),
             drafted=on_shared_cpu(
                 prompt.drafted, share - (0 if number % 3 else lost_share)
             ),
@@ -215,7 +218,7 @@ def with_cpu_share(
     return dataclasses.replace(at, prompts=tuple(prompts))
 
 
-def on_shared_cpu(decoded: Decoding, share: float) -> Decoding:
+def on_shared_cpu(decoded: Response, share: float) -> Response:
     """A response in whose seconds other programs had the CPU, but for such a share."""
     return dataclasses.replace(
         decoded,

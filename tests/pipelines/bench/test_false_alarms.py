@@ -206,7 +206,12 @@ def prompt(
             )
             spent = float(prefill + cpu_N.sum())
             elapsed = machine.elapsed(spent)
-            stock = Stock(tokens=tokens, seconds=elapsed, cpu_seconds=spent)
+            stock = Stock(
+                tokens=tokens,
+                seconds=elapsed,
+                cpu_seconds=spent,
+                delayed_seconds=elapsed - spent,
+            )
             seconds.append(elapsed)
             continue
         step = STEP if side == "plain" else 2.2 * STEP

@@ -779,6 +779,30 @@ def test_plain_decoding_that_sleeps_is_in_doubt(share: float, count: int) -> Non
     assert doubted(evaluation("wren", made))
 
 
+@pytest.mark.parametrize("share", [0.99, 0.7])
+@pytest.mark.parametrize("slow_share", [in_texts, in_late_steps, in_a_fifth])
+def test_plain_decoding_that_sleeps_on_some_prompts_is_in_doubt(
+    slow_share: Callable[[PromptResult], float], share: float
+) -> None:
+    """No CPU seconds tell so: its steps take longer than the target's own."""
+
+    def beside(at: Measurement) -> Measurement:
+        def own_step(one: PromptResult) -> PromptResult:
+            return replace(one, bare_step=share * (one.bare_step or 0.0))
+
+        return changed(with_cpu_share(at, share), own_step)
+
+    def asleep(one: PromptResult) -> PromptResult:
+        awake = one.plain.prefill_seconds + one.plain.decode_seconds / slow_share(one)
+        return replace(one, plain=replace(one.plain, cpu_seconds=share * awake))
+
+    at = with_texts(measured(count=49))
+    honest = beside(with_own_steps(at, lambda one: 1.0))
+    planted = changed(beside(with_own_steps(at, slow_share)), asleep)
+    assert not doubted(evaluation("wren", honest))
+    assert doubted(evaluation("wren", planted))
+
+
 def test_one_long_slice_of_another_program_is_no_sleep() -> None:
     """It takes a quarter of the time of a side, on two prompts."""
     at = with_cpu_share(measured(count=8), 0.98)
