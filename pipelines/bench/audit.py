@@ -49,6 +49,7 @@ from vlmdistill.pipelines.bench.statistics import (
     FEWEST,
     TOLERANCE,
     cpu_share_of,
+    has_delays,
     is_busy,
     is_disturbed,
 )
@@ -292,11 +293,16 @@ def _wrong_clocks(measurement: Measurement, where: str) -> Iterator[str]:
             yield f"the phases of {whose}{where} have more seconds than its cycles"
     if len({decoded.cpu_seconds is None for decoded in _decodings(measurement)}) > 1:
         yield f"some decodings{where} have no CPU seconds, and others have"
-    has_delays = {
-        decoded.delayed_seconds is None for decoded in _decodings(measurement)
-    }
-    if len(has_delays) > 1:
-        yield f"of some decodings{where} it is not recorded when other programs had the CPU"
+    with_delays_of_one_side = [
+        prompt.key
+        for prompt in measurement.prompts
+        if has_delays([prompt.plain]) != has_delays([prompt.drafted])
+    ]
+    if with_delays_of_one_side:
+        yield (
+            f"of one side{where} it is recorded when other programs had the CPU, of the other not: "
+            f"{_some(with_delays_of_one_side)}"
+        )
     differing = [
         prompt.key for prompt in measurement.prompts if not _agrees_with_turn(prompt)
     ]

@@ -125,9 +125,10 @@ class Clocks:
     """In which the decoding thread was ready to run, and other programs had the CPU. None:
     on a GPU, of several threads, where the system does not tell, and of older records."""
 
-    def undisturbed_seconds(self, excused: float = 1.0) -> float:
-        """Elapsed, less a share of those in which other programs had the CPU."""
-        return self.seconds - excused * (self.delayed_seconds or 0.0)
+    @property
+    def undisturbed_seconds(self) -> float:
+        """Elapsed, less those in which other programs had the CPU."""
+        return self.seconds - (self.delayed_seconds or 0.0)
 
     @property
     def own_seconds(self) -> float:
@@ -136,7 +137,7 @@ class Clocks:
             return self.seconds
         if self.delayed_seconds is None:
             return self.cpu_seconds
-        return self.undisturbed_seconds()
+        return self.undisturbed_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +150,12 @@ class DecodingCounts(Clocks, Chains):
     prefill_seconds: Amount  # of the first cycle, by the decoder's clock
     decode_seconds: Amount  # of all later cycles, by the decoder's clock
 
-    def undisturbed_decode_seconds(self, excused: float = 1.0) -> float:
+    @property
+    def undisturbed_decode_seconds(self) -> float:
         """The same of all later cycles, of which other programs had as large a part as of the response."""
         if not self.seconds:
             return self.decode_seconds
-        return self.decode_seconds * self.undisturbed_seconds(excused) / self.seconds
+        return self.decode_seconds * self.undisturbed_seconds / self.seconds
 
     @property
     def cycle_seconds(self) -> float:

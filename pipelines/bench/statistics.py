@@ -68,9 +68,9 @@ COPIES = 0.1  # share of the prompts whose responses equal each other
 DRIFT = 1.25  # ratio of two calibrations of one evaluation above which they differ
 BUSY = 0.9  # share of the elapsed seconds below which other programs had the CPU for the rest
 MOSTLY = 0.5  # likewise, below which speeds are those of other programs
-UNEVEN = 0.95
-"""The least share that other programs leave a drafter, over that which they leave plain
-decoding: they run beside both alike."""
+UNEVEN, UNEVEN_SHARED = 0.95, 0.9
+"""The share that other programs leave a drafter, over what they leave plain decoding, below
+which they run beside the drafter more: on a quiet CPU, and on one that others use."""
 WAITING = 0.8
 """The share of its time in which a drafter runs, over plain decoding's, below which others
 work for it;"""
@@ -178,8 +178,10 @@ class Figures:
     """The share of plain decoding's elapsed seconds that other programs left it. None on a
     GPU."""
     own_cpu_share: float | None  # of the drafter
-    is_clocked: bool
-    """Whether its speedup is known: it leaves out the seconds of other programs, or these had few."""
+    has_delays: bool
+    """Whether it is known when other programs had the CPU."""
+    is_uneven: bool
+    """Whether they had it beside the drafter more than beside plain decoding."""
     accounted: float  # share of the elapsed seconds that the cycles account for
     plain_accounted: float
     lossless: Checks
@@ -209,8 +211,6 @@ def figures(measurement: Measurement) -> Figures:
     seconds = sum(response.seconds for response in drafted)
     plain_seconds = sum(response.seconds for response in plain)
     prefill_seconds = sum(response.prefill_seconds for response in drafted)
-    cpu_share = cpu_share_of(plain)
-    is_clocked = has_delays([*plain, *drafted]) or not is_busy(cpu_share)
     unjudged = Figures(
         prompts=len(prompts),
         tau=rate_values["tau"],
@@ -231,9 +231,10 @@ def figures(measurement: Measurement) -> Figures:
         plain_tokens_per_second=_ratio(plain_tokens, plain_seconds),
         budget=_budget(prompts, rate_values["tau"]),
         missed=sum(response.missed for response in drafted),
-        cpu_share=cpu_share,
+        cpu_share=cpu_share_of(plain),
         own_cpu_share=cpu_share_of(drafted),
-        is_clocked=is_clocked,
+        has_delays=has_delays([*plain, *drafted]),
+        is_uneven=_is_uneven(prompts),
         accounted=_accounted(drafted),
         plain_accounted=_accounted(plain),
         lossless=_checks(drafted),
@@ -358,20 +359,17 @@ def _rates(pairs: Sequence[Pair], weight_RP: Floats) -> dict[Rate, Floats]:
     calls_R = drafted(lambda counts: counts.calls)
     tokens_R = drafted(lambda counts: counts.tokens)
     plain_tokens_R = plain(lambda counts: counts.tokens)
-    excused = _excused(pairs)
     gained_R = drafted(lambda counts: counts.tokens - 1)
     accepted_R = drafted(lambda counts: counts.accepted)
     # Seconds per token, and per token after the first.
-    seconds_R = drafted(lambda counts: counts.undisturbed_seconds(excused))
-    plain_seconds_R = plain(lambda counts: counts.undisturbed_seconds())
-    pace_R = _over(seconds_R, tokens_R)
-    plain_pace_R = _over(plain_seconds_R, plain_tokens_R)
-    decode_seconds_R = drafted(
-        lambda counts: counts.undisturbed_decode_seconds(excused)
+    pace_R = _over(drafted(lambda counts: counts.undisturbed_seconds), tokens_R)
+    plain_pace_R = _over(
+        plain(lambda counts: counts.undisturbed_seconds), plain_tokens_R
     )
+    decode_seconds_R = drafted(lambda counts: counts.undisturbed_decode_seconds)
     decode_pace_R = _over(decode_seconds_R, gained_R)
     plain_decode_pace_R = _over(
-        plain(lambda counts: counts.undisturbed_decode_seconds()),
+        plain(lambda counts: counts.undisturbed_decode_seconds),
         plain(lambda counts: counts.tokens - 1),
     )
     cycle_seconds_R = _over(decode_seconds_R, calls_R)
@@ -382,19 +380,6 @@ def _rates(pairs: Sequence[Pair], weight_RP: Floats) -> dict[Rate, Floats]:
         "decode_speedup": _over(plain_decode_pace_R, decode_pace_R),
         "cycle_cost": _over(cycle_seconds_R, plain_decode_pace_R),
     }
-
-
-def _excused(pairs: Sequence[Pair]) -> float:
-    """The share of a drafter's delays that does not count.
-
-    Programs that run beside it far more than beside plain decoding may be its own.
-    """
-    seconds = sum(pair.drafted.seconds for pair in pairs)
-    delayed_seconds = sum(pair.drafted.delayed_seconds or 0.0 for pair in pairs)
-    plain_seconds = sum(pair.plain.seconds for pair in pairs)
-    plain_left = sum(pair.plain.undisturbed_seconds() for pair in pairs)
-    most = seconds * (1 - UNEVEN * _ratio(plain_left, plain_seconds))
-    return min(1.0, most / delayed_seconds) if delayed_seconds else 1.0
 
 
 def _weighted(weight_RP: Floats, values: Sequence[float]) -> Floats:
@@ -583,7 +568,7 @@ def cpu_share_of(decoded: Sequence[DecodingCounts]) -> float | None:
     if any(response.cpu_seconds is None for response in decoded):
         return None
     if has_delays(decoded):
-        left = [response.undisturbed_seconds() for response in decoded]
+        left = [response.undisturbed_seconds for response in decoded]
     else:
         left = [response.cpu_seconds or 0.0 for response in decoded]
     return _ratio(sum(left), sum(response.seconds for response in decoded))
@@ -594,13 +579,31 @@ def has_delays(decoded: Iterable[DecodingCounts]) -> bool:
     return all(response.delayed_seconds is not None for response in decoded)
 
 
+def _is_uneven(prompts: Sequence[PromptResult]) -> bool:
+    """Whether other programs had the CPU beside the drafter more than beside plain decoding.
+
+    Than if they had left it the same share on each prompt.
+    """
+    sides = [side for prompt in prompts for side in (prompt.plain, prompt.drafted)]
+    if not has_delays(sides):
+        return False
+    left, expected, seconds = 0.0, 0.0, 0.0
+    for prompt in prompts:
+        seconds += prompt.drafted.seconds
+        left += prompt.drafted.undisturbed_seconds
+        plain_share = cpu_share_of([prompt.plain])
+        expected += (plain_share or 0.0) * prompt.drafted.seconds
+    limit = UNEVEN_SHARED if is_busy(_ratio(expected, seconds)) else UNEVEN
+    return left < limit * expected
+
+
 def _running_share(decoded: Sequence[DecodingCounts]) -> float | None:
     """The share of the undisturbed seconds in which this program had the CPU; None on a GPU."""
     if any(response.cpu_seconds is None for response in decoded):
         return None
     cpu_seconds = sum(response.cpu_seconds or 0.0 for response in decoded)
     return _ratio(
-        cpu_seconds, sum(response.undisturbed_seconds() for response in decoded)
+        cpu_seconds, sum(response.undisturbed_seconds for response in decoded)
     )
 
 
@@ -654,17 +657,17 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
 
 
 def _asleep(prompts: Sequence[PromptResult]) -> Iterator[str]:
-    """One side sleeps while it decodes, and the other does not, on more prompts than by chance."""
-    own = _Share.of([prompt.drafted for prompt in prompts])
-    plain = _Share.of([prompt.plain for prompt in prompts])
-    if own is None or plain is None:
+    """One side sleeps while it decodes, and the other does not."""
+    plain = _Running.of([prompt.plain for prompt in prompts])
+    own = _Running.of([prompt.drafted for prompt in prompts])
+    if plain is None or own is None:
         return
-    if not is_busy(plain.pooled) and own.is_far_below(plain, WAITING):
+    if own.is_far_below(plain, WAITING):
         yield (
             f"the drafter ran for {own.pooled:.0%} of its time, and plain decoding for {plain.pooled:.0%}: "
             "it waits for work that no CPU seconds count"
         )
-    if not is_busy(own.pooled) and plain.is_far_below(own, SLEEPING):
+    if plain.is_far_below(own, SLEEPING):
         yield (
             f"plain decoding ran for {plain.pooled:.0%} of its time, and the drafter for {own.pooled:.0%}: "
             "it sleeps, which makes it slower"
@@ -672,28 +675,34 @@ def _asleep(prompts: Sequence[PromptResult]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _Running:
     """The share of its undisturbed seconds in which a side ran: of all responses, and of each."""
 
     pooled: float
     share_P: Floats
+    is_exact: bool
+    """Whether other programs, which have the CPU by chance, are left out."""
 
     @classmethod
-    def of(cls, decoded: Sequence[Decoding]) -> "_Share | None":
+    def of(cls, decoded: Sequence[Decoding]) -> "_Running | None":
         """None on a GPU."""
         pooled = _running_share(decoded)
         if pooled is None:
             return None
         shares = [_running_share([response]) for response in decoded]
-        return cls(pooled, np.array(shares, dtype=np.float64))
+        return cls(pooled, np.array(shares, dtype=np.float64), has_delays(decoded))
 
-    def is_far_below(self, other: "_Share", limit: float) -> bool:
-        """Whether it is below this part of the other's, on more prompts than by chance."""
+    def is_far_below(self, other: "_Running", limit: float) -> bool:
+        """Whether it is below this part of the other's, and not by chance."""
         if self.pooled >= limit * other.pooled:
+            return False
+        if self.is_exact:
+            return True
+        if is_busy(other.pooled):
             return False
         is_known_P = other.share_P > 0
         ratio_P = self.share_P[is_known_P] / other.share_P[is_known_P]
-        return is_often_below(ratio_P, limit, is_shared=is_busy(other.pooled))
+        return is_often_below(ratio_P, limit, is_shared=False)
 
 
 def differ_beyond_rounding(different: int, compared: int, *, is_exact: bool) -> bool:
@@ -730,16 +739,17 @@ def _warnings(rated: Figures) -> Iterator[str]:
         yield "nothing was drafted: no response has more than its first token"
     if rated.accounted < _least_accounted(rated, rated.seconds):
         yield _unaccounted("the", rated.accounted)
-    if rated.cpu_share is not None and is_busy(rated.cpu_share):
-        if rated.is_clocked:
+    least_share = rated.least_cpu_share
+    if least_share is not None and is_busy(least_share):
+        if rated.has_delays:
             yield (
-                f"other programs had the CPU for {1 - rated.cpu_share:.0%} of the time, which does not "
-                "count; they may have slowed down the rest"
+                f"other programs had the CPU for {1 - least_share:.0%} of the time, which does not count; "
+                "they may have slowed down the rest"
             )
         else:
             yield (
-                f"this program had the CPU for {rated.cpu_share:.0%} of the time: other programs may have "
-                "slowed it down"
+                f"this program had the CPU for {least_share:.0%} of the time: other programs may have slowed "
+                "it down"
             )
 
 

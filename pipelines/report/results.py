@@ -35,6 +35,9 @@ UNCLOCKED: Final = (
     "other programs had a part of the CPU, and it is not known for how long"
 )
 """Of several threads, on systems other than Linux, and in records of earlier versions."""
+UNEVENLY: Final = (
+    "other programs had more of the CPU beside a drafter than beside plain decoding"
+)
 NOT_LOSSLESS: Final = "it is not lossless"
 NOT_ACCEPTED: Final = "right tokens were not accepted"
 REPEATED: Final = "repeated evaluations"
@@ -298,7 +301,9 @@ def without_clock(rated: Figures) -> str:
     """Why the clock does not say how fast a drafter is, as other programs had the CPU; empty if it does."""
     if is_disturbed(rated.cpu_share):
         return DISTURBED
-    return "" if rated.is_clocked else UNCLOCKED
+    if is_busy(rated.cpu_share) and not rated.has_delays:
+        return UNCLOCKED
+    return UNEVENLY if rated.is_uneven else ""
 
 
 def marked(name: str, doubts: Sequence[str]) -> str:
@@ -308,7 +313,7 @@ def marked(name: str, doubts: Sequence[str]) -> str:
 
 def timed_label(name: str, rated: Figures, doubts: Sequence[str]) -> str:
     """A name beside times: with a mark if these are in doubt, or other programs had a part of the CPU."""
-    if doubts or not is_busy(rated.cpu_share):
+    if doubts or not is_busy(rated.least_cpu_share):
         return marked(name, doubts)
     return name + BUSY
 
