@@ -33,7 +33,8 @@ MESSAGE_KEYS = ("role", "content")
 # A template drops others, or writes them as they are.
 ROLES = ("system", "user", "assistant")
 Turn = Mapping[str, Any]
-CODE = "{'type': 'text'"  # how Python writes a part of a turn
+CODE = re.compile(r"""\{\s*(["'])type\1:\s*\1text\1""")
+"""How Python and JSON write a part of a turn."""
 AS_TEXTS = ((), ("assistant",), ("system",), ("system", "assistant"), ROLES)
 """Roles whose turns a template may read as texts alone, in the order of trial."""
 MOVED = (
@@ -42,10 +43,13 @@ MOVED = (
 )
 READ_AS_TEXTS = (
     "the chat template of the target reads some turns as texts, not as parts: a server that gives it parts, "
-    "as vLLM does, lets the target read them as Python code"
+    "as vLLM does, lets the target read them as code"
 )
 RESPONSE_END = 20  # characters of an earlier response that a template must keep
-REASONING_END = re.compile(r"</think>|</thought>|\[/THINK\]|<channel\|>")
+REASONING_END = re.compile(
+    r"</(?:\w+:)?think(?::\w+)?>|</thought>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
+    r"|\[BEGIN FINAL RESPONSE\]"  # Apriel
+)
 PART_KEYS = {
     "text": ("type", "text"),
     "image": ("type", "image", "path", "digest"),
@@ -221,7 +225,7 @@ def _readable(
     """A conversation in the form that the chat template reads, and the text that it makes of it.
 
     Templates write the content of some turns as it is: a system prompt or a response is
-    a text then (GLM-4.1V, Gemma 4), and a list of parts would be Python code. DataError
+    a text then (GLM-4.1V, Gemma 4), and a list of parts would be code. DataError
     if the template reads no form, or leaves out a text.
     """
     problems: list[DataError] = []
@@ -250,9 +254,9 @@ def _require_read(conversation: Sequence[Turn], rendered: str) -> None:
     """
     parts = [(turn["role"], part) for turn in conversation for part in turn["content"]]
     texts = [(role, part["text"].strip()) for role, part in parts if "text" in part]
-    if rendered.count(CODE) != sum(text.count(CODE) for _, text in texts):
+    if _count_code(rendered) != sum(_count_code(text) for _, text in texts):
         raise DataError(
-            "the chat template of the target writes the parts of a turn as Python code: add "
+            "the chat template of the target writes the parts of a turn as code: add "
             "chat_template.jinja of the published model"
         )
     for role, text in texts:
@@ -264,6 +268,10 @@ def _require_read(conversation: Sequence[Turn], rendered: str) -> None:
                 f"the chat template of the target leaves out a text of the {role}: '{text[:40]}': join the "
                 "texts of a turn, or use a target that reads it"
             )
+
+
+def _count_code(text: str) -> int:
+    return sum(1 for _ in CODE.finditer(text))
 
 
 def _as_text(turn: Turn) -> Turn:
@@ -295,18 +303,30 @@ def _check_order(
     target: str,
 ) -> None:
     """Warn if the chat template has moved the images of a turn out of its text."""
+    media_left = sum(_count_media(turn["content"]) for turn in conversation)
     for turn in conversation:
         parts = turn["content"]
+        media_left -= _count_media(parts)
         kinds = [part["type"] == "text" for part in parts]
         is_interleaved = len([*groupby(kinds)]) > 2
-        if is_interleaved and not _has_order(parts, rendered, placeholders):
+        if is_interleaved and not _has_order(parts, rendered, placeholders, media_left):
             _warn_once(MOVED, target)
 
 
+def _count_media(parts: Sequence[Mapping[str, Any]]) -> int:
+    return sum(part["type"] != "text" for part in parts)
+
+
 def _has_order(
-    parts: Sequence[Mapping[str, Any]], rendered: str, placeholders: Collection[str]
+    parts: Sequence[Mapping[str, Any]],
+    rendered: str,
+    placeholders: Collection[str],
+    media_left: int,
 ) -> bool:
-    """Whether a rendered turn has its texts and placeholders in the order of the parts."""
+    """Whether a rendered turn has its texts and placeholders in the order of the parts.
+
+    Placeholders of the `media_left` images and videos of later turns must be behind it.
+    """
     end = 0
     for part in parts:
         text = part.get("text", "").strip()
@@ -319,7 +339,8 @@ def _has_order(
         if not ends:
             return False
         end = min(ends)
-    return True
+    behind = rendered[end:]
+    return sum(behind.count(name) for name in placeholders) >= media_left
 
 
 @cache

@@ -282,7 +282,8 @@ def test_a_text_on_which_the_tokenizer_panics_is_refused_and_the_next_is_not(
 
 IMAGES_FIRST = (
     "{% for message in messages %}{{ message['role'] }}: "
-    "{% for part in message['content'] if part['type'] == 'image' %}<|image_pad|>{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% endfor %}"
     "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }} {% endfor %}"
     "{% endfor %}"
 )
@@ -308,6 +309,28 @@ def test_images_that_the_template_moves_out_of_a_text_are_told(
     assert "moves the images" in caplog.text
 
 
+def test_images_that_the_template_moves_are_told_though_a_later_turn_has_one(
+    target: VisionLanguageTarget,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    image = {"type": "image", "image": tiny.picture(60, 90)}
+    photo, seen, other = (
+        {"type": "text", "text": text} for text in ("A photo", "I see.", "And this?")
+    )
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [image, photo, image]},
+        {"role": "assistant", "content": [seen]},
+        {"role": "user", "content": [image, other]},
+    ]
+    monkeypatch.setattr(target.processor.tokenizer, "name_or_path", "another target")
+    target.encode(messages)
+    assert not caplog.records
+    monkeypatch.setattr(target.processor, "chat_template", IMAGES_FIRST)
+    target.encode(messages)
+    assert "moves the images" in caplog.text
+
+
 def test_a_text_that_the_template_leaves_out_is_named(
     target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,10 +347,15 @@ AS_IT_IS = (
     "{% for part in message['content'] %}{{ part['text'] }} {% endfor %}"
     "{% else %}{{ message['content'] }} {% endif %}{% endfor %}"
 )
+AS_JSON = AS_IT_IS.replace(
+    "{{ message['content'] }}",
+    "{{ message['content'] if message['content'] is string else message['content'] | tojson }}",
+)
 
 
+@pytest.mark.parametrize("template", [AS_IT_IS, AS_JSON])
 def test_a_template_that_writes_a_content_as_it_is_gets_a_text(
-    target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch
+    target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     turns = (
         ("system", "Be brief."),
@@ -340,7 +368,7 @@ def test_a_template_that_writes_a_content_as_it_is_gets_a_text(
         for role, text in turns
     ]
     expected = target.tokenizer("Be brief. hello hi who ")["input_ids"]
-    monkeypatch.setattr(target.processor, "chat_template", AS_IT_IS)
+    monkeypatch.setattr(target.processor, "chat_template", template)
     assert target.encode(messages).ids_L.tolist() == expected
     # A text that looks like a part of a turn is one.
     code = {"role": "user", "content": "{'type': 'text', 'text': 'x'}"}
@@ -379,12 +407,19 @@ WITHOUT_REASONING = (
 
 
 @pytest.mark.parametrize("answer", ["", "\n\nB", " Yes, the board is quite red."])
+@pytest.mark.parametrize(
+    "mark", ["</think>", "</mm:think>", "[BEGIN FINAL RESPONSE]", "<|END_THINKING|>"]
+)
 def test_a_template_may_leave_out_the_reasoning_of_a_response(
-    target: VisionLanguageTarget, monkeypatch: pytest.MonkeyPatch, answer: str
+    target: VisionLanguageTarget,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    mark: str,
 ) -> None:
-    text = {"type": "text", "text": f"<think>Hm.</think>{answer}"}
+    text = {"type": "text", "text": f"Hm.{mark}{answer}"}
     response = {"role": "assistant", "content": [text]}
-    monkeypatch.setattr(target.processor, "chat_template", WITHOUT_REASONING)
+    template = WITHOUT_REASONING.replace("</think>", mark)
+    monkeypatch.setattr(target.processor, "chat_template", template)
     ids = target.encode([*tiny.message("hi"), response, *tiny.message("why")]).ids_L
     assert "Hm" not in target.tokenizer.decode(ids)
 
