@@ -20,6 +20,7 @@ from vlmdistill.pipelines.media.images import MediaError, read_image
 from vlmdistill.pipelines.media.urls import is_url
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
+from vlmdistill.pipelines.targets.checkpoints.template import PUBLISHED
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.families.video import FrameProcessor, FrameSampling
 from vlmdistill.stores.errors import DataError, lone_surrogate, without_panics
@@ -242,7 +243,7 @@ def _readable(
             problems.append(error)
             continue
         if roles:
-            _warn_once(READ_AS_TEXTS, processor.tokenizer.name_or_path)
+            warn_once(READ_AS_TEXTS, processor.tokenizer.name_or_path)
         return form, rendered
     raise problems[0]
 
@@ -256,8 +257,8 @@ def _require_read(conversation: Sequence[Turn], rendered: str) -> None:
     texts = [(role, part["text"].strip()) for role, part in parts if "text" in part]
     if _count_code(rendered) != sum(_count_code(text) for _, text in texts):
         raise DataError(
-            "the chat template of the target writes the parts of a turn as code: add "
-            "chat_template.jinja of the published model"
+            "the chat template of the target writes the parts of a turn as code: "
+            f"{PUBLISHED}"
         )
     for role, text in texts:
         kept = text
@@ -310,7 +311,7 @@ def _check_order(
         kinds = [part["type"] == "text" for part in parts]
         is_interleaved = len([*groupby(kinds)]) > 2
         if is_interleaved and not _has_order(parts, rendered, placeholders, media_left):
-            _warn_once(MOVED, target)
+            warn_once(MOVED, target)
 
 
 def _count_media(parts: Sequence[Mapping[str, Any]]) -> int:
@@ -344,7 +345,7 @@ def _has_order(
 
 
 @cache
-def _warn_once(text: str, target: str) -> None:
+def warn_once(text: str, target: str) -> None:
     """Once in a process for each target, by the name of its folder."""
     log.warning("%s: %s", target, text)
 

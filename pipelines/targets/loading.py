@@ -30,7 +30,14 @@ from vlmdistill.pipelines.targets.checkpoints.folder import (
     weight_files,
 )
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.targets.checkpoints.template import Thinking
+from vlmdistill.pipelines.targets.checkpoints.template import (
+    JINJA,
+    PUBLISHED,
+    UNREAD,
+    Thinking,
+    template_of,
+)
+from vlmdistill.pipelines.targets.encode import warn_once
 from vlmdistill.pipelines.targets.families import SHOWN
 from vlmdistill.pipelines.targets.families.family import Family, disagreement
 from vlmdistill.pipelines.targets.families.text_model import embed_scale, text_model
@@ -372,9 +379,12 @@ def processor_of(folder: Path, family: Family) -> Any:
         processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
     if not processor.chat_template:
         raise TargetError(
-            f"{folder} has no chat template: add chat_template.jinja of the published model"
+            f"{folder} has no chat template: add {JINJA} of the published model"
         )
     _check_template(folder, processor)
+    own = folder / JINJA
+    if own.is_file() and template_of(folder) not in (None, own.read_text("utf-8")):
+        warn_once(UNREAD, str(folder))
     return processor
 
 
@@ -404,9 +414,8 @@ def _check_template(folder: Path, processor: Any) -> None:
             raise
     if text_only:
         raise TargetError(
-            f"{folder}: the chat template is for text only: add chat_template.jinja of "
-            "the published model, or one that renders the parts (text, image) of a "
-            "message"
+            f"{folder}: the chat template is for text only: {PUBLISHED}, or use one that "
+            "renders the parts (text, image) of a message"
         )
 
 

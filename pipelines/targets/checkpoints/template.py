@@ -16,7 +16,17 @@ LOSS = (
     "served so"
 )
 VARIABLES = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5V; Kimi, Granite
-FILES = ("chat_template.json", "processor_config.json", "tokenizer_config.json")
+JINJA = "chat_template.jinja"
+FILES = ("processor_config.json", "chat_template.json", JINJA, "tokenizer_config.json")
+"""What may have the template, in the order in which transformers looks for it."""
+PUBLISHED = (
+    f"add {JINJA} of the published model, and remove a chat_template.json, which is "
+    "read before it"
+)
+UNREAD = (
+    f"{JINJA} is not read: chat_template.json or processor_config.json has another "
+    "template, which comes first"
+)
 _PROBE = {"role": "user", "content": [{"type": "text", "text": "Think of a number."}]}
 
 
@@ -51,14 +61,14 @@ def template_of(folder: Path) -> str | None:
     """The chat template of a checkpoint, from its files; None if it has none or several."""
     if (folder / "additional_chat_templates").is_dir():
         return None
-    if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
     for name in FILES:
         file = folder / name
         if not file.is_file():
             continue
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        if template := settings.get("chat_template"):
+        text = file.read_text(encoding="utf-8")
+        if name == JINJA:
+            return text
+        if template := json.loads(text).get("chat_template"):
             return template if isinstance(template, str) else None
     return None
 

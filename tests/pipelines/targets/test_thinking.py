@@ -1,5 +1,6 @@
 """The switch for reasoning: found in the chat template, the same for a prompt in every stage."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -75,6 +76,30 @@ def test_a_template_without_a_switch_is_refused(folder: Path) -> None:
 def test_the_template_is_read_from_the_files(family: str, tmp_path: Path) -> None:
     target = load(str(checkpoint(family, tmp_path, layers=1)))
     assert content_hash(template_of(tmp_path)) == target.fingerprint.template
+
+
+def test_of_several_template_files_the_one_of_the_target_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint("llava", tmp_path, layers=1)
+    own = folder / "chat_template.jinja"
+    published = own.read_text()
+    for name in ("chat_template.json", "processor_config.json"):
+        text = published.replace("USER", name)
+        file = folder / name
+        settings = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps({**settings, "chat_template": text}))
+        target = load(str(folder))
+        assert target.processor.chat_template == template_of(folder) == text
+        assert served_otherwise(target.provenance((), "float32"), folder) == ""
+    assert "chat_template.jinja is not read" in caplog.text
+    file.unlink()
+    text_only = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": text_only}))
+    with pytest.raises(
+        TargetError, match=r"text only: .* remove a chat_template\.json"
+    ):
+        load(str(folder))
 
 
 def test_a_server_with_another_template_is_told(folder: Path, tmp_path: Path) -> None:
