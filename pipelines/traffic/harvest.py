@@ -45,7 +45,6 @@ from vlmdistill.pipelines.traffic.tokens import (
     ResponseTokens,
     require_same_prompt,
     require_whole,
-    response_text,
 )
 from vlmdistill.pipelines.workspace.workspace import NAME, Workspace, only_writer
 from vlmdistill.stores.backends.local import atomic_write
@@ -204,9 +203,9 @@ class _Pending:
     """What is left to decide of a row once its prompt is made."""
 
     exchange: Exchange
-    text: str  # of the response, redacted
+    response: str  # its text
+    text: str  # the same, redacted
     messages_changed: bool  # by the redaction
-    text_changed: bool
     media: dict[str, int]  # hash -> bytes
 
 
@@ -277,7 +276,7 @@ class _Harvest(ImportGate):
 
     def _row(self, file: LogFile, exchange: Exchange) -> Row:
         require_whole(exchange)
-        response = response_text(exchange)
+        response = self._tokens.text(exchange)
         messages, text = self.policy.redacted(exchange, response)
         if not isinstance(messages, list):
             raise BadRowError("no conversation")
@@ -294,9 +293,9 @@ class _Harvest(ImportGate):
         self._fill_in_media(file, turns)
         self._pending[row.source, row.number] = _Pending(
             exchange,
+            response,
             text,
             messages_changed=messages != exchange.messages,
-            text_changed=text != response,
             media=self._within_budget(turns),
         )
         return replace(row, value={"messages": turns})
@@ -388,7 +387,7 @@ class _Harvest(ImportGate):
 
     def _response(self, prompt: Prompt, pending: _Pending) -> ResponseRow:
         exchange, text = pending.exchange, pending.text
-        ids, origin = self._tokens.of(exchange, text, pending.text_changed)
+        ids, origin = self._tokens.of(exchange, pending.response, text)
         try:
             encoded = self.target.encode(prompt.messages)
         except DataError as error:
@@ -403,7 +402,7 @@ class _Harvest(ImportGate):
         if refusal:
             raise BadRowError(refusal)
         self.origins[origin] += 1
-        self.redacted += pending.text_changed
+        self.redacted += text != pending.response
         return ResponseRow(
             key=prompt.key,
             ids=ids,

@@ -59,6 +59,15 @@ TRUNCATED = re.compile(r"\(litellm_truncated\b|^redacted-by-litellm$")  # by Lit
 OTHER_NAMES = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}
 """Of counts, in the responses API."""
 BY_ID = "token_id:"  # vLLM writes tokens so with return_tokens_as_token_ids
+REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",  # Ollama
+    "thinking_blocks",  # LiteLLM
+    "reasoning_details",  # OpenRouter
+)
+"""Fields of a message that have its reasoning, a text in the first three."""
+BEHIND_EOS = "text behind an EOS"  # of a request with ignore_eos
 
 
 class ResponseTokens:
@@ -80,34 +89,67 @@ class ResponseTokens:
             if counts[text] == 1
         }
 
+    def text(self, exchange: Exchange) -> str:
+        """The text of a response, with its reasoning; BadRowError if that is in a field of its own alone.
+
+        Servers may return the reasoning in another field than the answer; the tokens have both.
+        """
+        answer = response_text(exchange)
+        reasoning = _reasoning(exchange.choice)
+        if not reasoning:
+            return answer
+        logged_ids = self._logged(exchange.choice)
+        if logged_ids is None or not isinstance(reasoning, str):
+            raise BadRowError("reasoning apart from the text")
+        text = self._text(logged_ids)
+        if not _has_both(exchange, text, reasoning.strip(), answer):
+            raise BadRowError("tokens differ from the text")
+        return text
+
     def of(
-        self, exchange: Exchange, text: str, altered: bool
+        self, exchange: Exchange, response: str, redacted: str
     ) -> tuple[list[int], Origin]:
         """The tokens of a response with its EOS, and where they come from; BadRowError if none are sure.
 
-        `text` is the response, which the redaction has `altered`: then only the text is left to go by.
+        `response` is its `text`, and `redacted` what the redaction has made of it: if that is another text,
+        only the text is left to go by.
         """
+        ids, origin = self._original(exchange, response)
+        if redacted == response:
+            return ids, origin
+        if self._has_special(ids):
+            raise BadRowError("redaction would remove special tokens")
+        return self._with_eos(exchange, self._encoded(redacted)), "text"
+
+    def _original(self, exchange: Exchange, text: str) -> tuple[list[int], Origin]:
+        """The tokens of a response as it was logged, with its EOS; BadRowError if none are sure."""
         choice = exchange.choice
-        logged_ids = None if altered else self._logged(choice)
+        logged_ids = self._logged(choice)
         if logged_ids is not None:
             self._check_logged(exchange, logged_ids, text)
             ids = self._with_eos(exchange, logged_ids)
             return ids, "ids" if choice.get("token_ids") else "logprobs"
-        if not altered and _reasoning(choice):
-            raise BadRowError("reasoning without tokens")
+        if exchange.request.get("ignore_eos"):
+            raise BadRowError(BEHIND_EOS)
         text_ids = self._encoded(text)
         ids = self._with_eos(exchange, text_ids)
         counted = _counted(exchange, "completion_tokens")
         # A server may count the EOS, or not.
         possible = {len(ids), len(ids) - _ended_by_eos(exchange)}
-        if not altered and counted is not None and counted not in possible:
+        if counted is not None and counted not in possible:
             raise BadRowError("another number of tokens")
         return ids, "text"
 
+    def _has_special(self, ids: Sequence[int]) -> bool:
+        """Whether tokens have a special one that their text lacks, beside an EOS at the end."""
+        inner = ids[:-1] if ids[-1] in self._info.eos_ids else ids
+        whole: str = self._tokenizer.decode(inner, skip_special_tokens=False)
+        return whole != self._text(inner)
+
     def _check_logged(self, exchange: Exchange, ids: list[int], text: str) -> None:
-        """BadRowError if logged tokens are another target's, or not those of the text."""
-        if not all(0 <= token < self._info.vocab_size for token in ids):
-            raise BadRowError("tokens of another target")
+        """BadRowError if logged tokens are not those of the text, or go on behind an EOS."""
+        if any(token in self._info.eos_ids for token in ids[:-1]):
+            raise BadRowError(BEHIND_EOS)
         decoded = self._text(ids).rstrip(CUT)
         text = text.rstrip(CUT)
         # The text ends before a stop word of the request.
@@ -132,7 +174,16 @@ class ResponseTokens:
         return ids
 
     def _logged(self, choice: Mapping[str, Any]) -> list[int] | None:
-        """The tokens that a line has, None if it has none, or some of which it is unsure."""
+        """The tokens that a line has, None if it has none, or some of which it is unsure.
+
+        BadRowError if they are another target's.
+        """
+        ids = self._listed(choice)
+        if not all(0 <= token < self._info.vocab_size for token in ids or ()):
+            raise BadRowError("tokens of another target")
+        return ids
+
+    def _listed(self, choice: Mapping[str, Any]) -> list[int] | None:
         ids = choice.get("token_ids")
         if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
             return list(ids)
@@ -248,10 +299,29 @@ def response_text(exchange: Exchange) -> str:
     return content
 
 
-def _reasoning(choice: Mapping[str, Any]) -> bool:
+def _reasoning(choice: Mapping[str, Any]) -> Any:
+    """The reasoning that a response has in a field or a part of its own; None without any."""
     message = choice.get("message")
-    names = ("reasoning_content", "reasoning")
-    return isinstance(message, Mapping) and any(message.get(name) for name in names)
+    if not isinstance(message, Mapping):
+        return None
+    for name in REASONING:
+        if message.get(name):
+            return message[name]
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    return parts if "thinking" in kinds else None  # Mistral
+
+
+def _has_both(exchange: Exchange, text: str, reasoning: str, answer: str) -> bool:
+    """Whether a response has its reasoning, and ends with its answer or with what its request stops at."""
+    start = text.find(reasoning)
+    if start < 0:
+        return False
+    behind = text[start + len(reasoning) :].rstrip()
+    answer = answer.rstrip(CUT).strip()
+    is_stopped = _has_stops(exchange) and answer in behind
+    return is_stopped or behind.rstrip(CUT).endswith(answer)
 
 
 def _counted(exchange: Exchange, name: str) -> int | None:

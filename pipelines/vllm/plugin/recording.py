@@ -23,6 +23,7 @@ from vlmdistill.stores.schema import seconds
 FOLDER, FOR = "VLMDISTILL_RECORD", "VLMDISTILL_RECORD_FOR"
 ASKED = b', "return_token_ids": true}'
 PATH = "/v1/chat/completions"
+TEXTS = ("content", "reasoning_content", "reasoning")  # of a message
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -135,7 +136,7 @@ def _keep_image(part: dict[str, Any], keep: Keep) -> None:
 def joined(stream: bytes) -> dict[str, Any]:
     """A stream of server-sent events as one response, of its first choice."""
     response = dict[str, Any]()
-    content = list[str]()
+    texts = {name: list[str]() for name in TEXTS}
     ids = list[int]()
     finish = None
     for line in stream.splitlines():
@@ -147,13 +148,15 @@ def joined(stream: bytes) -> dict[str, Any]:
                 response[name] = event[name]
         for delta in event.get("choices", ()):
             if delta.get("index", 0) == 0:
-                content.append(delta.get("delta", {}).get("content") or "")
+                for name, pieces in texts.items():
+                    pieces.append(delta.get("delta", {}).get(name) or "")
                 ids += delta.get("token_ids") or []
                 finish = delta.get("finish_reason") or finish
+    message = {name: "".join(pieces) for name, pieces in texts.items()}
     choice = {
         "index": 0,
         "finish_reason": finish,
-        "message": {"role": "assistant", "content": "".join(content)},
+        "message": {"role": "assistant", **message},
         "token_ids": ids,
     }
     return {**response, "choices": [choice]}

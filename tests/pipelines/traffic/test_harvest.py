@@ -208,6 +208,113 @@ def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
     assert [int(one) for one in row.ids] == ids
 
 
+REASONING = "I look at the board in the north."
+
+
+def thought(answer: str, **fields: Any) -> dict[str, Any]:
+    """The body of a response whose message has other fields, too."""
+    response = said(answer)
+    response["choices"][0]["message"].update(fields)
+    return response
+
+
+def test_reasoning_in_a_field_of_its_own_is_kept_if_the_tokens_have_it(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    answer = ANSWER.format("no")
+    whole = f"<think>\n{REASONING}\n</think>\n\n{answer}"
+    other = f"<think>\nI read.\n</think>\n\n{answer}"
+    with_tokens, of_answer, of_other = (
+        thought(answer, reasoning_content=f"\n{REASONING}\n") for _ in range(3)
+    )
+    for response, text in (
+        (with_tokens, whole),
+        (of_answer, answer),
+        (of_other, other),
+    ):
+        ids = encoder.tokenizer.encode(text, add_special_tokens=False)
+        response["choices"][0]["token_ids"] = ids
+    blocks = [{"type": "thinking", "thinking": REASONING}]
+    parts = [*blocks, {"type": "text", "text": answer}]
+    responses = [
+        with_tokens,
+        of_answer,
+        of_other,
+        thought(answer, reasoning_content=REASONING),
+        thought(answer, reasoning=REASONING),
+        thought(answer, thinking=REASONING),
+        thought(answer, thinking_blocks=blocks),
+        thought(answer, reasoning_details=blocks),
+        thought(answer, content=parts),
+    ]
+    lines = [
+        exchange(number, response=response) for number, response in enumerate(responses)
+    ]
+    made = taken(workspace, lines)
+    assert (made.kept, made.dropped) == (
+        1,
+        {"reasoning apart from the text": 6, "tokens differ from the text": 2},
+    )
+    (row,) = dataset.read(workspace.responses)
+    assert row.text == whole
+
+
+def test_what_is_unsure_as_it_was_logged_is_not_kept_redacted(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    answer = ANSWER.format("no")
+    whole = f"{REASONING}\n</think>\n\n{answer}"
+    ids = encoder.tokenizer.encode(whole, add_special_tokens=False)
+    with_tokens = thought(answer, reasoning_content=REASONING)
+    with_tokens["choices"][0]["token_ids"] = ids
+    with_special = said(whole, token_ids=[ids[0], special_of(encoder), *ids[1:]])
+    responses = [
+        with_tokens,
+        with_special,
+        thought(answer, reasoning_content=REASONING),
+        said(answer, usage={"completion_tokens": 500}),
+    ]
+    lines = [
+        exchange(number, request=asked(f"Question {number}?"), response=response)
+        for number, response in enumerate(responses)
+    ]
+    made = taken(workspace, lines, redact=f"{__name__}:redact")
+    assert (made.kept, made.redacted, made.dropped) == (
+        1,
+        1,
+        {
+            "redaction would remove special tokens": 1,
+            "reasoning apart from the text": 1,
+            "another number of tokens": 1,
+        },
+    )
+    (row,) = dataset.read(workspace.responses)
+    assert row.text == whole.replace("north", "[PLACE]")
+
+
+def special_of(encoder: TargetModel) -> int:
+    """A special token that ends no response."""
+    special_ids: list[int] = encoder.tokenizer.all_special_ids
+    return next(token for token in special_ids if token not in encoder.info.eos_ids)
+
+
+def test_text_behind_an_eos_is_dropped(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    text = ANSWER.format("no")
+    ids = encoder.tokenizer.encode(text, add_special_tokens=False)
+    eos = encoder.info.eos_ids[0]
+    more = said(text + text, "length", token_ids=[*ids, eos, *ids])
+    ignoring = asked("Question 1?", ignore_eos=True)
+    lines = [
+        exchange(0, response=said(text, token_ids=[*ids, eos])),
+        exchange(1, response=more),
+        exchange(2, request=ignoring, response=said(text + text, "length")),
+    ]
+    made = taken(workspace, lines)
+    assert (made.kept, made.dropped) == (1, {"text behind an EOS": 2})
+
+
 def test_the_policy_drops_by_age_lists_and_share_and_the_same_ones_each_time(
     workspace: Workspace,
 ) -> None:

@@ -31,11 +31,18 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace.of("demo-small", tmp_path / "runs")
 
 
-class Server:
-    """An application that answers as vLLM does, whole or as a stream, with tokens if asked."""
+MARK = "\n</think>\n\n"
 
-    def __init__(self, encoder: TargetModel) -> None:
+
+class Server:
+    """An application that answers as vLLM does, whole or as a stream, with tokens if asked.
+
+    Its parser writes the `reasoning` of a response into a field of its own.
+    """
+
+    def __init__(self, encoder: TargetModel, reasoning: str = "") -> None:
         self.encoder, self.seen = encoder, list[dict[str, Any]]()
+        self.reasoning = reasoning
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
@@ -44,7 +51,8 @@ class Server:
         request = json.loads(body)
         self.seen.append(request)
         text = ANSWER.format(len(self.seen))
-        ids = [*self.encoder.tokenizer.encode(text), self.encoder.info.eos_ids[0]]
+        whole = f"{self.reasoning}{MARK}{text}" if self.reasoning else text
+        ids = [*self.encoder.tokenizer.encode(whole), self.encoder.info.eos_ids[0]]
         assert request["return_token_ids"] is True
         if request.get("stream"):
             events: list[Any] = [
@@ -53,6 +61,7 @@ class Server:
                         {"index": 0, "delta": {"role": "assistant", "content": ""}}
                     ]
                 },
+                {"choices": [{"index": 0, "delta": {"reasoning": self.reasoning}}]},
                 {
                     "choices": [
                         {
@@ -86,7 +95,9 @@ class Server:
                 b"data: [DONE]\n\n"
             ]
         else:
-            parts = [json.dumps(said(text, token_ids=ids)).encode()]
+            response = said(text, token_ids=ids)
+            response["choices"][0]["message"]["reasoning"] = self.reasoning
+            parts = [json.dumps(response).encode()]
         status = 400 if request.get("user") == "refused" else 200
         await send({"type": "http.response.start", "status": status, "headers": []})
         for part in parts:
@@ -165,6 +176,25 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
     assert "word" not in file.read_text()
     again = Workspace.of("demo-small", tmp_path / "again")
     assert harvest(again, [str(tmp_path / "log")], policy).dropped == {"denied": 3}
+
+
+def test_reasoning_that_a_parser_has_taken_out_is_harvested_with_its_tokens(
+    workspace: Workspace,
+    encoder: TargetModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
+    app = Recording(Server(encoder, "I see a board."))
+    for stream in (False, True):
+        ask(
+            app, json.dumps(asked(f"Is it a stream: {stream}?", stream=stream)).encode()
+        )
+    app.recorder.close()
+    assert harvest(workspace, [str(tmp_path / "log")]).tokens == {"ids": 2}
+    assert {row.text for row in dataset.read(workspace.responses)} == {
+        f"I see a board.{MARK}{ANSWER.format(number)}" for number in (1, 2)
+    }
 
 
 def write_policy(folder: Path, **deny: str) -> Policy:
