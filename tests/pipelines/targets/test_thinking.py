@@ -95,11 +95,12 @@ def test_of_several_template_files_the_one_of_the_target_is_read(
     assert "chat_template.jinja is not read" in caplog.text
     file.unlink()
     text_only = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": text_only}))
-    with pytest.raises(
-        TargetError, match=r"text only: .* remove a chat_template\.json"
-    ):
-        load(str(folder))
+    as_json = text_only.replace("content']", "content'] | tojson")
+    for template in (text_only, as_json):
+        settings = {"chat_template": template}
+        (folder / "chat_template.json").write_text(json.dumps(settings))
+        with pytest.raises(TargetError, match=r"text only: .* a chat_template\.json"):
+            load(str(folder))
 
 
 def test_a_server_with_another_template_is_told(folder: Path, tmp_path: Path) -> None:
