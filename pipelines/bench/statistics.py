@@ -567,11 +567,8 @@ def cpu_share_of(decoded: Sequence[DecodingCounts]) -> float | None:
     """
     if any(response.cpu_seconds is None for response in decoded):
         return None
-    if has_delays(decoded):
-        left = [response.undisturbed_seconds for response in decoded]
-    else:
-        left = [response.cpu_seconds or 0.0 for response in decoded]
-    return _ratio(sum(left), sum(response.seconds for response in decoded))
+    own_seconds = sum(response.own_seconds for response in decoded)
+    return _ratio(own_seconds, sum(response.seconds for response in decoded))
 
 
 def has_delays(decoded: Iterable[DecodingCounts]) -> bool:
@@ -587,14 +584,14 @@ def _is_uneven(prompts: Sequence[PromptResult]) -> bool:
     sides = [side for prompt in prompts for side in (prompt.plain, prompt.drafted)]
     if not has_delays(sides):
         return False
-    left, expected, seconds = 0.0, 0.0, 0.0
+    seconds, own_seconds, even_seconds = 0.0, 0.0, 0.0
     for prompt in prompts:
         seconds += prompt.drafted.seconds
-        left += prompt.drafted.undisturbed_seconds
+        own_seconds += prompt.drafted.undisturbed_seconds
         plain_share = cpu_share_of([prompt.plain])
-        expected += (plain_share or 0.0) * prompt.drafted.seconds
-    limit = UNEVEN_SHARED if is_busy(_ratio(expected, seconds)) else UNEVEN
-    return left < limit * expected
+        even_seconds += (plain_share or 0.0) * prompt.drafted.seconds
+    limit = UNEVEN_SHARED if is_busy(_ratio(even_seconds, seconds)) else UNEVEN
+    return own_seconds < limit * even_seconds
 
 
 def _running_share(decoded: Sequence[DecodingCounts]) -> float | None:
