@@ -243,7 +243,7 @@ def figures(measurement: Measurement) -> Figures:
     )
     doubts = (*_doubts(unjudged), *_cheaper(prompts), *_asleep(prompts))
     of_responses = (*_at_last_position(prompts), *_equal_responses(prompts))
-    warnings = (*doubts, *_warnings(unjudged), *of_responses)
+    warnings = (*doubts, *_warnings(unjudged), *_held_up(prompts), *of_responses)
     return replace(unjudged, doubts=doubts, warnings=warnings)
 
 
@@ -748,6 +748,17 @@ def _warnings(rated: Figures) -> Iterator[str]:
                 f"this program had the CPU for {least_share:.0%} of the time: other programs may have slowed "
                 "it down"
             )
+
+
+def _held_up(prompts: Sequence[PromptResult]) -> Iterator[str]:
+    """Both sides are without the CPU, and no other program has it."""
+    sides = [side for prompt in prompts for side in (prompt.plain, prompt.drafted)]
+    share = _running_share(sides)
+    if has_delays(sides) and is_busy(share):
+        yield (
+            f"decoding ran for {share:.0%} of the time that other programs left it: it sleeps, or the "
+            "machine holds it up"
+        )
 
 
 def _at_last_position(prompts: Sequence[PromptResult]) -> Iterator[str]:

@@ -830,6 +830,17 @@ def test_plain_decoding_that_sleeps_on_some_prompts_is_in_doubt(
     assert doubted(evaluation("wren", planted))
 
 
+def test_two_sides_that_sleep_alike_are_a_warning() -> None:
+    """As in a container with a limit, which counts for both."""
+    (result,) = of_drafters(
+        [evaluation("wren", changed(measured(), running(0.6, 0.6)))]
+    )
+    assert result.speedup == pytest.approx(1.5)
+    assert any("ran for 60%" in warning for warning in result.warnings)
+    (awake,) = of_drafters([evaluation("wren", with_cpu_share(measured(), 0.6))])
+    assert not any("ran for" in warning for warning in awake.warnings)
+
+
 def test_one_long_slice_of_another_program_is_no_sleep() -> None:
     """It takes a quarter of the time of a side, on two prompts."""
     at = with_cpu_share(measured(count=8), 0.98)
