@@ -96,9 +96,10 @@ class ResponseTokens:
         """
         answer = response_text(exchange)
         reasoning = _reasoning(exchange.choice)
-        if not reasoning:
-            return answer
         logged_ids = self._logged(exchange.choice)
+        if not reasoning:
+            text = self._text(logged_ids or ())
+            return text if _is_behind_marks(answer, text) else answer
         if logged_ids is None or not isinstance(reasoning, str):
             raise BadRowError("reasoning apart from the text")
         text = self._text(logged_ids)
@@ -119,7 +120,7 @@ class ResponseTokens:
             return ids, origin
         if self._has_special(ids):
             raise BadRowError("redaction would remove special tokens")
-        return self._with_eos(exchange, self._encoded(redacted)), "text"
+        return self._with_eos(exchange, self._encoded(redacted.rstrip(CUT))), "text"
 
     def _original(self, exchange: Exchange, text: str) -> tuple[list[int], Origin]:
         """The tokens of a response as it was logged, with its EOS; BadRowError if none are sure."""
@@ -311,6 +312,16 @@ def _reasoning(choice: Mapping[str, Any]) -> Any:
     parts = content if isinstance(content, list) else []
     kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
     return parts if "thinking" in kinds else None  # Mistral
+
+
+def _is_behind_marks(answer: str, text: str) -> bool:
+    """Whether a response is an answer behind the marks of reasoning, which a server leaves out."""
+    from vlmdistill.pipelines.targets.encode import REASONING_END  # which imports torch
+
+    answer, text = answer.rstrip(CUT), text.rstrip(CUT)
+    marks = text.removesuffix(answer).rstrip()
+    ends = [mark.end() for mark in REASONING_END.finditer(marks)]
+    return text.endswith(answer) and bool(ends) and ends[-1] == len(marks)
 
 
 def _has_both(exchange: Exchange, text: str, reasoning: str, answer: str) -> bool:

@@ -259,6 +259,21 @@ def test_reasoning_in_a_field_of_its_own_is_kept_if_the_tokens_have_it(
     assert row.text == whole
 
 
+@pytest.mark.parametrize("fields", [{"reasoning_content": ""}, {"reasoning": None}, {}])
+@pytest.mark.parametrize("marks", ["</think>\n\n", "<think>\n\n</think>\n\n"])
+def test_marks_of_empty_reasoning_are_part_of_a_response(
+    marks: str, fields: dict[str, Any], workspace: Workspace, encoder: TargetModel
+) -> None:
+    """As of hybrid models, which do not reason about each question; parsers leave the marks out."""
+    answer = ANSWER.format("no")
+    response = thought(answer, **fields)
+    ids = encoder.tokenizer.encode(marks + answer, add_special_tokens=False)
+    response["choices"][0]["token_ids"] = ids
+    assert taken(workspace, [exchange(0, response=response)]).kept == 1
+    (row,) = dataset.read(workspace.responses)
+    assert row.text == marks + answer
+
+
 def test_what_is_unsure_as_it_was_logged_is_not_kept_redacted(
     workspace: Workspace, encoder: TargetModel
 ) -> None:
