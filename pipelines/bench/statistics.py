@@ -563,12 +563,14 @@ def _accounted(decoded: Sequence[Decoding]) -> float:
 def cpu_share_of(decoded: Sequence[DecodingCounts]) -> float | None:
     """The share of the elapsed seconds that other programs left this one; None on a GPU.
 
-    Where it is not known when other programs had the CPU: the share in which this one had it.
+    If it is not known of all when other programs had the CPU: the share in which this one had it.
     """
     if any(response.cpu_seconds is None for response in decoded):
         return None
-    own_seconds = sum(response.own_seconds for response in decoded)
-    return _ratio(own_seconds, sum(response.seconds for response in decoded))
+    own_seconds = [response.cpu_seconds or 0.0 for response in decoded]
+    if has_delays(decoded):
+        own_seconds = [response.undisturbed_seconds for response in decoded]
+    return _ratio(sum(own_seconds), sum(response.seconds for response in decoded))
 
 
 def has_delays(decoded: Iterable[DecodingCounts]) -> bool:

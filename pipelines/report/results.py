@@ -301,7 +301,7 @@ def without_clock(rated: Figures) -> str:
     """Why the clock does not say how fast a drafter is, as other programs had the CPU; empty if it does."""
     if is_disturbed(rated.cpu_share):
         return DISTURBED
-    if is_busy(rated.cpu_share) and not rated.has_delays:
+    if is_busy(rated.least_cpu_share) and not rated.has_delays:
         return UNCLOCKED
     return UNEVENLY if rated.is_uneven else ""
 

@@ -759,6 +759,9 @@ def test_a_speedup_is_not_known_where_the_time_of_other_programs_is_not(
     (result,) = of_drafters([evaluation("wren", at)])
     assert result.doubts == []
     assert (result.speedup is None) == (share == 0.85)
+    uneven = without_delays(with_cpu_share(measured(), 0.95, share))
+    (slowed,) = of_drafters([evaluation("wren", uneven)])
+    assert (slowed.speedup is None) == (share == 0.85)
     (known,) = of_drafters([evaluation("wren", with_cpu_share(measured(), share))])
     assert known.speedup == pytest.approx(1.5)
 
@@ -774,15 +777,17 @@ def test_delays_of_some_decodings_alone_are_a_failure() -> None:
     assert audit.failures(evaluation("wren", changed(at, planted)))
 
 
-def test_delays_of_some_prompts_alone_are_unknown() -> None:
-    """An evaluation went on where the system does not tell them."""
-    at, unknown = (
-        with_cpu_share(measured(count=24), 0.85),
-        without_delays(with_cpu_share(measured(count=24), 0.85)),
-    )
-    mixed = replace(at, prompts=(*at.prompts[:12], *unknown.prompts[12:]))
+@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.parametrize("asleep", [False, True])
+def test_delays_of_some_prompts_alone_are_unknown(asleep: bool, count: int) -> None:
+    """An evaluation went on where the system does not tell them; or one prompt was to hide sleep."""
+    at = with_cpu_share(measured(count=24), 0.85)
+    if asleep:
+        at = changed(measured(count=24), running(0.5, 0.85))
+    unknown = without_delays(at)
+    mixed = replace(at, prompts=(*unknown.prompts[:count], *at.prompts[count:]))
     (result,) = of_drafters([evaluation("wren", mixed)])
-    assert result.unranked == []
+    assert result.broken == []
     assert result.speedup is None
 
 
