@@ -189,35 +189,19 @@ def timed(decode: Callable[[], Iterator[Cycle]], device: torch.device) -> Timed:
 def clocked(run: Callable[[], Value], device: torch.device) -> tuple[Value, Spent]:
     """What `run` returns, and the seconds that it took."""
     wait(device)
-    start = time.perf_counter()
-    before = _OfThread.now()
+    of_process, of_thread = time.process_time(), time.thread_time()
+    ready, start = ready_seconds(), time.perf_counter()
     value = run()
     wait(device)
-    after = _OfThread.now()
-    # The clock begins first and ends last: no delay is outside of it.
-    return value, after.since(before, time.perf_counter() - start)
-
-
-@dataclass(frozen=True)
-class _OfThread:
-    """The seconds of the calling thread and of its process so far."""
-
-    on_cpu: float
-    of_process: float
-    ready: float | None  # without a CPU
-
-    @classmethod
-    def now(cls) -> "_OfThread":
-        return cls(time.thread_time(), time.process_time(), ready_seconds())
-
-    def since(self, before: "_OfThread", seconds: float) -> Spent:
-        cpu_seconds = self.on_cpu - before.on_cpu
-        delayed = None
-        if self.ready is not None and before.ready is not None:
-            of_own_threads = self.of_process - before.of_process - cpu_seconds
-            # Own threads may have had the CPU for which this one waited.
-            delayed = max(0.0, self.ready - before.ready - max(0.0, of_own_threads))
-        return Spent(seconds, cpu_seconds, delayed)
+    seconds, ready_at_end = time.perf_counter() - start, ready_seconds()
+    # What passes between two readings is in no second of the clock.
+    cpu_seconds = min(seconds, time.thread_time() - of_thread)
+    if ready is None or ready_at_end is None:
+        return value, Spent(seconds, cpu_seconds, None)
+    # Own threads may have had the CPU for which this one waited.
+    of_own_threads = max(0.0, time.process_time() - of_process - cpu_seconds)
+    delayed = max(0.0, ready_at_end - ready - of_own_threads)
+    return value, Spent(seconds, cpu_seconds, min(delayed, seconds - cpu_seconds))
 
 
 def ready_seconds() -> float | None:

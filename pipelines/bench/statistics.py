@@ -657,8 +657,8 @@ def _cheaper(prompts: Sequence[PromptResult]) -> Iterator[str]:
 
 def _asleep(prompts: Sequence[PromptResult]) -> Iterator[str]:
     """One side sleeps while it decodes, and the other does not."""
-    plain = _Running.of([prompt.plain for prompt in prompts])
-    own = _Running.of([prompt.drafted for prompt in prompts])
+    plain = _RunningShares.of([prompt.plain for prompt in prompts])
+    own = _RunningShares.of([prompt.drafted for prompt in prompts])
     if plain is None or own is None:
         return
     if own.is_far_below(plain, WAITING):
@@ -674,7 +674,7 @@ def _asleep(prompts: Sequence[PromptResult]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Running:
+class _RunningShares:
     """The share of its undisturbed seconds in which a side ran: of all responses, and of each."""
 
     pooled: float
@@ -683,7 +683,7 @@ class _Running:
     """Whether other programs, which have the CPU by chance, are left out."""
 
     @classmethod
-    def of(cls, decoded: Sequence[Decoding]) -> "_Running | None":
+    def of(cls, decoded: Sequence[Decoding]) -> "_RunningShares | None":
         """None on a GPU."""
         pooled = _running_share(decoded)
         if pooled is None:
@@ -691,7 +691,7 @@ class _Running:
         shares = [_running_share([response]) for response in decoded]
         return cls(pooled, np.array(shares, dtype=np.float64), has_delays(decoded))
 
-    def is_far_below(self, other: "_Running", limit: float) -> bool:
+    def is_far_below(self, other: "_RunningShares", limit: float) -> bool:
         """Whether it is below this part of the other's, and not by chance."""
         if self.pooled >= limit * other.pooled:
             return False
