@@ -194,6 +194,10 @@ def _table(results: list[DrafterResult]) -> Iterator[str]:
     yield ""
     for name, value in conditions.items():
         yield f"- {name}: {markdown_text(value)}"
+    for result in results:
+        if result.disturbed:
+            reason = markdown_text(result.disturbed)
+            yield f"- no speedup at temperature {result.temperature:g}: {reason}"
     (compared,) = group(results)
     if repeated := compared.facts.get(REPEATED):
         yield f"- {REPEATED}: {markdown_text(repeated)}"

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from tests.drafters import synthetic
 from tests.drafters.checkpoints.test_export_blocks import WHOLE
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import in_turn, measured
+from tests.pipelines.bench.made_up import in_turn, measured, with_cpu_share
 from vlmdistill.cli.main import main
 from vlmdistill.drafters.checkpoints.description import weights_hash
 from vlmdistill.pipelines.bench.records import Leak, PromptResult
@@ -144,6 +144,15 @@ def test_numbers_in_doubt_are_left_out_and_why_is_said(
     text = exported(workspace, tmp_path / "served")
     assert "3.25" not in text
     assert re.search(f"is left out.*{reason}", text)
+
+
+def test_a_speedup_beside_other_programs_is_not_in_the_card(
+    workspace: Workspace, weights: str, tmp_path: Path, save: Save
+) -> None:
+    save("sparrow", with_cpu_share(measured(), 0.3), weights=weights)
+    text = exported(workspace, tmp_path / "out")
+    assert "1.50" not in text
+    assert "no speedup at temperature 0: other programs had most" in text
 
 
 @pytest.mark.parametrize(
