@@ -103,9 +103,9 @@ def load_for_capture(name: str, **options: Unpack[LoadOptions]) -> TargetModel:
     return source.target()
 
 
-def load_encoder(name: str) -> TargetModel:
+def load_encoder(name: str, thinking: Thinking = "") -> TargetModel:
     """A target without weights, which encodes prompts and has its facts and hashes."""
-    source = _Source(name, device="cpu", dtype="float32")
+    source = _Source(name, device="cpu", dtype="float32", thinking=thinking)
     return VisionLanguageTarget(**source.load(weights=False))
 
 

@@ -123,11 +123,11 @@ class TargetModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.thinking = thinking
-        self._switch = switch_of(processor) if thinking else None
         if thinking and self._switch is None:
             raise TargetError(
                 f"{folder}: the chat template has no switch for reasoning "
-                f"({' or '.join(VARIABLES)}): leave out --thinking"
+                f"({' or '.join(VARIABLES)}), and thinking is to be {thinking}: leave "
+                "out --thinking, or restore the template of the training"
             )
         self._text = text_model(model)
         self._eager = attention == "eager"
@@ -259,13 +259,21 @@ class TargetModel:
         longest = max(map(len, self.tokenizer.get_vocab()))
         return int(self.info.max_position * longest)
 
-    def encode(self, messages: Messages) -> EncodedPrompt:
+    @cached_property
+    def _switch(self) -> str | None:
+        """The variable of the chat template that turns reasoning on and off."""
+        return switch_of(self.processor)
+
+    def encode(
+        self, messages: Messages, thinking: Thinking | None = None
+    ) -> EncodedPrompt:
         """Encode a conversation: chat template, tokens, pixels and rotary positions.
 
         Args:
             messages: Turns with `role` and `content`, as of OpenAI; the parts of a
                 content are text, images (`{"type": "image", "image": file or PIL
                 image}`) and videos.
+            thinking: In place of the target's own mode, if its template has a switch.
 
         Returns:
             The prompt on the CPU: `ids_L` and `kind_L` (0 text, 1 image, 2 video) are
@@ -276,9 +284,10 @@ class TargetModel:
             DataError: A part cannot be read or is not supported, or the prompt is too
                 long.
         """
+        mode = self.thinking if thinking is None else thinking
         variables: dict[str, bool | None] = {}
-        if self._switch is not None:
-            variables[self._switch] = thinks(self.thinking, messages)
+        if mode and self._switch is not None:
+            variables[self._switch] = thinks(mode, messages)
         return encode(
             messages,
             family=self.family,

@@ -141,8 +141,9 @@ def harvest(
     with only_writer(out) as responses_part, only_writer(folder) as traffic_part:
         earlier = _files_read(folder / READ, policy)
         files = [f for f in logs.files if earlier.get(f.name) != [*f.state]]
-        target = load_encoder(workspace.model)
         dataset.check_settings(out, {"checkpoint": str(checkpoint(workspace.model))})
+        sampling, _ = dataset.read_settings(out)
+        target = load_encoder(workspace.model, sampling.thinking)
         # Of a harvest that was killed, or deleted by another machine.
         media_before = _sweep(workspace)
         job = _Harvest(

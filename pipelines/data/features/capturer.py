@@ -49,6 +49,7 @@ from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import LENIENT
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.workspace.workspace import Workspace, absolute_model
 from vlmdistill.stores.errors import (
     DataError,
@@ -386,7 +387,7 @@ class Capturer:
         if prompt.length != item.response.prompt_tokens:
             raise DataError(
                 f"the prompt has {prompt.length} tokens, but had {item.response.prompt_tokens} when the "
-                "response was generated: check if its image or video has changed"
+                f"response was generated: {self._change(item)}"
             )
         if self.completes is not None:
             stored = self.completes.read(item.prompt.key, ())
@@ -397,6 +398,19 @@ class Capturer:
                     "that the store was made of"
                 )
         return prompt
+
+    def _change(self, item: CaptureItem) -> str:
+        """What has made a prompt longer or shorter since its response, as far as that is known."""
+        own = self.target.thinking or "as the template has it"
+        modes: tuple[Thinking, ...] = ("on", "off")
+        for mode in modes:
+            other = self.target.encode(item.prompt.messages, mode)
+            if other.length == item.response.prompt_tokens:
+                return (
+                    f"that was with thinking {mode}, and the responses of this folder are with thinking "
+                    f"{own}: delete harvested ones with `vlmdistill forget`"
+                )
+        return "check if its image or video has changed"
 
     def _problems(self, task: CaptureTask) -> dict[str, str]:
         """Why prompts of a task cannot be captured: key -> error."""

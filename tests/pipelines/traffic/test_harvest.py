@@ -16,6 +16,7 @@ import pytest
 
 from tests import tiny
 from tests.fifos import fifo
+from tests.pipelines.targets.test_thinking import with_switch
 from tests.pipelines.traffic.conftest import (
     ANSWER,
     NOW,
@@ -29,7 +30,11 @@ from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
+from vlmdistill.pipelines.targets.loading import load_encoder
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.traffic import harvest as traffic
 from vlmdistill.pipelines.traffic.dialects import Exchange
@@ -175,6 +180,28 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
         lines.append(exchange(number, request=request))
     made = taken(workspace, lines)
     assert (made.kept, made.dropped) == (6, {"another prompt": 12, "cut text": 2})
+
+
+def test_prompts_are_read_with_the_thinking_of_the_responses(tmp_path: Path) -> None:
+    plain = tiny.checkpoint("qwen2_5_vl", tmp_path / "plain", layers=1)
+    model = str(with_switch(plain, tmp_path / "target"))
+    workspace = Workspace.of(model, tmp_path / "runs")
+    folder = workspace.responses
+    folder.mkdir(parents=True)
+    sampling = asdict(SamplingSettings(thinking="off"))
+    settings = {"sampling": sampling, "filters": asdict(Filters())}
+    dataset.write_settings(folder, settings)
+    lines = []
+    modes: tuple[Thinking, ...] = ("off", "on", "off")
+    for number, mode in enumerate(modes):
+        request = asked(f"Which board is number {number}?")
+        encoder = load_encoder(model, mode)
+        ids = encoder.encode(request["messages"]).ids_L.tolist()
+        counts = {"prompt_tokens": len(ids)}
+        response = said(ANSWER.format(number), usage=counts)
+        lines.append(exchange(number, request=request, response=response))
+    made = taken(workspace, lines)
+    assert (made.kept, made.dropped) == (2, {"another prompt": 1})
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace import rates
 from vlmdistill.pipelines.workspace.workspace import Workspace
-from vlmdistill.stores.errors import DataError, StoreError
+from vlmdistill.stores.errors import DataError, StoreError, TargetError
 from vlmdistill.stores.integrity.verify import verify
 from vlmdistill.stores.progress import Progress, silent
 from vlmdistill.stores.schema import Feature
@@ -192,6 +192,19 @@ def test_features_follow_the_reasoning_of_the_responses(
     assert {row.key: row.prompt_tokens for row in dataset.read(responses)} == lengths
     before = {row.key: row.prompt_tokens for row in dataset.read(given.responses)}
     assert len({lengths[key] - before[key] for key in before}) == 2
+
+
+def test_a_response_of_another_mode_of_thinking_is_told(
+    given: Given, tmp_path: Path
+) -> None:
+    target = with_switch(Path(given.model), tmp_path / "target")
+    responses = tmp_path / "responses"
+    thinking = SamplingSettings(max_new_tokens=6, thinking="off")
+    respond(given.prompts[:3], responses, str(target), thinking, ANY, HERE)
+    settings = responses / dataset.SETTINGS
+    settings.write_text(settings.read_text().replace('"off"', '"on"'))
+    with pytest.raises(TargetError, match=r"with thinking off, .* with thinking on"):
+        run(replace(given, model=str(target)), tmp_path / "store", responses=responses)
 
 
 def test_the_index_holds_the_media_of_a_sample(given: Given, stored: Path) -> None:

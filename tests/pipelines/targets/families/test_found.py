@@ -90,8 +90,8 @@ def test_a_family_with_a_description_passes_too(
 
 
 class SpansOffByOne(StockTarget):
-    def encode(self, messages: Any) -> EncodedPrompt:
-        prompt = super().encode(messages)
+    def encode(self, messages: Any, thinking: Any = None) -> EncodedPrompt:
+        prompt = super().encode(messages, thinking)
         return replace(
             prompt,
             kind_L=prompt.kind_L.roll(1),
