@@ -136,6 +136,8 @@ def serve(
         hosts = ["*"] if key else [*LOCAL_NAMES, address]
         switch = Switch(decoder, workspace if followed else None, drafter or "")
         drafting = ", ".join(decoder.drafters) or "plain decoding"
+        if decoder.target.thinking:
+            drafting += f", thinking {decoder.target.thinking},"
         with (
             Recorder(record, keep) if record else nullcontext() as recorder,
             switch.following(reload if followed else 0),

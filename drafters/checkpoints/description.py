@@ -66,6 +66,14 @@ def describe(folder: Path) -> dict[str, Any]:
         ) from None
 
 
+def trained_thinking(folder: Path) -> str:
+    """The `--thinking` of the responses that the drafter in a folder was trained on; see `describe`.
+
+    Empty: as the template had it, or the method needs no training.
+    """
+    return str(describe(folder).get("provenance", {}).get("thinking", ""))
+
+
 def _check_format(file: Path, content: Any) -> None:
     """TrainingError for a drafter that another version of vlmdistill wrote."""
     version = content.get("format") if isinstance(content, dict) else None

@@ -124,6 +124,13 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool = False  # padding that hides lengths; no event has it
 
 
+class ChatTemplateKwargs(StrictModel):
+    """The variables of chat templates that turn reasoning on and off."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
 class ChatMessage(StrictModel):
     """One turn of the conversation."""
 
@@ -156,6 +163,7 @@ class ChatRequest(StrictModel):
     ] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    chat_template_kwargs: ChatTemplateKwargs = ChatTemplateKwargs()
     user: str = ""  # the client's own id of its user, which is recorded
     speculate: bool = True  # not in the OpenAI API: false decodes without the drafter
     drafter: str | None = None  # nor is this: one of `serve --compare`
@@ -169,6 +177,15 @@ class ChatRequest(StrictModel):
         if isinstance(kept.get("stop"), str):
             kept["stop"] = [kept["stop"]]
         return kept
+
+    @property
+    def thinking(self) -> Literal["", "on", "off"]:
+        """The mode of thinking that is asked for; empty: as the server has it."""
+        variables = self.chat_template_kwargs
+        is_on = variables.enable_thinking
+        if is_on is None:
+            is_on = variables.thinking
+        return "" if is_on is None else "on" if is_on else "off"
 
     def conversation(self, media: Path | None) -> list[dict[str, Any]]:
         """The messages as a target encodes them; ApiError names the image that cannot be used.

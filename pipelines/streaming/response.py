@@ -4,11 +4,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from vlmdistill.drafters.checkpoints.description import describe
+from vlmdistill.drafters.checkpoints.description import trained_thinking
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.target import room
 from vlmdistill.drafters.core.tree import Tree
@@ -18,6 +18,7 @@ from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -85,6 +86,7 @@ def open_pair(
 ) -> tuple[VisionLanguageTarget, Proposer | None, Tree | None]:
     """Load a target, and a drafter by its name in the workspace or by its folder; the tree to draft.
 
+    The target reasons as in the drafter's training, unless `how` has `thinking`.
     The tree is None for the drafter's own. `auto` is the tree that `eval` found for it under these
     conditions; if there is none, its own, and a line of the log says so. DataError, TargetError and
     TrainingError say what cannot be used.
@@ -98,8 +100,10 @@ def open_pair(
             raise DataError(f"--tree {tree} requires --drafter")
         return load(workspace.model, **how), None, None
     folder = workspace.trained(drafter)
-    describe(folder)  # fails before the target is loaded
-    target = load(workspace.model, **how)
+    trained = cast(
+        "Thinking", trained_thinking(folder)
+    )  # fails before the target loads
+    target = load(workspace.model, **(Options(thinking=trained) | how))
     loaded = target.drafter(folder)
     if tree == "auto":
         conditions = tree_search.conditions(

@@ -35,6 +35,7 @@ from vlmdistill.pipelines.targets.checkpoints.template import (
     PUBLISHED,
     UNREAD,
     Thinking,
+    check_thinking,
     template_of,
 )
 from vlmdistill.pipelines.targets.encode import CODE, warn_once
@@ -157,6 +158,7 @@ class _Source:
             raise TargetError(
                 f"unknown dtype '{dtype}': choose auto or one of {', '.join(DTYPES)}"
             )
+        check_thinking(thinking)
         self.name = name
         self.attention = attention
         self.compiled = compiled

@@ -8,19 +8,26 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from vlmdistill.drafters.checkpoints import checkpoint
+from vlmdistill.drafters.checkpoints.description import trained_thinking
 from vlmdistill.drafters.core.batch import Batch
 from vlmdistill.drafters.core.devices import free_bytes
 from vlmdistill.drafters.core.drafter import Proposer
 from vlmdistill.drafters.core.transfer import place
 from vlmdistill.pipelines.targets.batching import CPU_BATCH
 from vlmdistill.pipelines.targets.capture import Transcript
-from vlmdistill.pipelines.targets.encode import EncodedPrompt
+from vlmdistill.pipelines.targets.checkpoints.template import (
+    DEFAULT,
+    LOSS,
+    PROBE,
+    Thinking,
+)
+from vlmdistill.pipelines.targets.encode import EncodedPrompt, warn_once
 from vlmdistill.pipelines.targets.fused_decoder import Decoder
 from vlmdistill.pipelines.targets.generation import Prefilled, Sampler, generate_batch
 from vlmdistill.pipelines.targets.target_kv_cache import BatchKVCache
@@ -145,10 +152,28 @@ class VisionLanguageTarget(TargetModel):
         return max(1, min(GPU_BATCH, fitting))
 
     def drafter(self, folder: Path) -> Proposer:
-        """The drafter in a folder, for this target; see `checkpoint.load`."""
-        return checkpoint.load(
+        """The drafter in a folder, for this target; see `checkpoint.load`.
+
+        The log tells of one that was trained with another mode of thinking.
+        """
+        drafter = checkpoint.load(
             folder, self.head, self.info, provenance=self.provenance((), "float32")
         )
+        trained = cast("Thinking", trained_thinking(folder))
+        if not self._thinks_as(trained):
+            warn_once(
+                f"{folder.name} was trained with thinking {trained or DEFAULT}, and "
+                f"decodes with thinking {self.thinking or DEFAULT}: {LOSS}",
+                self.name,
+            )
+        return drafter
+
+    def _thinks_as(self, mode: Thinking) -> bool:
+        """Whether another mode of thinking is the target's own, or what that comes to."""
+        if "mixed" in (mode, self.thinking):
+            return mode == self.thinking
+        own_L = self.encode([PROBE]).ids_L
+        return torch.equal(own_L, self.encode([PROBE], mode).ids_L)
 
     def prefill(
         self,

@@ -12,6 +12,7 @@ from vlmdistill.drafters.core.tree import Tree
 from vlmdistill.drafters.decoding.decoders import decode
 from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.streaming.pieces import pieces
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -27,6 +28,7 @@ def load_target(
     device: str = "auto",
     dtype: str = "auto",
     attention: str = "sdpa",
+    thinking: Thinking = "",
 ) -> VisionLanguageTarget:
     """Load a target VLM.
 
@@ -36,6 +38,8 @@ def load_target(
         device: `cpu`, `cuda`, `cuda:1`, or `auto`: a GPU if there is one, several if one is too small.
         dtype: `bfloat16`, `float16`, `float32`, or `auto`: bfloat16 on a GPU, else float32.
         attention: Kernels of the prefill: `sdpa`, `eager` or `flash_attention_2`.
+        thinking: Whether the target reasons: `on`, `off` or `mixed`, as in the training; default: as
+            the chat template has it.
 
     Returns:
         The target, in evaluation mode. `target.encode(messages)` makes a prompt of messages,
@@ -49,7 +53,9 @@ def load_target(
     Example:
         >>> target = vlmdistill.load_target("demo")
     """
-    return load(str(name), device=device, dtype=dtype, attention=attention)
+    return load(
+        str(name), device=device, dtype=dtype, attention=attention, thinking=thinking
+    )
 
 
 def load_drafter(path: str | Path, target: VisionLanguageTarget) -> Proposer:

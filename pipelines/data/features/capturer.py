@@ -49,7 +49,7 @@ from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
 from vlmdistill.pipelines.data.responses.quality import LENIENT
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.targets.checkpoints.template import Thinking
+from vlmdistill.pipelines.targets.checkpoints.template import DEFAULT, Thinking
 from vlmdistill.pipelines.workspace.workspace import Workspace, absolute_model
 from vlmdistill.stores.errors import (
     DataError,
@@ -401,7 +401,7 @@ class Capturer:
 
     def _change(self, item: CaptureItem) -> str:
         """What has made a prompt longer or shorter since its response, as far as that is known."""
-        own = self.target.thinking or "as the template has it"
+        own = self.target.thinking or DEFAULT
         modes: tuple[Thinking, ...] = ("on", "off")
         for mode in modes:
             other = self.target.encode(item.prompt.messages, mode)

@@ -11,6 +11,7 @@ from vlmdistill.stores.schema import Provenance, content_hash
 Thinking = Literal["", "on", "off", "mixed"]
 """Whether the target reasons before it answers; mixed: at half of the prompts; empty: as by default."""
 
+DEFAULT = "as by default"  # of the template: what the empty mode is called
 LOSS = (
     "expect a third to a half of the accepted tokens, as others have seen of drafters "
     "served so"
@@ -27,7 +28,10 @@ UNREAD = (
     f"{JINJA} is not read: chat_template.json or processor_config.json has another "
     "template, which comes first"
 )
-_PROBE = {"role": "user", "content": [{"type": "text", "text": "Think of a number."}]}
+PROBE: Mapping[str, Any] = {
+    "role": "user",
+    "content": [{"type": "text", "text": "Think of a number."}],
+}
 
 
 def switch_of(processor: Any) -> str | None:
@@ -35,7 +39,7 @@ def switch_of(processor: Any) -> str | None:
 
     def prompt(name: str, value: bool) -> str:
         text: str = processor.apply_chat_template(
-            [_PROBE], add_generation_prompt=True, **{name: value}
+            [PROBE], add_generation_prompt=True, **{name: value}
         )
         return text
 

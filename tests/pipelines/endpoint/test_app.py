@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from tests import tiny
 from tests.drafters import synthetic
+from tests.pipelines.targets.test_thinking import with_switch
 from tests.served_app import Served, serving
 from tests.tiny import data_url
 from vlmdistill.drafters.decoding.clock import Cycle
@@ -42,7 +43,7 @@ from vlmdistill.pipelines.endpoint.served_decoder import (
 )
 from vlmdistill.pipelines.report.templates import source
 from vlmdistill.pipelines.streaming.pieces import Piece
-from vlmdistill.pipelines.streaming.response import generate
+from vlmdistill.pipelines.streaming.response import generate, open_pair
 from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace
@@ -130,6 +131,36 @@ def test_a_stream_equals_generate_with_and_without_the_drafter(
         ask(server.client(), shown(url), max_tokens=400).choices[0].message.content
         == text
     )
+
+
+def test_requests_are_read_with_the_thinking_of_the_drafters_training(
+    tmp_path: Path,
+) -> None:
+    plain = tiny.checkpoint("qwen2_5_vl", tmp_path / "plain", layers=2)
+    model = str(with_switch(plain, tmp_path / "target"))
+    workspace = Workspace.of(model, tmp_path / "runs")
+    trained_on = load(model, thinking="off")
+    synthetic.save("wren", workspace.drafter("wren"), target=trained_on)
+    message = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
+    length = trained_on.encode([message]).length
+    target, _, _ = open_pair(workspace, "wren")
+    assert target.encode([message]).length == length
+    with serving(open_decoder(workspace, "wren")) as served:
+        client = served.client()
+        for extra in ({}, {"enable_thinking": False}, {"thinking": False}):
+            answer = ask(
+                client,
+                model="target",
+                max_tokens=4,
+                extra_body={"chat_template_kwargs": extra},
+            )
+            assert answer.usage.prompt_tokens == length
+        with pytest.raises(openai.BadRequestError, match="with thinking off"):
+            ask(
+                client,
+                model="target",
+                extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+            )
 
 
 def test_accepted_tokens_are_marked_and_counted(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.drafters import synthetic
 from tests.tiny import checkpoint
 from vlmdistill.pipelines.data.responses.dataset import (
     SamplingSettings,
@@ -131,6 +132,25 @@ def test_a_server_with_another_template_is_told(folder: Path, tmp_path: Path) ->
         == served_otherwise(by_default, folder, off)
         == ""
     )
+
+
+def test_a_drafter_of_another_mode_is_told(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_default, on, off, mixed = (
+        load(str(folder), thinking=mode) for mode in ("", "on", "off", "mixed")
+    )
+    drafter = synthetic.save("wren", tmp_path / "wren", target=off)
+    off.drafter(drafter)
+    assert caplog.text == ""
+    by_default.drafter(drafter)
+    assert "wren was trained with thinking off, and decodes with" in caplog.text
+    caplog.clear()
+    drafter = synthetic.save("wren", tmp_path / "hawk", target=on)
+    by_default.drafter(drafter)  # which reasons, too
+    assert caplog.text == ""
+    mixed.drafter(drafter)
+    assert "hawk was trained with thinking on" in caplog.text
 
 
 def test_responses_of_two_modes_do_not_mix(tmp_path: Path) -> None:
