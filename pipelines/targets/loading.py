@@ -385,7 +385,8 @@ def processor_of(folder: Path, family: Family) -> Any:
         )
     _check_template(folder, processor)
     own = folder / JINJA
-    if own.is_file() and template_of(folder) not in (None, own.read_text("utf-8")):
+    lines = (template_of(folder) or "").splitlines()  # their ends make no difference
+    if lines and own.is_file() and own.read_text("utf-8").splitlines() != lines:
         warn_once(UNREAD, str(folder))
     return processor
 

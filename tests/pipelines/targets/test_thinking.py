@@ -104,6 +104,19 @@ def test_of_several_template_files_the_one_of_the_target_is_read(
             load(str(folder))
 
 
+def test_line_ends_do_not_make_another_template(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint("qwen2_5_vl", tmp_path, layers=1)
+    own = folder / "chat_template.jinja"
+    template = "{# of the target #}\n" + own.read_text().rstrip("\n")
+    copy = {"chat_template": template.replace("\n", "\r\n")}
+    (folder / "chat_template.json").write_text(json.dumps(copy))
+    own.write_text(template + "\n")
+    load(str(folder))
+    assert "is not read" not in caplog.text
+
+
 def test_a_server_with_another_template_is_told(folder: Path, tmp_path: Path) -> None:
     trained, plain = (
         load(str(folder), thinking="off").provenance((), "float32"),
