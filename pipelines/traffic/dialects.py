@@ -26,6 +26,7 @@ HEADER_FIELDS = ("headers", "extra_headers", "request_headers", "header_names")
 HTTP_OK = 200
 MESSAGES, INPUT = "messages", "input"  # of chat completions, and of the responses API
 SYSTEM = "instructions"  # of the responses API
+REASONING_APART = "reasoning apart from the text"  # the reason of a dropped response
 LITELLM_PREFIX = "x-"  # LiteLLM logs only headers whose names begin with it
 CHAT_URLS = (
     "chat/completions",
@@ -88,11 +89,13 @@ class Exchange:
 def _choice_of_responses_api(response: Mapping[str, Any]) -> Mapping[str, Any]:
     """A response of the responses API as a choice; BadRowError unless its output is one message."""
     output = response.get("output")
-    if not isinstance(output, list) or len(output) != 1:
+    items = output if isinstance(output, list) else []
+    kinds = [item.get("type") if isinstance(item, Mapping) else None for item in items]
+    if sorted(map(str, kinds)) == ["message", "reasoning"]:
+        raise BadRowError(REASONING_APART)
+    if kinds != ["message"]:
         raise BadRowError("no response")
-    message = output[0]
-    if not isinstance(message, Mapping) or message.get("type") != "message":
-        raise BadRowError("no response")
+    message = items[0]
     # A message with another status is incomplete, as one that was cut off by its length.
     finish_reason = "stop" if response.get("status") == "completed" else "length"
     return {"message": message, "finish_reason": finish_reason}

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError
-from vlmdistill.pipelines.traffic.dialects import INPUT, MESSAGES, SYSTEM, Exchange
+from vlmdistill.pipelines.traffic.dialects import (
+    INPUT,
+    MESSAGES,
+    REASONING_APART,
+    SYSTEM,
+    Exchange,
+)
 from vlmdistill.stores.errors import PanicError, one_line, without_panics
 
 if TYPE_CHECKING:
@@ -101,7 +107,7 @@ class ResponseTokens:
             text = self._text(logged_ids or ())
             return text if _is_behind_marks(answer, text) else answer
         if logged_ids is None or not isinstance(reasoning, str):
-            raise BadRowError("reasoning apart from the text")
+            raise BadRowError(REASONING_APART)
         text = self._text(logged_ids)
         if not _has_both(exchange, text, reasoning.strip(), answer):
             raise BadRowError("tokens differ from the text")
@@ -143,7 +149,7 @@ class ResponseTokens:
 
     def _has_special(self, ids: Sequence[int]) -> bool:
         """Whether tokens have a special one that their text lacks, beside an EOS at the end."""
-        inner = ids[:-1] if ids[-1] in self._info.eos_ids else ids
+        inner = ids[:-1] if ids[-1] in self._ends else ids
         whole: str = self._tokenizer.decode(inner, skip_special_tokens=False)
         return whole != self._text(inner)
 
@@ -212,10 +218,15 @@ class ResponseTokens:
 
     def _with_eos(self, exchange: Exchange, ids: list[int]) -> list[int]:
         """With the EOS that ended the response, which most servers leave out."""
-        has_eos = bool(ids) and ids[-1] in self._info.eos_ids
+        has_eos = bool(ids) and ids[-1] in self._ends
         if has_eos or not _ended_by_eos(exchange):
             return ids
         return [*ids, self._eos]
+
+    @property
+    def _ends(self) -> set[int | None]:
+        """The tokens at which a server ends a response: vLLM's are the tokenizer's EOS as well."""
+        return {*self._info.eos_ids, self._tokenizer.eos_token_id}
 
     @property
     def _eos(self) -> int:

@@ -235,6 +235,22 @@ def test_a_response_that_a_stop_token_of_its_request_ended_gets_no_eos(
     assert [int(one) for one in row.ids] == ids
 
 
+def test_the_eos_of_the_tokenizer_ends_a_response_that_has_it(tmp_path: Path) -> None:
+    """As vLLM ends it, where `generation_config.json` names another EOS alone."""
+    folder = tiny.checkpoint("qwen2_5_vl", tmp_path / "target", layers=1)
+    encoder = load_encoder(str(folder))
+    (eos_id,) = {encoder.tokenizer.eos_token_id}.intersection(encoder.info.eos_ids)
+    settings = {"eos_token_id": encoder.tokenizer.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert eos_id not in load_encoder(str(folder)).info.eos_ids
+    text = ANSWER.format("no")
+    ids = [*encoder.tokenizer.encode(text, add_special_tokens=False), eos_id]
+    workspace = Workspace.of(str(folder), tmp_path / "runs")
+    assert taken(workspace, [exchange(0, response=said(text, token_ids=ids))]).kept == 1
+    (row,) = dataset.read(workspace.responses)
+    assert list(row.ids) == ids
+
+
 REASONING = "I look at the board in the north."
 
 
@@ -284,6 +300,19 @@ def test_reasoning_in_a_field_of_its_own_is_kept_if_the_tokens_have_it(
     )
     (row,) = dataset.read(workspace.responses)
     assert row.text == whole
+
+
+def test_reasoning_of_the_responses_api_is_the_reason(workspace: Workspace) -> None:
+    text = {"type": "output_text", "text": ANSWER.format("red")}
+    message = {"type": "message", "role": "assistant", "content": [text]}
+    thoughts = {"type": "reasoning", "summary": []}
+    lines = []
+    for number, items in enumerate(([thoughts, message], [message, message])):
+        request = {"model": "m", "input": f"Is number {number} red?"}
+        response = {"object": "response", "status": "completed", "output": items}
+        lines.append(exchange(number, request=request, response=response))
+    dropped = {"reasoning apart from the text": 1, "no response": 1}
+    assert taken(workspace, lines).dropped == dropped
 
 
 @pytest.mark.parametrize("fields", [{"reasoning_content": ""}, {"reasoning": None}, {}])
