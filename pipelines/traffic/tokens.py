@@ -292,7 +292,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def response_text(exchange: Exchange) -> str:
-    """The text of the response; BadRowError if it is not a whole one of plain text."""
+    """The text of the response; BadRowError if it is not a whole one of plain text.
+
+    It is empty if the response was cut in its reasoning, which is in a field of its own.
+    """
     choice = exchange.choice
     finish = choice.get("finish_reason")
     if finish not in ("stop", "length"):
@@ -306,6 +309,8 @@ def response_text(exchange: Exchange) -> str:
     if isinstance(content, list):  # of the responses API
         parts = [part for part in content if isinstance(part, Mapping)]
         content = "".join(str(part.get("text", "")) for part in parts)
+    if not content and finish == "length" and _reasoning(choice):
+        return ""
     if not isinstance(content, str) or not content:
         raise BadRowError("no text")
     return content
@@ -341,6 +346,8 @@ def _has_both(exchange: Exchange, text: str, reasoning: str, answer: str) -> boo
     if start < 0:
         return False
     behind = text[start + len(reasoning) :].rstrip()
+    if not answer:
+        return not behind.rstrip(CUT)
     answer = answer.rstrip(CUT).strip()
     is_stopped = _has_stops(exchange) and answer in behind
     return is_stopped or behind.rstrip(CUT).endswith(answer)

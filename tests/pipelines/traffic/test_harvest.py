@@ -302,6 +302,31 @@ def test_reasoning_in_a_field_of_its_own_is_kept_if_the_tokens_have_it(
     assert row.text == whole
 
 
+@pytest.mark.parametrize("answer", [None, ""])
+def test_a_response_that_was_cut_in_its_reasoning_is_kept(
+    answer: str | None, workspace: Workspace, encoder: TargetModel
+) -> None:
+    whole = f"<think>\n{REASONING}"
+    responses = [
+        thought("", content=answer, reasoning_content=f"\n{REASONING}")
+        for _ in range(3)
+    ]
+    for response, text in zip(responses, (whole, whole + " More."), strict=False):
+        ids = encoder.tokenizer.encode(text, add_special_tokens=False)
+        response["choices"][0]["token_ids"] = ids
+    lines = []
+    for number, response in enumerate(responses):
+        response["choices"][0]["finish_reason"] = "length"
+        lines.append(exchange(number, response=response))
+    made = taken(workspace, lines)
+    assert made.dropped == {
+        "tokens differ from the text": 1,
+        "reasoning apart from the text": 1,
+    }
+    (row,) = dataset.read(workspace.responses)
+    assert row.text == whole
+
+
 def test_reasoning_of_the_responses_api_is_the_reason(workspace: Workspace) -> None:
     text = {"type": "output_text", "text": ANSWER.format("red")}
     message = {"type": "message", "role": "assistant", "content": [text]}
