@@ -26,7 +26,7 @@ from vlmdistill.pipelines.planning.status import doubt_of, other_weights
 from vlmdistill.pipelines.report import selection
 from vlmdistill.pipelines.report.results import DrafterResult, conditions
 from vlmdistill.pipelines.targets.checkpoints.folder import locate
-from vlmdistill.pipelines.targets.checkpoints.template import template_of
+from vlmdistill.pipelines.targets.checkpoints.template import DEFAULT, template_of
 from vlmdistill.pipelines.workspace.trained import Trained
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import TargetError
@@ -306,8 +306,8 @@ class _Evidence:
         facts = self.trained.description["provenance"]
         provenance = Provenance.from_dict(facts)
         if self.result:
-            trained_mode = provenance.thinking or "as the template has it"
-            mode = self.result.evaluation.thinking or "as the template has it"
+            trained_mode = provenance.thinking or DEFAULT
+            mode = self.result.evaluation.thinking or DEFAULT
             if mode != trained_mode:
                 text = f"trained with thinking {trained_mode}, evaluated with {mode}"
                 yield Symptom(text, f"vlmdistill eval {self.name}")

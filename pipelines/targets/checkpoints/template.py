@@ -11,7 +11,7 @@ from vlmdistill.stores.schema import Provenance, content_hash
 Thinking = Literal["", "on", "off", "mixed"]
 """Whether the target reasons before it answers; mixed: at half of the prompts; empty: as by default."""
 
-DEFAULT = "as by default"  # of the template: what the empty mode is called
+DEFAULT = "as the template has it"  # what messages call the empty mode
 LOSS = (
     "expect a third to a half of the accepted tokens, as others have seen of drafters "
     "served so"
