@@ -100,9 +100,8 @@ def open_pair(
             raise DataError(f"--tree {tree} requires --drafter")
         return load(workspace.model, **how), None, None
     folder = workspace.trained(drafter)
-    trained = cast(
-        "Thinking", trained_thinking(folder)
-    )  # fails before the target loads
+    # It fails before the target is loaded.
+    trained = cast("Thinking", trained_thinking(folder))
     target = load(workspace.model, **(Options(thinking=trained) | how))
     loaded = target.drafter(folder)
     if tree == "auto":
