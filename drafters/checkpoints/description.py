@@ -66,12 +66,13 @@ def describe(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def trained_thinking(folder: Path) -> str:
+def trained_thinking(folder: Path) -> str | None:
     """The `--thinking` of the responses that the drafter in a folder was trained on; see `describe`.
 
-    Empty: as the template had it, or the method needs no training.
+    Empty: as the template had it. None: the method needs no training.
     """
-    return str(describe(folder).get("provenance", {}).get("thinking", ""))
+    provenance = describe(folder).get("provenance")
+    return str(provenance.get("thinking", "")) if provenance else None
 
 
 def _check_format(file: Path, content: Any) -> None:

@@ -179,13 +179,15 @@ class ChatRequest(StrictModel):
         return kept
 
     @property
-    def thinking(self) -> Literal["", "on", "off"]:
-        """The mode of thinking that is asked for; empty: as the server has it."""
+    def thinking(self) -> Literal["on", "off"] | None:
+        """The mode of thinking that is asked for; None: as the server has it."""
         variables = self.chat_template_kwargs
         is_on = variables.enable_thinking
         if is_on is None:
             is_on = variables.thinking
-        return "" if is_on is None else "on" if is_on else "off"
+        if is_on is None:
+            return None
+        return "on" if is_on else "off"
 
     def conversation(self, media: Path | None) -> list[dict[str, Any]]:
         """The messages as a target encodes them; ApiError names the image that cannot be used.

@@ -19,9 +19,8 @@ from vlmdistill.pipelines.bench.records import DecodingCounts, chain_counts
 from vlmdistill.pipelines.endpoint.chat import ChatRequest
 from vlmdistill.pipelines.endpoint.gate import ApiError
 from vlmdistill.pipelines.streaming.pieces import Piece, pieces
-from vlmdistill.pipelines.streaming.response import open_pair, recorded
+from vlmdistill.pipelines.streaming.response import open_pair, recorded, thinking_of
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
-from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.vision_language import VisionLanguageTarget
 from vlmdistill.pipelines.workspace.workspace import Workspace, checkpoint_folder
 
@@ -71,12 +70,7 @@ class ServedDecoder:
     ) -> tuple[int, Iterator[Cycle]]:
         """The length of the prompt and the cycles; DataError or ApiError when the prompt cannot be used."""
         messages = request.conversation(media)
-        prompt = self.target.encode(messages)
-        mode = request.thinking
-        if mode and mode != self.target.thinking:
-            other = self.target.encode(messages, mode)
-            if not torch.equal(other.ids_L, prompt.ids_L):
-                raise _other_thinking(mode)
+        prompt = self.target.encode(messages, request.thinking)
         requested = request.max_completion_tokens or request.max_tokens
         limit = requested or self.max_new_tokens
         free_positions = room(self.target.info, prompt.length)
@@ -92,13 +86,6 @@ class ServedDecoder:
             generator=generator,
         )
         return prompt.length, cycles
-
-
-def _other_thinking(asked: Thinking) -> ApiError:
-    """The refusal of a mode of thinking."""
-    name, served = "chat_template_kwargs", "off" if asked == "on" else "on"
-    text = f"{name}: this server reads the request with thinking {served}: leave it out"
-    return ApiError(400, text, param=name, code="unsupported_parameter")
 
 
 @dataclass
@@ -223,6 +210,8 @@ def open_decoder(
 
     These tokens compile steps and allocate memory, for which the first request would wait otherwise.
     """
+    folders = [workspace.trained(name) for name in (drafter, *compared) if name]
+    how = Options(thinking=thinking_of(folders)) | (how or Options())
     target, proposer, shape = open_pair(workspace, drafter, tree, how)
     local = checkpoint_folder(workspace.model)
     decoder = ServedDecoder(

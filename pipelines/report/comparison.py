@@ -113,9 +113,10 @@ class Ranking:
         if not self.leaders:
             sentences = [f"{prefix}, no drafter is ranked."]
         else:
-            sentences = [f"{prefix}{self._lead}", *self._beside_plain]
-            if len(self.ranked) >= MANY and not self.disturbed:
-                sentences.append(CHANCE)
+            sentences = [f"{prefix}{self._lead}"]
+            if not self.disturbed:
+                sentences += self._beside_plain
+                sentences += [CHANCE] if len(self.ranked) >= MANY else []
         return " ".join([*sentences, *self._left_out])
 
     @property

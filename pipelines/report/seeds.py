@@ -137,12 +137,14 @@ class OverSeeds:
         return drafter.ranked and not drafter.disturbed
 
     def best(self, rate: Rate) -> SeededDrafter | None:
-        """The drafter with the highest mean, of those without doubts."""
-        candidates = [
-            drafter
-            for drafter in self.drafters
-            if drafter.ranked and self.known(drafter, rate)
-        ]
+        """The drafter with the highest mean, of those without doubts.
+
+        None for speedups of which some are not known, as other programs had the CPU.
+        """
+        ranked = [drafter for drafter in self.drafters if drafter.ranked]
+        if rate == "speedup" and any(drafter.disturbed for drafter in ranked):
+            return None
+        candidates = [drafter for drafter in ranked if self.known(drafter, rate)]
         return max(candidates, key=lambda drafter: drafter.mean(rate), default=None)
 
     def below_best(self, drafter: SeededDrafter, rate: Rate) -> Difference | None:

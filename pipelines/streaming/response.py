@@ -101,8 +101,8 @@ def open_pair(
         return load(workspace.model, **how), None, None
     folder = workspace.trained(drafter)
     # It fails before the target is loaded.
-    trained = cast("Thinking", trained_thinking(folder))
-    target = load(workspace.model, **(Options(thinking=trained) | how))
+    thinking = thinking_of([folder])
+    target = load(workspace.model, **(Options(thinking=thinking) | how))
     loaded = target.drafter(folder)
     if tree == "auto":
         conditions = tree_search.conditions(
@@ -110,6 +110,18 @@ def open_pair(
         )
         shape = _searched_tree(folder, conditions, loaded)
     return target, loaded, shape
+
+
+def thinking_of(folders: Iterable[Path]) -> Thinking:
+    """The mode of thinking in which the first of these drafters that was trained is to decode.
+
+    Empty, as by default, of one that was trained in both. TrainingError if a drafter cannot be read.
+    """
+    for folder in folders:
+        mode = trained_thinking(folder)
+        if mode is not None:
+            return "" if mode == "mixed" else cast("Thinking", mode)
+    return ""
 
 
 def _searched_tree(folder: Path, conditions: str, drafter: Proposer) -> Tree | None:

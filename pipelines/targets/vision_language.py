@@ -159,8 +159,8 @@ class VisionLanguageTarget(TargetModel):
         drafter = checkpoint.load(
             folder, self.head, self.info, provenance=self.provenance((), "float32")
         )
-        trained = cast("Thinking", trained_thinking(folder))
-        if not self._thinks_as(trained):
+        trained = cast("Thinking | None", trained_thinking(folder))
+        if trained is not None and not self._thinks_as(trained):
             warn_once(
                 f"{folder.name} was trained with thinking {trained or DEFAULT}, and "
                 f"decodes with thinking {self.thinking or DEFAULT}: {LOSS}",
@@ -169,9 +169,9 @@ class VisionLanguageTarget(TargetModel):
         return drafter
 
     def _thinks_as(self, mode: Thinking) -> bool:
-        """Whether another mode of thinking is the target's own, or what that comes to."""
-        if "mixed" in (mode, self.thinking):
-            return mode == self.thinking
+        """Whether another mode of thinking has the target's own, or comes to that."""
+        if mode == "mixed" or self.thinking == "mixed":
+            return mode == "mixed"
         own_L = self.encode([PROBE]).ids_L
         return torch.equal(own_L, self.encode([PROBE], mode).ids_L)
 

@@ -155,12 +155,28 @@ def test_requests_are_read_with_the_thinking_of_the_drafters_training(
                 extra_body={"chat_template_kwargs": extra},
             )
             assert answer.usage.prompt_tokens == length
-        with pytest.raises(openai.BadRequestError, match="with thinking off"):
-            ask(
-                client,
-                model="target",
-                extra_body={"chat_template_kwargs": {"enable_thinking": True}},
-            )
+        other = ask(
+            client,
+            model="target",
+            max_tokens=4,
+            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+        )
+        assert other.usage.prompt_tokens == trained_on.encode([message], "on").length
+        assert other.usage.prompt_tokens != length
+
+
+def test_a_drafter_of_both_modes_is_served_in_the_default_one(tmp_path: Path) -> None:
+    """And an untrained one beside another has no mode."""
+    plain = tiny.checkpoint("qwen2_5_vl", tmp_path / "plain", layers=2)
+    model = str(with_switch(plain, tmp_path / "target"))
+    workspace = Workspace.of(model, tmp_path / "runs")
+    both, off = load(model, thinking="mixed"), load(model, thinking="off")
+    synthetic.save("wren", workspace.drafter("both"), target=both)
+    synthetic.save("wren", workspace.drafter("wren"), target=off)
+    target, _, _ = open_pair(workspace, "both")
+    assert target.thinking == ""
+    served = open_decoder(workspace, "lookahead", compared=["wren"])
+    assert served.target.thinking == "off"
 
 
 def test_accepted_tokens_are_marked_and_counted(

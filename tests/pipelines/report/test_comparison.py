@@ -144,6 +144,13 @@ def disturbed(decoded: Decoding) -> Decoding:
     )
 
 
+@pytest.mark.parametrize("share", [0.98, 0.3])
+def test_nothing_is_said_of_speedups_that_are_not_known(share: float) -> None:
+    slower = on_a_shared_cpu(measured(speedup=0.9, noise=0.01), share)
+    text = ranking(sparrow=slower, eagle2=slower).text
+    assert ("faster than plain decoding" in text) == (share == 0.98)
+
+
 def test_none_is_called_the_fastest_below_plain_decoding() -> None:
     found = ranking(
         sparrow=measured(speedup=0.9, noise=0.01),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.pipelines.bench.conftest import Save
-from tests.pipelines.bench.made_up import evaluation, measured
+from tests.pipelines.bench.made_up import evaluation, measured, with_cpu_share
 from tests.pipelines.report.html_page import Page
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.bench.records import (
@@ -52,6 +52,25 @@ def compared(**calls: tuple[int, ...]) -> OverSeeds:
     (ranking,) = rank(evaluations)
     (of_temperature,) = over_seeds(ranking.results)
     return of_temperature
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_no_speedup_is_the_best_beside_one_that_is_not_known(share: float) -> None:
+    """At one seed other programs had most of the CPU."""
+    evaluations = [
+        replace(
+            of_drafter("good", 0, with_cpu_share(measured(speedup=1.6), share)),
+            measured="2026-01-01 00:00:00",
+        ),
+        of_drafter("good", 1, with_cpu_share(measured(speedup=1.6), 1.0)),
+        of_drafter("bad", 0, with_cpu_share(measured(speedup=1.2), 1.0)),
+        of_drafter("bad", 1, with_cpu_share(measured(speedup=1.2), 1.0)),
+    ]
+    (ranking,) = rank(evaluations)
+    (found,) = over_seeds(ranking.results)
+    best = found.best("speedup")
+    assert (best.name if best else None) == ("good" if share == 1.0 else None)
+    assert found.best("tau") is not None
 
 
 def test_digits_that_are_no_number_are_no_seed() -> None:
