@@ -253,7 +253,8 @@ def capture_features(
     stored_keys = capturer.keys_in(job.store, job.settings, job.workers.engine)
     origin = checkpoint_of(job.workspace.model)
     dataset.check_settings(job.responses, {"checkpoint": str(origin)})
-    job.store.check_origin(origin)
+    thinking = job.sampling.thinking if job.sampling else ""
+    job.store.check_origin(origin, thinking)
     in_one_pass = job.captures_while_generating(missing_keys)
     work = ResponseWork()
     if in_one_pass:

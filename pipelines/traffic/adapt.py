@@ -38,6 +38,7 @@ from vlmdistill.pipelines.data.features.capture_store import CaptureStore
 from vlmdistill.pipelines.data.features.capturer import CaptureJob, CaptureSettings
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
+from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.flow import ProgressBar
 from vlmdistill.pipelines.targets.checkpoints.registry import Options
 from vlmdistill.pipelines.traffic.harvest import EVAL_SHARE, harvest
@@ -271,9 +272,11 @@ class _Round:
         flow.capture_features(job, bar=self.bar)
 
     def _target_options(self) -> Options:
-        """How the target runs: in the dtype of the states that the store holds."""
+        """How the target runs: in the dtype of the store's states, with the thinking of the responses."""
+        sampling, _ = dataset.read_settings(self.workspace.responses)
+        options = Options(thinking=sampling.thinking)
         store = Store.find(self.workspace.features)
-        return Options(dtype=store.record.head.dtype) if store else Options()
+        return options | Options(dtype=store.record.head.dtype) if store else options
 
     def _choose(self, view: str) -> Store | None:
         """Fix the samples of the round: those that are new to the base, and a share of all others.

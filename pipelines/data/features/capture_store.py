@@ -15,6 +15,7 @@ from vlmdistill.pipelines.cluster.shared import marked
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.prompt_table import Prompt
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import Fingerprint
+from vlmdistill.pipelines.targets.checkpoints.template import DEFAULT, Thinking
 from vlmdistill.pipelines.workspace.workspace import only_writer
 from vlmdistill.stores.annexes import annex_folder
 from vlmdistill.stores.backends.opening import open_backend
@@ -195,8 +196,8 @@ class CaptureStore:
                 "another --store"
             )
 
-    def check_origin(self, fingerprint: Fingerprint) -> None:
-        """StoreError that names the hash in which the store's target differs."""
+    def check_origin(self, fingerprint: Fingerprint, thinking: Thinking) -> None:
+        """StoreError that names the hash in which the store's target differs, or its thinking."""
         if self.base is None:
             return
         provenance = self.open().provenance
@@ -208,6 +209,12 @@ class CaptureStore:
                     f"the store {self.path} is of another target ({name}_hash: {stored}, not {expected}): "
                     "give another --store"
                 )
+        stored_mode = provenance.thinking
+        if stored_mode != thinking:
+            raise StoreError(
+                f"the store {self.path} has responses with thinking {stored_mode or DEFAULT}, and these "
+                f"are with thinking {thinking or DEFAULT}: give another --store"
+            )
 
 
 def check_captured(name: str, encoding: str, captured: Collection[str]) -> None:

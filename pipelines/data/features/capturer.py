@@ -408,7 +408,7 @@ class Capturer:
             if other.length == item.response.prompt_tokens:
                 return (
                     f"that was with thinking {mode}, and the responses of this folder are with thinking "
-                    f"{own}: delete harvested ones with `vlmdistill forget`"
+                    f"{own}: remove those that were harvested so"
                 )
         return "check if its image or video has changed"
 
@@ -503,7 +503,8 @@ def capture(
     check_environment(options.engine)  # before Ray starts
     fingerprint = checkpoint(model)
     dataset.check_settings(responses, {"checkpoint": str(fingerprint)})
-    store.check_origin(fingerprint)
+    sampling = dataset.read_settings(responses)[0]
+    store.check_origin(fingerprint, sampling.thinking)
     generated = dataset.Responses(responses)
     items = missing_of(prompts, generated, set())
     reasons = _reasons(prompts, responses)
@@ -511,7 +512,6 @@ def capture(
         raise _no_response(prompts, responses, model, dataset.counted(reasons))
     with store.writing(prompts):
         keys_in(store, settings, options.engine)
-        sampling = dataset.read_settings(responses)[0]
         load = options.load | Options(thinking=sampling.thinking)
         run = _CaptureRun(
             prompts=prompts,

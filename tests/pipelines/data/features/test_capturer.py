@@ -207,6 +207,22 @@ def test_a_response_of_another_mode_of_thinking_is_told(
         run(replace(given, model=str(target)), tmp_path / "store", responses=responses)
 
 
+def test_responses_of_another_mode_than_the_stores_are_refused(
+    given: Given, tmp_path: Path
+) -> None:
+    """Also if the store has samples of all prompts, so that nothing is captured."""
+    target = str(with_switch(Path(given.model), tmp_path / "target"))
+    prompts, of_target = given.prompts[:3], replace(given, model=target)
+    off = SamplingSettings(max_new_tokens=6, thinking="off")
+    on = replace(off, thinking="on")
+    old, new, store = (tmp_path / name for name in ("old", "new", "store"))
+    respond(prompts, old, target, off, ANY, HERE)
+    respond(prompts, new, target, on, ANY, HERE)
+    run(of_target, store, prompts=prompts, responses=old)
+    with pytest.raises(StoreError, match=r"thinking off, .* with thinking on"):
+        run(of_target, store, prompts=prompts, responses=new)
+
+
 def test_the_index_holds_the_media_of_a_sample(given: Given, stored: Path) -> None:
     store, counts = Store.open(stored), set()
     for prompt in given.prompts:
