@@ -51,6 +51,9 @@ REASONING_END = re.compile(
     r"</(?:\w+:)?think(?::\w+)?>|</thought>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
     r"|\[BEGIN FINAL RESPONSE\]"  # Apriel
 )
+REASONING_START = re.compile(
+    r"<(?:\w+:)?think(?::\w+)?>|<thought>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>"
+)
 PART_KEYS = {
     "text": ("type", "text"),
     "image": ("type", "image", "path", "digest"),

@@ -395,6 +395,7 @@ class _Harvest(ImportGate):
             raise BadRowError("refused by the processor", one_line(error)) from None
         if not pending.messages_changed:
             require_same_prompt(exchange, encoded.ids_L.tolist())
+        self._tokens.require_marks(exchange, pending.response, encoded.ids_L.tolist())
         words = len(words_of(text))
         repeated = repetition(ids)
         length = encoded.length + len(ids)

@@ -73,6 +73,7 @@ REASONING = (
     "reasoning_details",  # OpenRouter
 )
 """Fields of a message that have its reasoning, a text in the first three."""
+TAIL = 40  # tokens at the end of a prompt that may have a mark of reasoning
 BEHIND_EOS = "text behind an EOS"  # of a request with ignore_eos
 
 
@@ -215,6 +216,31 @@ class ResponseTokens:
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+    def require_marks(
+        self, exchange: Exchange, text: str, prompt_ids: Sequence[int]
+    ) -> None:
+        """BadRowError if a response without tokens or counts has not the marks of reasoning of its prompt.
+
+        A server may have read the prompt with another mode, or returned the answer without its reasoning.
+        """
+        from vlmdistill.pipelines.targets.encode import (  # which imports torch
+            REASONING_END,
+            REASONING_START,
+        )
+
+        is_sure = _counted(exchange, "completion_tokens") is not None
+        if is_sure or self._logged(exchange.choice) is not None:
+            return
+        end_of_prompt = self._tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
+        starts = [mark.end() for mark in REASONING_START.finditer(end_of_prompt)]
+        is_open = bool(starts) and starts[-1] == len(end_of_prompt)
+        start, end = REASONING_START.search(text), REASONING_END.search(text)
+        is_closed = end is not None and (start is None or end.start() < start.start())
+        if is_open and end is None and _ended_by_eos(exchange):
+            raise BadRowError(REASONING_APART)
+        if is_closed != is_open and end is not None:
+            raise BadRowError("reasoning of another prompt")
 
     def _with_eos(self, exchange: Exchange, ids: list[int]) -> list[int]:
         """With the EOS that ended the response, which most servers leave out."""

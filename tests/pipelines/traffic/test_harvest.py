@@ -205,6 +205,33 @@ def test_prompts_are_read_with_the_thinking_of_the_responses(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("opened", "kept"),
+    [("<think>\n", [True, False, False]), ("", [False, True, True])],
+)
+def test_texts_without_counts_have_the_marks_of_reasoning_of_their_prompts(
+    opened: str, kept: list[bool], tmp_path: Path
+) -> None:
+    """Others were read with another mode, or are answers without their reasoning."""
+    model = tiny.checkpoint("qwen2_5_vl", tmp_path / "target", layers=1)
+    template = model / "chat_template.jinja"
+    end = "{% if add_generation_prompt %}" + opened + "{% endif %}"
+    template.write_text(template.read_text() + end)
+    workspace = Workspace.of(str(model), tmp_path / "runs")
+    answer, whole = ANSWER.format("no"), f"{REASONING}\n</think>\n\n"
+    texts = [whole + answer, f"<think>\n{whole}{answer}", answer]
+    lines = [
+        exchange(
+            number, request=asked(f"Which is number {number}?"), response=said(text)
+        )
+        for number, text in enumerate(texts)
+    ]
+    made = taken(workspace, lines)
+    rows = {row.text for row in dataset.read(workspace.responses)}
+    assert [text in rows for text in texts] == kept
+    assert made.kept == sum(kept)
+
+
+@pytest.mark.parametrize(
     "sent", ["Is it red?", [{"role": "user", "content": "Is it red?"}]]
 )
 def test_a_request_of_the_responses_api_is_read_without_counts(
