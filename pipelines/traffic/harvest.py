@@ -9,6 +9,7 @@ Responses are written before their prompts, so no prompt lacks a response. After
 restores the prompts of responses that have none. Nothing is kept of what is dropped.
 """
 
+import io
 import json
 import time
 from collections import Counter
@@ -28,10 +29,11 @@ from vlmdistill.pipelines.data.responses import dataset
 from vlmdistill.pipelines.data.responses.dataset import ResponseRow
 from vlmdistill.pipelines.data.responses.quality import repetition
 from vlmdistill.pipelines.media.frames import SAMPLING
-from vlmdistill.pipelines.media.images import name_of
+from vlmdistill.pipelines.media.images import name_of, open_image
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import address, is_url
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking, thinks
 from vlmdistill.pipelines.traffic.dialects import Exchange
 from vlmdistill.pipelines.traffic.logs import (
     BadLine,
@@ -43,6 +45,7 @@ from vlmdistill.pipelines.traffic.logs import (
 from vlmdistill.pipelines.traffic.policy import FUTURE, Policy
 from vlmdistill.pipelines.traffic.tokens import (
     ResponseTokens,
+    is_counted,
     require_same_prompt,
     require_whole,
 )
@@ -63,6 +66,7 @@ KNOWN = "known"  # the reason of what an earlier harvest or an import has
 API_ROLES = ("system", "developer", "user", "assistant")
 EVAL_SHARE = 0.1
 ROWS_PER_FILE = 256  # of responses
+MODES: Mapping[bool | None, Thinking] = {None: "", True: "on", False: "off"}
 ELSEWHERE = (
     "no request",
     "several requests",
@@ -203,6 +207,7 @@ def harvest(
 class _Pending:
     """What is left to decide of a row once its prompt is made."""
 
+    file: LogFile
     exchange: Exchange
     response: str  # its text
     text: str  # the same, redacted
@@ -279,10 +284,24 @@ class _Harvest(ImportGate):
         require_whole(exchange)
         response = self._tokens.text(exchange)
         messages, text = self.policy.redacted(exchange, response)
+        turns = self._turns(file, exchange.row, messages)
+        row = replace(exchange.row, value={"messages": turns}, dataset=self.dataset)
+        self._pending[row.source, row.number] = _Pending(
+            file,
+            exchange,
+            response,
+            text,
+            messages_changed=messages != exchange.messages,
+            media=self._within_budget(turns),
+        )
+        return row
+
+    def _turns(self, file: LogFile, row: Row, messages: Any) -> list[dict[str, Any]]:
+        """The turns of messages of a row, media as bytes; BadRowError if they are no whole conversation."""
         if not isinstance(messages, list):
             raise BadRowError("no conversation")
         _require_as_it_is(messages)
-        row = replace(exchange.row, value={"messages": messages}, dataset=self.dataset)
+        row = replace(row, value={"messages": messages})
         conversation = formats.conversation(row, CHAT)
         if conversation.trimmed:
             raise BadRowError("no question", "the conversation begins with a response")
@@ -292,14 +311,7 @@ class _Harvest(ImportGate):
                 "no question", "the conversation does not end with a turn of the user"
             )
         self._fill_in_media(file, turns)
-        self._pending[row.source, row.number] = _Pending(
-            exchange,
-            response,
-            text,
-            messages_changed=messages != exchange.messages,
-            media=self._within_budget(turns),
-        )
-        return replace(row, value={"messages": turns})
+        return turns
 
     def _fill_in_media(self, file: LogFile, turns: Sequence[dict[str, Any]]) -> None:
         """Put the content of images and videos into the turns; BadRowError if memory cannot hold it."""
@@ -395,6 +407,8 @@ class _Harvest(ImportGate):
             raise BadRowError("refused by the processor", one_line(error)) from None
         if not pending.messages_changed:
             require_same_prompt(exchange, encoded.ids_L.tolist())
+        elif is_counted(exchange):
+            require_same_prompt(exchange, self._logged_ids(prompt, pending))
         self._tokens.require_marks(exchange, pending.response, encoded.ids_L.tolist())
         words = len(words_of(text))
         repeated = repetition(ids)
@@ -421,6 +435,25 @@ class _Harvest(ImportGate):
             target=str(self.target.fingerprint),
             time=prompt.time,
         )
+
+    def _logged_ids(self, prompt: Prompt, pending: _Pending) -> list[int]:
+        """The tokens of a prompt before its redaction; BadRowError if it cannot be encoded.
+
+        Nothing of what the redaction has removed is kept.
+        """
+        exchange = pending.exchange
+        kept_paths = {str(part.get("digest")): part["path"] for part in prompt.media}
+        turns = self._turns(pending.file, exchange.row, exchange.messages)
+        for turn in turns:
+            turn["content"] = [_readable(part, kept_paths) for part in turn["content"]]
+        # A mixed mode goes by the words, which the redaction has changed.
+        is_thinking = thinks(self.target.thinking, prompt.messages)
+        try:
+            encoded = self.target.encode(turns, MODES[is_thinking])
+        except DataError:  # it may quote the prompt
+            raise BadRowError("refused by the processor") from None
+        ids: list[int] = encoded.ids_L.tolist()
+        return ids
 
     def close(self) -> None:
         """Write the responses that are left, and let media go with the prompts to the URL."""
@@ -452,6 +485,22 @@ def _require_as_it_is(messages: list[Any]) -> None:
     of_datasets = roles.intersection(ROLES) - {*API_ROLES}
     if of_datasets:
         raise BadRowError("another prompt", f"a turn of '{min(of_datasets)}'")
+
+
+def _readable(part: dict[str, Any], kept_paths: Mapping[str, str]) -> dict[str, Any]:
+    """A part with its media as the target reads it; BadRowError if that needs a file that is not kept."""
+    if "bytes" not in part:
+        return part
+    content = part.pop("bytes")
+    digest = name_of(content)
+    if digest in kept_paths:
+        return {**part, "path": kept_paths[digest], "digest": digest}
+    if part["type"] == "video":
+        raise BadRowError("redaction removes a video")
+    try:
+        return {**part, "image": open_image(io.BytesIO(content))}
+    except OSError:
+        raise BadRowError("unreadable image") from None
 
 
 def _near(prompt: Prompt) -> str:

@@ -285,6 +285,12 @@ def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
         )
 
 
+def is_counted(exchange: Exchange) -> bool:
+    """Whether the log has the tokens of the prompt that the server has read, or their number."""
+    has_count = _counted(exchange, "prompt_tokens") is not None
+    return has_count or bool(exchange.response.get("prompt_token_ids"))
+
+
 def require_whole(exchange: Exchange) -> None:
     """BadRowError if the log says that the prompt was another one, or has only a part of a text.
 
@@ -300,8 +306,7 @@ def require_whole(exchange: Exchange) -> None:
     own += [NO_TURN] if request.get(NO_TURN) is False else []
     if not isinstance(request.get(SYSTEM), str | None):  # a list of turns
         own.append(SYSTEM)
-    is_counted = _counted(exchange, "prompt_tokens") is not None
-    if own and not is_counted and not exchange.response.get("prompt_token_ids"):
+    if own and not is_counted(exchange):
         raise BadRowError("another prompt", f"the request has its own {own[0]}")
     texts = _texts([exchange.messages, exchange.choice])
     if any(TRUNCATED.search(text) for text in texts):

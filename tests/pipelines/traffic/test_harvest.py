@@ -182,26 +182,105 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
     assert (made.kept, made.dropped) == (6, {"another prompt": 12, "cut text": 2})
 
 
-def test_prompts_are_read_with_the_thinking_of_the_responses(tmp_path: Path) -> None:
-    plain = tiny.checkpoint("qwen2_5_vl", tmp_path / "plain", layers=1)
-    model = str(with_switch(plain, tmp_path / "target"))
-    workspace = Workspace.of(model, tmp_path / "runs")
-    folder = workspace.responses
-    folder.mkdir(parents=True)
-    sampling = asdict(SamplingSettings(thinking="off"))
+def workspace_of(thinking: Thinking, folder: Path) -> Workspace:
+    """A workspace with responses of a mode, of a target that has a switch."""
+    plain = tiny.checkpoint("qwen2_5_vl", folder / "plain", layers=1)
+    model = str(with_switch(plain, folder / "target"))
+    workspace = Workspace.of(model, folder / "runs")
+    workspace.responses.mkdir(parents=True)
+    sampling = asdict(SamplingSettings(thinking=thinking))
     settings = {"sampling": sampling, "filters": asdict(Filters())}
-    dataset.write_settings(folder, settings)
+    dataset.write_settings(workspace.responses, settings)
+    return workspace
+
+
+def test_prompts_are_read_with_the_thinking_of_the_responses(tmp_path: Path) -> None:
+    workspace = workspace_of("off", tmp_path)
     lines = []
     modes: tuple[Thinking, ...] = ("off", "on", "off")
     for number, mode in enumerate(modes):
         request = asked(f"Which board is number {number}?")
-        encoder = load_encoder(model, mode)
+        encoder = load_encoder(workspace.model, mode)
         ids = encoder.encode(request["messages"]).ids_L.tolist()
         counts = {"prompt_tokens": len(ids)}
         response = said(ANSWER.format(number), usage=counts)
         lines.append(exchange(number, request=request, response=response))
     made = taken(workspace, lines)
     assert (made.kept, made.dropped) == (2, {"another prompt": 1})
+
+
+@pytest.mark.parametrize("thinking", ["off", "mixed"])
+def test_a_redacted_prompt_was_read_as_it_was_logged(
+    tmp_path: Path, thinking: Thinking
+) -> None:
+    workspace = workspace_of(thinking, tmp_path)
+    own_encoder = load_encoder(workspace.model, thinking)
+    lines = []
+    kept_questions = set()
+    modes: tuple[Thinking, ...] = ("off", "on")
+    for number in range(10, 18):
+        mode = modes[number % 2]
+        encoder = load_encoder(workspace.model, mode)
+        question = f"Which board is number {number}?"
+        redacted = question.replace("number", "no.")
+        messages = asked(redacted)["messages"]
+        if encoder.encode(messages).length == own_encoder.encode(messages).length:
+            kept_questions.add(redacted)
+        request = asked(question)
+        ids = encoder.encode(request["messages"]).ids_L.tolist()
+        response = said(ANSWER.format(number), usage={"prompt_tokens": len(ids)})
+        response["prompt_token_ids"] = ids
+        lines.append(exchange(number, request=request, response=response))
+    harvested = taken(workspace, lines, redact=f"{__name__}:redact")
+    questions = {
+        prompt.messages[0]["content"][0]["text"]
+        for prompt in prompt_table.read(workspace.prompts)
+    }
+    assert questions == kept_questions
+    assert harvested.dropped == {"another prompt": 8 - len(kept_questions)}
+
+
+def without_marked_media(given: dict[str, Any]) -> Any:
+    """A redaction that takes the first part out of questions of secrets."""
+    content = given["messages"][0]["content"]
+    if "secret" in content[-1]["text"]:
+        content.pop(0)
+    content[-1]["text"] = content[-1]["text"].replace("secret", "[WORD]")
+    content[-1]["text"] = content[-1]["text"].replace("shapes", "[THINGS]")
+    return given
+
+
+def test_a_redacted_prompt_was_read_with_its_images(
+    workspace: Workspace, encoder: TargetModel
+) -> None:
+    def shown(number: int, question: str, more_tokens: int = 0) -> dict[str, Any]:
+        request = asked(question, data_url(number))
+        image = {"type": "image", "image": tiny.picture(84, 84, number)}
+        text = {"type": "text", "text": question}
+        messages = [{"role": "user", "content": [image, text]}]
+        count = encoder.encode(messages).length + more_tokens
+        response = said(ANSWER.format(number), usage={"prompt_tokens": count})
+        return exchange(number, request=request, response=response)
+
+    film = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+    with_film = shown(4, "What does the secret film show?")
+    with_film["request"]["messages"][0]["content"][0] = film
+    without_count = exchange(5, request=asked("Which secret is here?", data_url(5)))
+    lines = [
+        shown(0, "Which shapes are in the north?"),
+        shown(1, "Which shapes are in the south?", more_tokens=1),
+        shown(2, "Which secret is on the board?"),
+        shown(3, "Which secret is on the wall?", more_tokens=1),
+        with_film,
+        without_count,
+    ]
+    harvested = taken(workspace, lines, redact=f"{__name__}:without_marked_media")
+    assert (harvested.kept, harvested.media, harvested.dropped) == (
+        3,
+        1,
+        {"another prompt": 2, "redaction removes a video": 1},
+    )
+    assert b"secret" not in everything(workspace.root)
 
 
 @pytest.mark.parametrize(
