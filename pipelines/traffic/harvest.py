@@ -443,7 +443,10 @@ class _Harvest(ImportGate):
         """
         exchange = pending.exchange
         kept_paths = {str(part.get("digest")): part["path"] for part in prompt.media}
-        turns = self._turns(pending.file, exchange.row, exchange.messages)
+        try:
+            turns = self._turns(pending.file, exchange.row, exchange.messages)
+        except BadRowError as error:  # its detail may quote the prompt
+            raise BadRowError(error.reason) from None
         for turn in turns:
             turn["content"] = [_readable(part, kept_paths) for part in turn["content"]]
         # A mixed mode goes by the words, which the redaction has changed.
