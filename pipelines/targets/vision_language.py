@@ -170,8 +170,10 @@ class VisionLanguageTarget(TargetModel):
 
     def _thinks_as(self, mode: Thinking) -> bool:
         """Whether another mode of thinking has the target's own, or comes to that."""
-        if mode == "mixed" or self.thinking == "mixed":
-            return mode == "mixed"
+        if mode in ("mixed", self.thinking):
+            return True
+        if self.thinking == "mixed":
+            return False
         own_L = self.encode([PROBE]).ids_L
         return torch.equal(own_L, self.encode([PROBE], mode).ids_L)
 

@@ -220,7 +220,7 @@ class ResponseTokens:
     def require_marks(
         self, exchange: Exchange, text: str, prompt_ids: Sequence[int]
     ) -> None:
-        """BadRowError if a response without tokens or counts has not the marks of reasoning of its prompt.
+        """BadRowError if a response to a prompt without counts has not the marks of reasoning of its end.
 
         A server may have read the prompt with another mode, or returned the answer without its reasoning.
         """
@@ -229,18 +229,20 @@ class ResponseTokens:
             REASONING_START,
         )
 
-        is_sure = _counted(exchange, "completion_tokens") is not None
-        if is_sure or self._logged(exchange.choice) is not None:
+        if is_counted(exchange):
             return
         end_of_prompt = self._tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
-        starts = [mark.end() for mark in REASONING_START.finditer(end_of_prompt)]
-        is_open = bool(starts) and starts[-1] == len(end_of_prompt)
+        is_open = _ends_with(REASONING_START, end_of_prompt)
+        is_closed = _ends_with(REASONING_END, end_of_prompt)
         start, end = REASONING_START.search(text), REASONING_END.search(text)
-        is_closed = end is not None and (start is None or end.start() < start.start())
-        if is_open and end is None and _ended_by_eos(exchange):
-            raise BadRowError(REASONING_APART)
-        if is_closed != is_open and end is not None:
+        begins = REASONING_START.match(text.lstrip()) is not None
+        closes = end is not None and (start is None or end.start() < start.start())
+        if (begins and (is_open or is_closed)) or (closes and is_closed):
             raise BadRowError("reasoning of another prompt")
+        has_tokens = self._logged(exchange.choice) is not None
+        has_tokens |= _counted(exchange, "completion_tokens") is not None
+        if is_open and end is None and _ended_by_eos(exchange) and not has_tokens:
+            raise BadRowError(REASONING_APART)
 
     def _with_eos(self, exchange: Exchange, ids: list[int]) -> list[int]:
         """With the EOS that ended the response, which most servers leave out."""
@@ -367,8 +369,12 @@ def _is_behind_marks(answer: str, text: str) -> bool:
 
     answer, text = answer.rstrip(CUT), text.rstrip(CUT)
     marks = text.removesuffix(answer).rstrip()
-    ends = [mark.end() for mark in REASONING_END.finditer(marks)]
-    return text.endswith(answer) and bool(ends) and ends[-1] == len(marks)
+    return text.endswith(answer) and _ends_with(REASONING_END, marks)
+
+
+def _ends_with(mark: re.Pattern[str], text: str) -> bool:
+    ends = [match.end() for match in mark.finditer(text)]
+    return bool(ends) and ends[-1] == len(text)
 
 
 def _has_both(exchange: Exchange, text: str, reasoning: str, answer: str) -> bool:

@@ -285,7 +285,11 @@ def test_a_redacted_prompt_was_read_with_its_images(
 
 @pytest.mark.parametrize(
     ("opened", "kept"),
-    [("<think>\n", [True, False, False]), ("", [False, True, True])],
+    [
+        ("<think>\n", [True, False, False]),
+        ("<think>\n\n</think>\n\n", [False, False, True]),
+        ("My steps:\n", [True, True, True]),  # as of Apriel
+    ],
 )
 def test_texts_without_counts_have_the_marks_of_reasoning_of_their_prompts(
     opened: str, kept: list[bool], tmp_path: Path
