@@ -220,26 +220,32 @@ class ResponseTokens:
     def require_marks(
         self, exchange: Exchange, text: str, prompt_ids: Sequence[int]
     ) -> None:
-        """BadRowError if a response to a prompt without counts has not the marks of reasoning of its end.
+        """BadRowError if a response has not the marks of reasoning of the end of its prompt.
 
-        A server may have read the prompt with another mode, or returned the answer without its reasoning.
+        A server may have read the prompt with another mode, which may be as long, or returned the answer
+        without its reasoning. Where it tells the tokens of the prompt, these are compared.
         """
         from vlmdistill.pipelines.targets.encode import (  # which imports torch
             REASONING_END,
             REASONING_START,
         )
 
-        if is_counted(exchange):
+        if exchange.response.get("prompt_token_ids"):
             return
         end_of_prompt = self._tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
         is_open = _ends_with(REASONING_START, end_of_prompt)
         is_closed = _ends_with(REASONING_END, end_of_prompt)
+        if is_closed and _reasoning(exchange.choice):
+            raise BadRowError("reasoning of another prompt")
+        logged_ids = self._logged(exchange.choice)
+        if logged_ids is not None:  # marks may be special tokens
+            text = self._tokenizer.decode(logged_ids, skip_special_tokens=False)
         start, end = REASONING_START.search(text), REASONING_END.search(text)
         begins = REASONING_START.match(text.lstrip()) is not None
         closes = end is not None and (start is None or end.start() < start.start())
         if (begins and (is_open or is_closed)) or (closes and is_closed):
             raise BadRowError("reasoning of another prompt")
-        has_tokens = self._logged(exchange.choice) is not None
+        has_tokens = logged_ids is not None
         has_tokens |= _counted(exchange, "completion_tokens") is not None
         if is_open and end is None and _ended_by_eos(exchange) and not has_tokens:
             raise BadRowError(REASONING_APART)

@@ -283,6 +283,28 @@ def test_a_redacted_prompt_was_read_with_its_images(
     assert b"secret" not in everything(workspace.root)
 
 
+def test_a_count_does_not_tell_modes_of_equal_length(tmp_path: Path) -> None:
+    """The prompt of one ends with an opening mark, that of the other with a closing one."""
+    model = tiny.checkpoint("qwen2_5_vl", tmp_path / "target", layers=1)
+    template = model / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text(text + "{% if add_generation_prompt %}</think>{% endif %}")
+    workspace = Workspace.of(str(model), tmp_path / "runs")
+    encoder = load_encoder(str(model))
+    lines = []
+    for number, begin in enumerate(("", f"{REASONING}\n</think>\n\n")):
+        request = asked(f"Which is number {number}?")
+        read = encoder.encode(request["messages"]).length
+        response = said(begin + ANSWER.format("no"), usage={"prompt_tokens": read})
+        lines.append(exchange(number, request=request, response=response))
+    cut = thought("", reasoning_content=REASONING)
+    ids = encoder.tokenizer.encode(REASONING, add_special_tokens=False)
+    cut["choices"][0] |= {"finish_reason": "length", "token_ids": ids}
+    lines.append(exchange(2, request=asked("Which is number 2?"), response=cut))
+    made = taken(workspace, lines)
+    assert (made.kept, made.dropped) == (1, {"reasoning of another prompt": 2})
+
+
 @pytest.mark.parametrize(
     ("opened", "kept"),
     [
