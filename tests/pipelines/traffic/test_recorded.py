@@ -138,14 +138,21 @@ def ask(app: Any, body: bytes) -> bytes:
     return b"".join(back)
 
 
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the middleware records."""
+    folder = tmp_path / "log"
+    monkeypatch.setenv("VLMDISTILL_RECORD", str(folder))
+    return folder
+
+
 def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
     workspace: Workspace,
     encoder: TargetModel,
+    log: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
-    policy = write_policy(tmp_path / "log", x_team="blue")
+    policy = write_policy(log, x_team="blue")
     server = Server(encoder)
     app = Recording(server)
     bodies = [
@@ -163,35 +170,33 @@ def test_what_passes_the_middleware_is_harvested_with_the_tokens_of_the_server(
     assert json.loads(back[0])["choices"][0]["message"]["content"] == ANSWER.format(1)
     assert back[1].endswith(b"data: [DONE]\n\n")
     assert [{**body, "return_token_ids": True} for body in bodies] == server.seen
-    made = harvest(workspace, [str(tmp_path / "log")])
+    made = harvest(workspace, [str(log)])
     assert (made.exchanges, made.kept, made.tokens, made.media) == (3, 2, {"ids": 2}, 1)
     assert {row.text for row in dataset.read(workspace.responses)} == {
         ANSWER.format(1),
         ANSWER.format(2),
     }
-    (file,) = (tmp_path / "log").glob("*.jsonl")
+    (file,) = log.glob("*.jsonl")
     assert json.loads(file.read_text().splitlines()[0])["headers"] == {
         "x-team": ["red", "blue"]
     }
     assert "word" not in file.read_text()
     again = Workspace.of("demo-small", tmp_path / "again")
-    assert harvest(again, [str(tmp_path / "log")], policy).dropped == {"denied": 3}
+    assert harvest(again, [str(log)], policy).dropped == {"denied": 3}
 
 
 def test_reasoning_that_a_parser_has_taken_out_is_harvested_with_its_tokens(
     workspace: Workspace,
     encoder: TargetModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    log: Path,
 ) -> None:
-    monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
     app = Recording(Server(encoder, "I see a board."))
     for stream in (False, True):
         ask(
             app, json.dumps(asked(f"Is it a stream: {stream}?", stream=stream)).encode()
         )
     app.recorder.close()
-    assert harvest(workspace, [str(tmp_path / "log")]).tokens == {"ids": 2}
+    assert harvest(workspace, [str(log)]).tokens == {"ids": 2}
     assert {row.text for row in dataset.read(workspace.responses)} == {
         f"I see a board.{MARK}{ANSWER.format(number)}" for number in (1, 2)
     }
@@ -210,17 +215,15 @@ def write_policy(folder: Path, **deny: str) -> Policy:
 def test_without_a_policy_no_header_is_recorded_and_none_is_taken_for_missing(
     workspace: Workspace,
     encoder: TargetModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    log: Path,
 ) -> None:
-    monkeypatch.setenv("VLMDISTILL_RECORD", str(tmp_path / "log"))
     app = Recording(Server(encoder))
     ask(app, json.dumps(asked("What is here?")).encode())
     app.recorder.close()
-    policy = write_policy(tmp_path / "log", x_team="blue")  # too late
-    made = harvest(workspace, [str(tmp_path / "log")], policy)
+    policy = write_policy(log, x_team="blue")  # too late
+    made = harvest(workspace, [str(log)], policy)
     assert made.dropped == {"unknown headers": 1}
-    assert harvest(workspace, [str(tmp_path / "log")]).kept == 1
+    assert harvest(workspace, [str(log)]).kept == 1
 
 
 def test_a_log_is_for_its_user_alone_and_follows_no_link(tmp_path: Path) -> None:
