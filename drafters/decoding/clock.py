@@ -127,10 +127,13 @@ class Spent:
     """In which the calling thread was ready to run, and other programs had the CPU. Not those
     in which it slept, or waited for threads of its own process. None: the system does not
     tell, or PyTorch computes in several threads, which wait for each other."""
+    on_gpu: bool = False
 
     @property
     def own_seconds(self) -> float:
-        """Without those of other programs; where these are not known, without sleep either."""
+        """On a CPU without those of other programs; where these are not known, without sleep either."""
+        if self.on_gpu:
+            return self.seconds
         if self.delayed_seconds is None:
             return self.cpu_seconds
         return self.seconds - self.delayed_seconds
@@ -188,6 +191,7 @@ def timed(decode: Callable[[], Iterator[Cycle]], device: torch.device) -> Timed:
 
 def clocked(run: Callable[[], Value], device: torch.device) -> tuple[Value, Spent]:
     """What `run` returns, and the seconds that it took."""
+    on_gpu = device.type == "cuda"
     wait(device)
     of_process, of_thread = time.process_time(), time.thread_time()
     ready, start = ready_seconds(), time.perf_counter()
@@ -197,11 +201,12 @@ def clocked(run: Callable[[], Value], device: torch.device) -> tuple[Value, Spen
     # What passes between two readings is in no second of the clock.
     cpu_seconds = min(seconds, time.thread_time() - of_thread)
     if ready is None or ready_at_end is None:
-        return value, Spent(seconds, cpu_seconds, None)
+        return value, Spent(seconds, cpu_seconds, None, on_gpu)
     # Own threads may have had the CPU for which this one waited.
     of_own_threads = max(0.0, time.process_time() - of_process - cpu_seconds)
     delayed = max(0.0, ready_at_end - ready - of_own_threads)
-    return value, Spent(seconds, cpu_seconds, min(delayed, seconds - cpu_seconds))
+    delayed = min(delayed, seconds - cpu_seconds)
+    return value, Spent(seconds, cpu_seconds, delayed, on_gpu)
 
 
 def ready_seconds() -> float | None:

@@ -214,7 +214,7 @@ class _FreshTarget:
         if not calls:
             return None
         spent = decoded.spent
-        own_share = spent.own_seconds / spent.seconds if self._on_cpu else 1.0
+        own_share = spent.own_seconds / spent.seconds
         return own_share * decoded.decode_seconds / calls
 
     def _generator(self, choice: RepeatedPrompt) -> torch.Generator:
@@ -223,7 +223,3 @@ class _FreshTarget:
         if choice.seed is not None:
             generator.manual_seed(choice.seed)
         return generator
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self.target.device.type == "cpu"

@@ -122,7 +122,7 @@ def _run_of_pairs(target: "VisionLanguageTarget", prompt: Any) -> Iterator[StepP
         if cycle is None:
             return
         ratio = step.seconds / bare.seconds
-        if device.type == "cpu" and bare.own_seconds > 0:
+        if bare.own_seconds > 0:
             ratio = step.own_seconds / bare.own_seconds
         yield StepPair(cycle.seconds, bare.seconds, ratio)
         token = cycle.ids[-1]
@@ -136,12 +136,11 @@ def step_beside(
     As in the mean over a response, slow steps count. On a CPU without other programs. `token` is the last
     one.
     """
-    on_cpu = target.device.type == "cpu"
     seconds = []
     for _ in range(STEPS_BESIDE):
         step = partial(_bare_step, target, token, temperature)
         _, spent = clocked(step, target.device)
-        seconds.append(spent.own_seconds if on_cpu else spent.seconds)
+        seconds.append(spent.own_seconds)
     return statistics.fmean(seconds)
 
 
