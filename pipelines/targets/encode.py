@@ -20,7 +20,10 @@ from vlmdistill.pipelines.media.images import MediaError, read_image
 from vlmdistill.pipelines.media.urls import is_url
 from vlmdistill.pipelines.targets.batching import out_of_memory
 from vlmdistill.pipelines.targets.checkpoints.folder import first_line
-from vlmdistill.pipelines.targets.checkpoints.template import PUBLISHED
+from vlmdistill.pipelines.targets.checkpoints.template import (
+    PUBLISHED,
+    REASONING_END,
+)
 from vlmdistill.pipelines.targets.families.family import IMAGE, VIDEO, Family, Inputs
 from vlmdistill.pipelines.targets.families.video import FrameProcessor, FrameSampling
 from vlmdistill.stores.errors import DataError, lone_surrogate, without_panics
@@ -47,13 +50,6 @@ READ_AS_TEXTS = (
     "as vLLM does, lets the target read them as code"
 )
 RESPONSE_END = 20  # characters of an earlier response that a template must keep
-REASONING_END = re.compile(
-    r"</(?:\w+:)?think(?::\w+)?>|</thought>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
-    r"|\[BEGIN FINAL RESPONSE\]"  # Apriel
-)
-REASONING_START = re.compile(
-    r"<(?:\w+:)?think(?::\w+)?>|<thought>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>"
-)
 PART_KEYS = {
     "text": ("type", "text"),
     "image": ("type", "image", "path", "digest"),

@@ -26,6 +26,10 @@ HEADER_FIELDS = ("headers", "extra_headers", "request_headers", "header_names")
 HTTP_OK = 200
 MESSAGES, INPUT = "messages", "input"  # of chat completions, and of the responses API
 SYSTEM = "instructions"  # of the responses API
+STOPS = ("stop", "stop_token_ids")
+"""Keys of a request (the second is vLLM's): what ends its response beside an EOS."""
+COUNTS = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}
+"""Counts of tokens, and their names in the responses API."""
 REASONING_APART = "reasoning apart from the text"  # the reason of a dropped response
 LITELLM_PREFIX = "x-"  # LiteLLM logs only headers whose names begin with it
 CHAT_URLS = (
@@ -69,6 +73,30 @@ class Exchange:
         if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
             return choices[0]
         return _choice_of_responses_api(self.response)
+
+    @property
+    def prompt_ids(self) -> list[Any] | None:
+        """The tokens of the prompt that the server has read; None if the log does not tell."""
+        ids = self.response.get("prompt_token_ids")
+        return ids if isinstance(ids, list) and ids else None
+
+    def count(self, name: str) -> int | None:
+        """One of `COUNTS` as the server has counted it; None if the log does not tell."""
+        usage = self.response.get("usage")
+        if not isinstance(usage, Mapping):
+            return None
+        count = usage.get(name, usage.get(COUNTS[name]))
+        return count if type(count) is int and count > 0 else None
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether the request names what else than an EOS may end its response."""
+        return any(self.request.get(name) for name in STOPS)
+
+    @property
+    def ended_by_eos(self) -> bool:
+        """Whether an EOS has ended the response."""
+        return self.choice.get("finish_reason") == "stop" and not self.has_stops
 
     def values(self, name: str) -> Sequence[str] | None:
         """The values of a name that a policy lists: `user`, `model`, or a header in lower case.

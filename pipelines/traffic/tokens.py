@@ -19,15 +19,19 @@ from vlmdistill.pipelines.traffic.dialects import (
     SYSTEM,
     Exchange,
 )
+from vlmdistill.pipelines.traffic.reasoning import (
+    CUT,
+    ReasoningCheck,
+    has_both,
+    is_answer_of,
+    reasoning_of,
+)
 from vlmdistill.stores.errors import PanicError, one_line, without_panics
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
 
 Origin = Literal["ids", "logprobs", "text"]
-CUT = "\ufffd"  # ends a text whose last character was cut
-STOPS = ("stop", "stop_token_ids")
-"""Keys of a request (the second is vLLM's): what ends its response beside an EOS."""
 OWN_PROMPT = (
     "chat_template",
     "chat_template_kwargs",
@@ -62,18 +66,7 @@ OWN_PROMPT = (
 EXTRA = "extra_body"  # which clients put their other keys into
 NO_TURN = "add_generation_prompt"  # the same, if it is False
 TRUNCATED = re.compile(r"\(litellm_truncated\b|^redacted-by-litellm$")  # by LiteLLM
-OTHER_NAMES = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}
-"""Of counts, in the responses API."""
 BY_ID = "token_id:"  # vLLM writes tokens so with return_tokens_as_token_ids
-REASONING = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",  # Ollama
-    "thinking_blocks",  # LiteLLM
-    "reasoning_details",  # OpenRouter
-)
-"""Fields of a message that have its reasoning, a text in the first three."""
-TAIL = 40  # tokens at the end of a prompt that may have a mark of reasoning
 BEHIND_EOS = "text behind an EOS"  # of a request with ignore_eos
 
 
@@ -82,6 +75,7 @@ class ResponseTokens:
 
     def __init__(self, target: "TargetModel") -> None:
         self._tokenizer, self._info = target.tokenizer, target.info
+        self._reasoning = ReasoningCheck(target)
         self._most = target.max_characters
 
     @cached_property
@@ -102,15 +96,15 @@ class ResponseTokens:
         Servers may return the reasoning in another field than the answer; the tokens have both.
         """
         answer = response_text(exchange)
-        reasoning = _reasoning(exchange.choice)
+        reasoning = reasoning_of(exchange)
         logged_ids = self._logged(exchange.choice)
         if not reasoning:
             text = self._text(logged_ids or ())
-            return text if _is_behind_marks(answer, text) else answer
+            return text if is_answer_of(exchange, answer, text) else answer
         if logged_ids is None or not isinstance(reasoning, str):
             raise BadRowError(REASONING_APART)
         text = self._text(logged_ids)
-        if not _has_both(exchange, text, reasoning.strip(), answer):
+        if not has_both(exchange, reasoning.strip(), answer, text):
             raise BadRowError("tokens differ from the text")
         return text
 
@@ -141,9 +135,9 @@ class ResponseTokens:
             raise BadRowError(BEHIND_EOS)
         text_ids = self._encoded(text)
         ids = self._with_eos(exchange, text_ids)
-        counted = _counted(exchange, "completion_tokens")
+        counted = exchange.count("completion_tokens")
         # A server may count the EOS, or not.
-        possible = {len(ids), len(ids) - _ended_by_eos(exchange)}
+        possible = {len(ids), len(ids) - exchange.ended_by_eos}
         if counted is not None and counted not in possible:
             raise BadRowError("another number of tokens")
         return ids, "text"
@@ -162,7 +156,7 @@ class ResponseTokens:
         text = text.rstrip(CUT)
         # The text ends before a stop word of the request.
         is_whole = decoded == text
-        is_stopped = _has_stops(exchange) and decoded.startswith(text)
+        is_stopped = exchange.has_stops and decoded.startswith(text)
         if not is_whole and not is_stopped:
             raise BadRowError("tokens differ from the text")
 
@@ -217,43 +211,23 @@ class ResponseTokens:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def require_marks(
-        self, exchange: Exchange, text: str, prompt_ids: Sequence[int]
+    def require_reasoning(
+        self, exchange: Exchange, response: str, prompt_ids: Sequence[int]
     ) -> None:
-        """BadRowError if a response has not the marks of reasoning of the end of its prompt.
-
-        A server may have read the prompt with another mode, which may be as long, or returned the answer
-        without its reasoning. Where it tells the tokens of the prompt, these are compared.
-        """
-        from vlmdistill.pipelines.targets.encode import (  # which imports torch
-            REASONING_END,
-            REASONING_START,
-        )
-
-        if exchange.response.get("prompt_token_ids"):
-            return
-        end_of_prompt = self._tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
-        is_open = _ends_with(REASONING_START, end_of_prompt)
-        is_closed = _ends_with(REASONING_END, end_of_prompt)
-        if is_closed and _reasoning(exchange.choice):
-            raise BadRowError("reasoning of another prompt")
+        """BadRowError if a response has not the reasoning that its prompt asks for."""
         logged_ids = self._logged(exchange.choice)
+        count = exchange.count("completion_tokens")
+        is_whole = count is not None
         if logged_ids is not None:  # marks may be special tokens
-            text = self._tokenizer.decode(logged_ids, skip_special_tokens=False)
-        start, end = REASONING_START.search(text), REASONING_END.search(text)
-        begins = REASONING_START.match(text.lstrip()) is not None
-        closes = end is not None and (start is None or end.start() < start.start())
-        if (begins and (is_open or is_closed)) or (closes and is_closed):
-            raise BadRowError("reasoning of another prompt")
-        has_tokens = logged_ids is not None
-        has_tokens |= _counted(exchange, "completion_tokens") is not None
-        if is_open and end is None and _ended_by_eos(exchange) and not has_tokens:
-            raise BadRowError(REASONING_APART)
+            response = self._tokenizer.decode(logged_ids, skip_special_tokens=False)
+            # A server may count the EOS, or not.
+            is_whole = count is None or abs(count - len(logged_ids)) <= 1
+        self._reasoning.require(exchange, prompt_ids, response, is_whole=is_whole)
 
     def _with_eos(self, exchange: Exchange, ids: list[int]) -> list[int]:
         """With the EOS that ended the response, which most servers leave out."""
         has_eos = bool(ids) and ids[-1] in self._ends
-        if has_eos or not _ended_by_eos(exchange):
+        if has_eos or not exchange.ended_by_eos:
             return ids
         return [*ids, self._eos]
 
@@ -269,23 +243,13 @@ class ResponseTokens:
         return int(own if own in self._info.eos_ids else self._info.eos_ids[0])
 
 
-def _has_stops(exchange: Exchange) -> bool:
-    """Whether the request names what else may end its response."""
-    return any(exchange.request.get(name) for name in STOPS)
-
-
-def _ended_by_eos(exchange: Exchange) -> bool:
-    return exchange.choice.get("finish_reason") == "stop" and not _has_stops(exchange)
-
-
 def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
     """BadRowError if the server read a prompt of another length than `ids`, or with other tokens."""
-    logged = exchange.response.get("prompt_token_ids")
-    if isinstance(logged, list) and logged and list(ids) != logged:
+    if exchange.prompt_ids and list(ids) != exchange.prompt_ids:
         raise BadRowError(
             "another prompt", "the tokens that the server has read differ"
         )
-    counted = _counted(exchange, "prompt_tokens")
+    counted = exchange.count("prompt_tokens")
     if counted is not None and counted != len(ids):
         raise BadRowError(
             "another prompt",
@@ -295,8 +259,7 @@ def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
 
 def is_counted(exchange: Exchange) -> bool:
     """Whether the log has the tokens of the prompt that the server has read, or their number."""
-    has_count = _counted(exchange, "prompt_tokens") is not None
-    return has_count or bool(exchange.response.get("prompt_token_ids"))
+    return bool(exchange.prompt_ids) or exchange.count("prompt_tokens") is not None
 
 
 def require_whole(exchange: Exchange) -> None:
@@ -348,58 +311,8 @@ def response_text(exchange: Exchange) -> str:
     if isinstance(content, list):  # of the responses API
         parts = [part for part in content if isinstance(part, Mapping)]
         content = "".join(str(part.get("text", "")) for part in parts)
-    if not content and finish == "length" and _reasoning(choice):
+    if not content and finish == "length" and reasoning_of(exchange):
         return ""
     if not isinstance(content, str) or not content:
         raise BadRowError("no text")
     return content
-
-
-def _reasoning(choice: Mapping[str, Any]) -> Any:
-    """The reasoning that a response has in a field or a part of its own; None without any."""
-    message = choice.get("message")
-    if not isinstance(message, Mapping):
-        return None
-    for name in REASONING:
-        if message.get(name):
-            return message[name]
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
-    return parts if "thinking" in kinds else None  # Mistral
-
-
-def _is_behind_marks(answer: str, text: str) -> bool:
-    """Whether a response is an answer behind the marks of reasoning, which a server leaves out."""
-    from vlmdistill.pipelines.targets.encode import REASONING_END  # which imports torch
-
-    answer, text = answer.rstrip(CUT), text.rstrip(CUT)
-    marks = text.removesuffix(answer).rstrip()
-    return text.endswith(answer) and _ends_with(REASONING_END, marks)
-
-
-def _ends_with(mark: re.Pattern[str], text: str) -> bool:
-    ends = [match.end() for match in mark.finditer(text)]
-    return bool(ends) and ends[-1] == len(text)
-
-
-def _has_both(exchange: Exchange, text: str, reasoning: str, answer: str) -> bool:
-    """Whether a response has its reasoning, and ends with its answer or with what its request stops at."""
-    start = text.find(reasoning)
-    if start < 0:
-        return False
-    behind = text[start + len(reasoning) :].rstrip()
-    if not answer:
-        return not behind.rstrip(CUT)
-    answer = answer.rstrip(CUT).strip()
-    is_stopped = _has_stops(exchange) and answer in behind
-    return is_stopped or behind.rstrip(CUT).endswith(answer)
-
-
-def _counted(exchange: Exchange, name: str) -> int | None:
-    """A number of tokens that the server has counted; None if it is not told."""
-    usage = exchange.response.get("usage")
-    if not isinstance(usage, Mapping):
-        return None
-    count = usage.get(name, usage.get(OTHER_NAMES[name]))
-    return count if type(count) is int else None

@@ -1,6 +1,7 @@
 """The chat template of a target: its switch for reasoning, and whether a server has the trained one."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,6 +28,13 @@ PUBLISHED = (
 UNREAD = (
     f"{JINJA} is not read: chat_template.json or processor_config.json has another "
     "template, which comes first"
+)
+REASONING_END = re.compile(
+    r"</(?:\w+:)?think(?::\w+)?>|</thought>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
+    r"|\[BEGIN FINAL RESPONSE\]"  # Apriel
+)
+REASONING_START = re.compile(
+    r"<(?:\w+:)?think(?::\w+)?>|<thought>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>"
 )
 PROBE: Mapping[str, Any] = {
     "role": "user",

@@ -9,9 +9,13 @@ import pytest
 from tests import tiny
 from vlmdistill.pipelines.targets.loading import load_encoder
 from vlmdistill.pipelines.targets.target_model import TargetModel
+from vlmdistill.pipelines.traffic.harvest import Harvest, harvest
+from vlmdistill.pipelines.traffic.policy import Policy
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 NOW = 1.76e9  # seconds since 1970
 ANSWER = "There are {} red circles on the black board, and a small star in the north."
+REASONING = "I look at the board in the north."
 
 
 @pytest.fixture(scope="session")
@@ -61,3 +65,21 @@ def write(file: Path, lines: list[Any]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
+
+
+def thought(answer: str, **fields: Any) -> dict[str, Any]:
+    """The body of a response whose message has other fields, too."""
+    response = said(answer)
+    response["choices"][0]["message"].update(fields)
+    return response
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.of("demo-small", tmp_path / "runs")
+
+
+def taken(workspace: Workspace, lines: list[Any], **how: Any) -> Harvest:
+    """The harvest of one log, with a policy."""
+    file = write(workspace.root.parents[1] / "log.jsonl", lines)
+    return harvest(workspace, [str(file)], Policy(**how))

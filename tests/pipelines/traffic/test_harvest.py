@@ -20,10 +20,13 @@ from tests.pipelines.targets.test_thinking import with_switch
 from tests.pipelines.traffic.conftest import (
     ANSWER,
     NOW,
+    REASONING,
     asked,
     data_url,
     exchange,
     said,
+    taken,
+    thought,
     write,
 )
 from vlmdistill.cli.main import main
@@ -38,21 +41,11 @@ from vlmdistill.pipelines.targets.loading import load_encoder
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.traffic import harvest as traffic
 from vlmdistill.pipelines.traffic.dialects import Exchange
-from vlmdistill.pipelines.traffic.harvest import MEDIA, Harvest, harvest
+from vlmdistill.pipelines.traffic.harvest import MEDIA, harvest
 from vlmdistill.pipelines.traffic.logs import Copies, Log, LogFile
 from vlmdistill.pipelines.traffic.policy import Policy
 from vlmdistill.pipelines.workspace.workspace import Workspace
 from vlmdistill.stores.errors import DataError
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace.of("demo-small", tmp_path / "runs")
-
-
-def taken(workspace: Workspace, lines: list[Any], **how: Any) -> Harvest:
-    file = write(workspace.root.parents[1] / "log.jsonl", lines)
-    return harvest(workspace, [str(file)], Policy(**how))
 
 
 def everything(folder: Path) -> bytes:
@@ -283,59 +276,6 @@ def test_a_redacted_prompt_was_read_with_its_images(
     assert b"secret" not in everything(workspace.root)
 
 
-def test_a_count_does_not_tell_modes_of_equal_length(tmp_path: Path) -> None:
-    """The prompt of one ends with an opening mark, that of the other with a closing one."""
-    model = tiny.checkpoint("qwen2_5_vl", tmp_path / "target", layers=1)
-    template = model / "chat_template.jinja"
-    text = template.read_text()
-    template.write_text(text + "{% if add_generation_prompt %}</think>{% endif %}")
-    workspace = Workspace.of(str(model), tmp_path / "runs")
-    encoder = load_encoder(str(model))
-    lines = []
-    for number, begin in enumerate(("", f"{REASONING}\n</think>\n\n")):
-        request = asked(f"Which is number {number}?")
-        read = encoder.encode(request["messages"]).length
-        response = said(begin + ANSWER.format("no"), usage={"prompt_tokens": read})
-        lines.append(exchange(number, request=request, response=response))
-    cut = thought("", reasoning_content=REASONING)
-    ids = encoder.tokenizer.encode(REASONING, add_special_tokens=False)
-    cut["choices"][0] |= {"finish_reason": "length", "token_ids": ids}
-    lines.append(exchange(2, request=asked("Which is number 2?"), response=cut))
-    made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (1, {"reasoning of another prompt": 2})
-
-
-@pytest.mark.parametrize(
-    ("opened", "kept"),
-    [
-        ("<think>\n", [True, False, False]),
-        ("<think>\n\n</think>\n\n", [False, False, True]),
-        ("My steps:\n", [True, True, True]),  # as of Apriel
-    ],
-)
-def test_texts_without_counts_have_the_marks_of_reasoning_of_their_prompts(
-    opened: str, kept: list[bool], tmp_path: Path
-) -> None:
-    """Others were read with another mode, or are answers without their reasoning."""
-    model = tiny.checkpoint("qwen2_5_vl", tmp_path / "target", layers=1)
-    template = model / "chat_template.jinja"
-    end = "{% if add_generation_prompt %}" + opened + "{% endif %}"
-    template.write_text(template.read_text() + end)
-    workspace = Workspace.of(str(model), tmp_path / "runs")
-    answer, whole = ANSWER.format("no"), f"{REASONING}\n</think>\n\n"
-    texts = [whole + answer, f"<think>\n{whole}{answer}", answer]
-    lines = [
-        exchange(
-            number, request=asked(f"Which is number {number}?"), response=said(text)
-        )
-        for number, text in enumerate(texts)
-    ]
-    made = taken(workspace, lines)
-    rows = {row.text for row in dataset.read(workspace.responses)}
-    assert [text in rows for text in texts] == kept
-    assert made.kept == sum(kept)
-
-
 @pytest.mark.parametrize(
     "sent", ["Is it red?", [{"role": "user", "content": "Is it red?"}]]
 )
@@ -381,110 +321,6 @@ def test_the_eos_of_the_tokenizer_ends_a_response_that_has_it(tmp_path: Path) ->
     assert taken(workspace, [exchange(0, response=said(text, token_ids=ids))]).kept == 1
     (row,) = dataset.read(workspace.responses)
     assert list(row.ids) == ids
-
-
-REASONING = "I look at the board in the north."
-
-
-def thought(answer: str, **fields: Any) -> dict[str, Any]:
-    """The body of a response whose message has other fields, too."""
-    response = said(answer)
-    response["choices"][0]["message"].update(fields)
-    return response
-
-
-def test_reasoning_in_a_field_of_its_own_is_kept_if_the_tokens_have_it(
-    workspace: Workspace, encoder: TargetModel
-) -> None:
-    answer = ANSWER.format("no")
-    whole = f"<think>\n{REASONING}\n</think>\n\n{answer}"
-    other = f"<think>\nI read.\n</think>\n\n{answer}"
-    with_tokens, of_answer, of_other = (
-        thought(answer, reasoning_content=f"\n{REASONING}\n") for _ in range(3)
-    )
-    for response, text in (
-        (with_tokens, whole),
-        (of_answer, answer),
-        (of_other, other),
-    ):
-        ids = encoder.tokenizer.encode(text, add_special_tokens=False)
-        response["choices"][0]["token_ids"] = ids
-    blocks = [{"type": "thinking", "thinking": REASONING}]
-    parts = [*blocks, {"type": "text", "text": answer}]
-    responses = [
-        with_tokens,
-        of_answer,
-        of_other,
-        thought(answer, reasoning_content=REASONING),
-        thought(answer, reasoning=REASONING),
-        thought(answer, thinking=REASONING),
-        thought(answer, thinking_blocks=blocks),
-        thought(answer, reasoning_details=blocks),
-        thought(answer, content=parts),
-    ]
-    lines = [
-        exchange(number, response=response) for number, response in enumerate(responses)
-    ]
-    made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (
-        1,
-        {"reasoning apart from the text": 6, "tokens differ from the text": 2},
-    )
-    (row,) = dataset.read(workspace.responses)
-    assert row.text == whole
-
-
-@pytest.mark.parametrize("answer", [None, ""])
-def test_a_response_that_was_cut_in_its_reasoning_is_kept(
-    answer: str | None, workspace: Workspace, encoder: TargetModel
-) -> None:
-    whole = f"<think>\n{REASONING}"
-    responses = [
-        thought("", content=answer, reasoning_content=f"\n{REASONING}")
-        for _ in range(3)
-    ]
-    for response, text in zip(responses, (whole, whole + " More."), strict=False):
-        ids = encoder.tokenizer.encode(text, add_special_tokens=False)
-        response["choices"][0]["token_ids"] = ids
-    lines = []
-    for number, response in enumerate(responses):
-        response["choices"][0]["finish_reason"] = "length"
-        lines.append(exchange(number, response=response))
-    made = taken(workspace, lines)
-    assert made.dropped == {
-        "tokens differ from the text": 1,
-        "reasoning apart from the text": 1,
-    }
-    (row,) = dataset.read(workspace.responses)
-    assert row.text == whole
-
-
-def test_reasoning_of_the_responses_api_is_the_reason(workspace: Workspace) -> None:
-    text = {"type": "output_text", "text": ANSWER.format("red")}
-    message = {"type": "message", "role": "assistant", "content": [text]}
-    thoughts = {"type": "reasoning", "summary": []}
-    lines = []
-    for number, items in enumerate(([thoughts, message], [message, message])):
-        request = {"model": "m", "input": f"Is number {number} red?"}
-        response = {"object": "response", "status": "completed", "output": items}
-        lines.append(exchange(number, request=request, response=response))
-    dropped = {"reasoning apart from the text": 1, "no response": 1}
-    assert taken(workspace, lines).dropped == dropped
-
-
-@pytest.mark.parametrize("fields", [{"reasoning_content": ""}, {"reasoning": None}, {}])
-@pytest.mark.parametrize("marks", ["</think>\n\n", "<think>\n\n</think>\n\n"])
-def test_marks_of_empty_reasoning_are_part_of_a_response(
-    marks: str, fields: dict[str, Any], workspace: Workspace, encoder: TargetModel
-) -> None:
-    """As of hybrid models, which do not reason about each question; parsers leave the marks out."""
-    answer = ANSWER.format("no")
-    response = thought(answer, **fields)
-    ids = encoder.tokenizer.encode(marks + answer, add_special_tokens=False)
-    response["choices"][0]["token_ids"] = ids
-    assert taken(workspace, [exchange(0, response=response)]).kept == 1
-    (row,) = dataset.read(workspace.responses)
-    assert row.text == marks + answer
 
 
 def test_what_is_unsure_as_it_was_logged_is_not_kept_redacted(
