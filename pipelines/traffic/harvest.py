@@ -44,6 +44,7 @@ from vlmdistill.pipelines.traffic.logs import (
 )
 from vlmdistill.pipelines.traffic.policy import FUTURE, Policy
 from vlmdistill.pipelines.traffic.tokens import (
+    LoggedResponse,
     ResponseTokens,
     is_counted,
     require_same_prompt,
@@ -209,8 +210,8 @@ class _Pending:
 
     file: LogFile
     exchange: Exchange
-    response: str  # its text
-    text: str  # the same, redacted
+    response: LoggedResponse
+    text: str  # of the response, redacted
     messages_changed: bool  # by the redaction
     media: dict[str, int]  # hash -> bytes
 
@@ -282,8 +283,8 @@ class _Harvest(ImportGate):
 
     def _row(self, file: LogFile, exchange: Exchange) -> Row:
         require_whole(exchange)
-        response = self._tokens.text(exchange)
-        messages, text = self.policy.redacted(exchange, response)
+        response = self._tokens.logged(exchange)
+        messages, text = self.policy.redacted(exchange, response.text)
         turns = self._turns(file, exchange.row, messages)
         row = replace(exchange.row, value={"messages": turns}, dataset=self.dataset)
         self._pending[row.source, row.number] = _Pending(
@@ -419,7 +420,7 @@ class _Harvest(ImportGate):
         if refusal:
             raise BadRowError(refusal)
         self.origins[origin] += 1
-        self.redacted += text != pending.response
+        self.redacted += text != pending.response.text
         return ResponseRow(
             key=prompt.key,
             ids=ids,

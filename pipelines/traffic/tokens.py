@@ -7,6 +7,7 @@ own counts only if it decodes to the text and has as many tokens as the server c
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,6 +71,19 @@ BY_ID = "token_id:"  # vLLM writes tokens so with return_tokens_as_token_ids
 BEHIND_EOS = "text behind an EOS"  # of a request with ignore_eos
 
 
+@dataclass(frozen=True)
+class LoggedResponse:
+    """A response as its log line has it.
+
+    Args:
+        text: With its reasoning.
+        ids: Its tokens; None if the line has none, or some of which it is unsure.
+    """
+
+    text: str
+    ids: list[int] | None
+
+
 class ResponseTokens:
     """Finds the tokens of responses of one target."""
 
@@ -90,51 +104,62 @@ class ResponseTokens:
             if counts[text] == 1
         }
 
-    def text(self, exchange: Exchange) -> str:
-        """The text of a response, with its reasoning; BadRowError if that is in a field of its own alone.
+    def logged(self, exchange: Exchange) -> LoggedResponse:
+        """The response of a line; BadRowError if its reasoning is in a field of its own alone.
 
         Servers may return the reasoning in another field than the answer; the tokens have both.
         """
         answer = response_text(exchange)
         reasoning = reasoning_of(exchange)
-        logged_ids = self._logged(exchange.choice)
+        ids = self._logged_ids(exchange.choice)
+        text = self._text(ids or ())
         if not reasoning:
-            text = self._text(logged_ids or ())
-            return text if is_answer_of(exchange, answer, text) else answer
-        if logged_ids is None or not isinstance(reasoning, str):
+            is_shortened = is_answer_of(exchange, answer, text)
+            return LoggedResponse(text if is_shortened else answer, ids)
+        if ids is None or not isinstance(reasoning, str):
             raise BadRowError(REASONING_APART)
-        text = self._text(logged_ids)
         if not has_both(exchange, reasoning.strip(), answer, text):
             raise BadRowError("tokens differ from the text")
-        return text
+        return LoggedResponse(text, ids)
 
     def of(
-        self, exchange: Exchange, response: str, redacted: str
+        self, exchange: Exchange, response: LoggedResponse, redacted: str
     ) -> tuple[list[int], Origin]:
         """The tokens of a response with its EOS, and where they come from; BadRowError if none are sure.
 
-        `response` is its `text`, and `redacted` what the redaction has made of it: if that is another text,
-        only the text is left to go by.
+        `redacted` is its text after the redaction. If that is another one, the tokens are made of it.
         """
         ids, origin = self._original(exchange, response)
-        if redacted == response:
+        if redacted == response.text:
             return ids, origin
         if self._has_special(ids):
             raise BadRowError("redaction would remove special tokens")
         return self._with_eos(exchange, self._encoded(redacted.rstrip(CUT))), "text"
 
-    def _original(self, exchange: Exchange, text: str) -> tuple[list[int], Origin]:
+    def require_reasoning(
+        self, exchange: Exchange, response: LoggedResponse, prompt_ids: Sequence[int]
+    ) -> None:
+        """BadRowError if a response has not the reasoning that its prompt asks for."""
+        text = response.text
+        count = exchange.count("completion_tokens")
+        is_whole = count is not None
+        if response.ids is not None:  # marks may be special tokens
+            text = self._tokenizer.decode(response.ids, skip_special_tokens=False)
+            # A server may count the EOS, or not.
+            is_whole = count is None or abs(count - len(response.ids)) <= 1
+        self._reasoning.require(exchange, prompt_ids, text, is_whole=is_whole)
+
+    def _original(
+        self, exchange: Exchange, response: LoggedResponse
+    ) -> tuple[list[int], Origin]:
         """The tokens of a response as it was logged, with its EOS; BadRowError if none are sure."""
-        choice = exchange.choice
-        logged_ids = self._logged(choice)
-        if logged_ids is not None:
-            self._check_logged(exchange, logged_ids, text)
-            ids = self._with_eos(exchange, logged_ids)
-            return ids, "ids" if choice.get("token_ids") else "logprobs"
+        if response.ids is not None:
+            self._check_logged(exchange, response.ids, response.text)
+            ids = self._with_eos(exchange, response.ids)
+            return ids, "ids" if exchange.choice.get("token_ids") else "logprobs"
         if exchange.request.get("ignore_eos"):
             raise BadRowError(BEHIND_EOS)
-        text_ids = self._encoded(text)
-        ids = self._with_eos(exchange, text_ids)
+        ids = self._with_eos(exchange, self._encoded(response.text))
         counted = exchange.count("completion_tokens")
         # A server may count the EOS, or not.
         possible = {len(ids), len(ids) - exchange.ended_by_eos}
@@ -175,7 +200,7 @@ class ResponseTokens:
             raise BadRowError("text does not decode to itself")
         return ids
 
-    def _logged(self, choice: Mapping[str, Any]) -> list[int] | None:
+    def _logged_ids(self, choice: Mapping[str, Any]) -> list[int] | None:
         """The tokens that a line has, None if it has none, or some of which it is unsure.
 
         BadRowError if they are another target's.
@@ -210,19 +235,6 @@ class ResponseTokens:
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
-
-    def require_reasoning(
-        self, exchange: Exchange, response: str, prompt_ids: Sequence[int]
-    ) -> None:
-        """BadRowError if a response has not the reasoning that its prompt asks for."""
-        logged_ids = self._logged(exchange.choice)
-        count = exchange.count("completion_tokens")
-        is_whole = count is not None
-        if logged_ids is not None:  # marks may be special tokens
-            response = self._tokenizer.decode(logged_ids, skip_special_tokens=False)
-            # A server may count the EOS, or not.
-            is_whole = count is None or abs(count - len(logged_ids)) <= 1
-        self._reasoning.require(exchange, prompt_ids, response, is_whole=is_whole)
 
     def _with_eos(self, exchange: Exchange, ids: list[int]) -> list[int]:
         """With the EOS that ended the response, which most servers leave out."""
