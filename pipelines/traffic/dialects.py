@@ -28,8 +28,6 @@ MESSAGES, INPUT = "messages", "input"  # of chat completions, and of the respons
 SYSTEM = "instructions"  # of the responses API
 STOPS = ("stop", "stop_token_ids")
 """Keys of a request (the second is vLLM's): what ends its response beside an EOS."""
-COUNTS = {"completion_tokens": "output_tokens", "prompt_tokens": "input_tokens"}
-"""Counts of tokens, and their names in the responses API."""
 REASONING_APART = "reasoning apart from the text"  # the reason of a dropped response
 LITELLM_PREFIX = "x-"  # LiteLLM logs only headers whose names begin with it
 CHAT_URLS = (
@@ -80,13 +78,27 @@ class Exchange:
         ids = self.response.get("prompt_token_ids")
         return ids if isinstance(ids, list) and ids else None
 
-    def count(self, name: str) -> int | None:
-        """One of `COUNTS` as the server has counted it; None if the log does not tell."""
+    @property
+    def prompt_count(self) -> int | None:
+        """How many tokens of the prompt the server has read; None if the log does not tell."""
+        return self._count("prompt_tokens", "input_tokens")
+
+    @property
+    def response_count(self) -> int | None:
+        """How many tokens the response has; None if the log does not tell, or counts several together."""
+        choices = self.response.get("choices")
+        has_several = isinstance(choices, list) and len(choices) > 1
+        if has_several or self.request.get("n") not in (None, 1):
+            return None
+        return self._count("completion_tokens", "output_tokens")
+
+    def _count(self, *names: str) -> int | None:
+        """The first of some counts that the log has; the second name is the responses API's."""
         usage = self.response.get("usage")
         if not isinstance(usage, Mapping):
             return None
-        count = usage.get(name, usage.get(COUNTS[name]))
-        return count if type(count) is int and count > 0 else None
+        counts = [usage.get(name) for name in names]
+        return next((n for n in counts if type(n) is int and n > 0), None)
 
     @property
     def has_stops(self) -> bool:

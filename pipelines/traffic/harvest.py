@@ -410,8 +410,12 @@ class _Harvest(ImportGate):
             require_same_prompt(exchange, encoded.ids_L.tolist())
         elif is_counted(exchange):
             require_same_prompt(exchange, self._logged_ids(prompt, pending))
-        prompt_ids = encoded.ids_L.tolist()
-        self._tokens.require_reasoning(exchange, pending.response, prompt_ids)
+        self._tokens.require_reasoning(
+            exchange,
+            pending.response,
+            encoded.ids_L.tolist(),
+            thinks(self.target.thinking, prompt.messages),
+        )
         words = len(words_of(text))
         repeated = repetition(ids)
         length = encoded.length + len(ids)

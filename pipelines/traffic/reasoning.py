@@ -1,16 +1,12 @@
 """Whether a logged response has the reasoning that its prompt asks for.
 
-A chat template ends a prompt in one of three ways:
-
-- open, with an opening mark: the response goes on with the reasoning, and closes it;
-- closed, with a closing mark: the response is the answer alone;
-- without a mark: the response opens its reasoning itself, if the target reasons.
-
 A server may have read the prompt with another mode of thinking, or returned the answer without the reasoning.
+The marks of reasoning tell that, in the response and at the end of the prompt (`Asked`).
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -36,48 +32,60 @@ FIELDS = (
 """Fields of a message that have its reasoning, a text in the first three."""
 MODES: tuple[Thinking, ...] = ("", "on", "off")
 TAIL = 40  # tokens at the end of a prompt that may have a mark
-OTHER_PROMPT = "reasoning of another prompt"
-UNSURE = "maybe without its reasoning"
 CUT = "\ufffd"  # ends a text whose last character was cut
 
 
+class Asked(Enum):
+    """What a prompt asks of its response, by the end of the prompt and the mode of thinking."""
+
+    REST = auto()  # of the reasoning, whose opening mark ends the prompt
+    REASONING = auto()  # with its opening mark: the mode is on
+    ANSWER = auto()  # alone: a closing mark ends the prompt
+    NO_REASONING = auto()  # or an empty one: the mode is off
+    ANYTHING = auto()  # the template tells nothing
+
+
 class ReasoningCheck:
-    """Compares the marks of reasoning of responses with the ends of their prompts, for one target."""
+    """Compares the reasoning of responses with what their prompts ask for, for one target."""
 
     def __init__(self, target: "TargetModel") -> None:
         self._target = target
 
     def require(
-        self,
-        exchange: Exchange,
-        prompt_ids: Sequence[int],
-        response: str,
-        *,
-        is_whole: bool,
+        self, exchange: Exchange, asked: Asked, response: str, *, is_whole: bool
     ) -> None:
         """BadRowError if a response is of another mode of thinking, or may lack its reasoning.
 
         Args:
             exchange: The tokens of its prompt, where logged, are compared already.
-            prompt_ids: The prompt in the mode of the workspace.
+            asked: What the prompt asks for in the mode of the workspace.
             response: The text with its special tokens, where they are known.
             is_whole: Whether the log tells that no token of the response is missing.
         """
+        is_known = self._is_mode_known(exchange)
+        if _contradicts(exchange, asked, response) and not is_known:
+            raise BadRowError("reasoning of another prompt")
+        if _lacks_reasoning(exchange, asked, response) and not (is_known and is_whole):
+            raise BadRowError(
+                "maybe without its reasoning",
+                "log the usage, or the tokens of the prompt",
+            )
+
+    def asked(self, prompt_ids: Sequence[int], is_thinking: bool | None) -> Asked:
+        """What a prompt asks for; `is_thinking` as of `thinks`."""
         prompt_end = self._target.tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
-        is_open = _ends_with(REASONING_START, prompt_end)
-        is_closed = _ends_with(REASONING_END, prompt_end)
-        start, end = REASONING_START.search(response), REASONING_END.search(response)
-        opens = REASONING_START.match(response.lstrip()) is not None
-        closes = end is not None and (start is None or end.start() < start.start())
-        # Behind a closing mark is no reasoning, and behind an opening one no other.
-        is_wrong = opens if is_open else opens or closes or reasoning_of(exchange)
-        if (is_open or is_closed) and is_wrong and not exchange.prompt_ids:
-            raise BadRowError(OTHER_PROMPT)
-        if is_closed:
-            return
-        lacks_reasoning = end is None if is_open else self._reasons and not opens
-        if lacks_reasoning and not (is_whole and self._is_mode_known(exchange)):
-            raise BadRowError(UNSURE, "log the usage, or the tokens of the prompt")
+        if _ends_with(REASONING_START, prompt_end):
+            return Asked.REST
+        if _ends_with(REASONING_END, prompt_end):
+            return Asked.ANSWER
+        by_default, on, off = self._prompts.values()
+        if on == off:
+            return Asked.ANYTHING
+        if is_thinking or (is_thinking is None and by_default == on):
+            return Asked.REASONING
+        if is_thinking is False or by_default == off:
+            return Asked.NO_REASONING
+        return Asked.ANYTHING
 
     @cached_property
     def _prompts(self) -> dict[Thinking, list[int]]:
@@ -86,20 +94,36 @@ class ReasoningCheck:
             mode: self._target.encode([PROBE], mode).ids_L.tolist() for mode in MODES
         }
 
-    @cached_property
-    def _reasons(self) -> bool:
-        """Whether only a closing mark at the end of the prompt keeps the target from reasoning."""
-        prompt_end = self._target.tokenizer.decode(self._prompts["off"][-TAIL:])
-        return _ends_with(REASONING_END, prompt_end.rstrip())
-
     def _is_mode_known(self, exchange: Exchange) -> bool:
         """Whether the log tells the mode by the tokens of the prompt, or by their number."""
         if exchange.prompt_ids:
             return True
         prompts = {tuple(ids) for ids in self._prompts.values()}
         lengths = {len(ids) for ids in prompts}
-        has_count = exchange.count("prompt_tokens") is not None
-        return has_count and len(lengths) == len(prompts)
+        return exchange.prompt_count is not None and len(lengths) == len(prompts)
+
+
+def _contradicts(exchange: Exchange, asked: Asked, response: str) -> bool:
+    """Whether a response has reasoning that its prompt does not ask for."""
+    start, end = REASONING_START.search(response), REASONING_END.search(response)
+    opening = REASONING_START.match(response.lstrip())
+    closes = end is not None and (start is None or end.start() < start.start())
+    if asked is Asked.REST:
+        return opening is not None
+    has_reasoning = bool(opening or closes or reasoning_of(exchange))
+    if asked is Asked.NO_REASONING and opening is not None:
+        behind = response.lstrip()[opening.end() :].lstrip()
+        return REASONING_END.match(behind) is None
+    return has_reasoning and asked in (Asked.ANSWER, Asked.NO_REASONING)
+
+
+def _lacks_reasoning(exchange: Exchange, asked: Asked, response: str) -> bool:
+    """Whether the text of a response does not show the reasoning that its prompt asks for."""
+    if asked is Asked.REST:
+        is_cut_in_it = bool(reasoning_of(exchange))
+        return REASONING_END.search(response) is None and not is_cut_in_it
+    begins = REASONING_START.match(response.lstrip()) is not None
+    return asked is Asked.REASONING and not begins
 
 
 def _ends_with(mark: re.Pattern[str], text: str) -> bool:

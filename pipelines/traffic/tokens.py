@@ -54,6 +54,10 @@ OWN_PROMPT = (
     "reasoning",
     "reasoning_effort",
     "enable_thinking",
+    "thinking",
+    "think",  # Ollama
+    "thinking_budget",
+    "reasoning_budget",
     "truncate_prompt_tokens",
     "continue_final_message",
     "echo",
@@ -137,17 +141,22 @@ class ResponseTokens:
         return self._with_eos(exchange, self._encoded(redacted.rstrip(CUT))), "text"
 
     def require_reasoning(
-        self, exchange: Exchange, response: LoggedResponse, prompt_ids: Sequence[int]
+        self,
+        exchange: Exchange,
+        response: LoggedResponse,
+        prompt_ids: Sequence[int],
+        is_thinking: bool | None,
     ) -> None:
         """BadRowError if a response has not the reasoning that its prompt asks for."""
+        asked = self._reasoning.asked(prompt_ids, is_thinking)
         text = response.text
-        count = exchange.count("completion_tokens")
+        count = exchange.response_count
         is_whole = count is not None
         if response.ids is not None:  # marks may be special tokens
             text = self._tokenizer.decode(response.ids, skip_special_tokens=False)
             # A server may count the EOS, or not.
             is_whole = count is None or abs(count - len(response.ids)) <= 1
-        self._reasoning.require(exchange, prompt_ids, text, is_whole=is_whole)
+        self._reasoning.require(exchange, asked, text, is_whole=is_whole)
 
     def _original(
         self, exchange: Exchange, response: LoggedResponse
@@ -160,7 +169,7 @@ class ResponseTokens:
         if exchange.request.get("ignore_eos"):
             raise BadRowError(BEHIND_EOS)
         ids = self._with_eos(exchange, self._encoded(response.text))
-        counted = exchange.count("completion_tokens")
+        counted = exchange.response_count
         # A server may count the EOS, or not.
         possible = {len(ids), len(ids) - exchange.ended_by_eos}
         if counted is not None and counted not in possible:
@@ -261,7 +270,7 @@ def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
         raise BadRowError(
             "another prompt", "the tokens that the server has read differ"
         )
-    counted = exchange.count("prompt_tokens")
+    counted = exchange.prompt_count
     if counted is not None and counted != len(ids):
         raise BadRowError(
             "another prompt",
@@ -271,7 +280,7 @@ def require_same_prompt(exchange: Exchange, ids: Sequence[int]) -> None:
 
 def is_counted(exchange: Exchange) -> bool:
     """Whether the log has the tokens of the prompt that the server has read, or their number."""
-    return bool(exchange.prompt_ids) or exchange.count("prompt_tokens") is not None
+    return bool(exchange.prompt_ids) or exchange.prompt_count is not None
 
 
 def require_whole(exchange: Exchange) -> None:

@@ -1,12 +1,16 @@
 """Lines of logs as servers write them, for the embedded target."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import tiny
+from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
+from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.targets.loading import load_encoder
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.traffic.harvest import Harvest, harvest
@@ -83,3 +87,13 @@ def taken(workspace: Workspace, lines: list[Any], **how: Any) -> Harvest:
     """The harvest of one log, with a policy."""
     file = write(workspace.root.parents[1] / "log.jsonl", lines)
     return harvest(workspace, [str(file)], Policy(**how))
+
+
+def workspace_of(target: TargetModel) -> Workspace:
+    """A workspace beside a target, whose responses are of the target's mode of thinking."""
+    workspace = Workspace.of(str(target.folder), target.folder.parent / "runs")
+    workspace.responses.mkdir(parents=True)
+    sampling = asdict(SamplingSettings(thinking=target.thinking))
+    settings = {"sampling": sampling, "filters": asdict(Filters())}
+    dataset.write_settings(workspace.responses, settings)
+    return workspace

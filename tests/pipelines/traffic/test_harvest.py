@@ -27,14 +27,13 @@ from tests.pipelines.traffic.conftest import (
     said,
     taken,
     thought,
+    workspace_of,
     write,
 )
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.prompts.importing import import_prompts
 from vlmdistill.pipelines.data.responses import dataset
-from vlmdistill.pipelines.data.responses.dataset import SamplingSettings
-from vlmdistill.pipelines.data.responses.quality import Filters
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.loading import load_encoder
@@ -175,20 +174,13 @@ def test_what_was_cut_or_read_otherwise_is_dropped_without_counts_too(
     assert (made.kept, made.dropped) == (6, {"another prompt": 12, "cut text": 2})
 
 
-def workspace_of(thinking: Thinking, folder: Path) -> Workspace:
-    """A workspace with responses of a mode, of a target that has a switch."""
+def target_with_switch(thinking: Thinking, folder: Path) -> TargetModel:
     plain = tiny.checkpoint("qwen2_5_vl", folder / "plain", layers=1)
-    model = str(with_switch(plain, folder / "target"))
-    workspace = Workspace.of(model, folder / "runs")
-    workspace.responses.mkdir(parents=True)
-    sampling = asdict(SamplingSettings(thinking=thinking))
-    settings = {"sampling": sampling, "filters": asdict(Filters())}
-    dataset.write_settings(workspace.responses, settings)
-    return workspace
+    return load_encoder(str(with_switch(plain, folder / "target")), thinking)
 
 
 def test_prompts_are_read_with_the_thinking_of_the_responses(tmp_path: Path) -> None:
-    workspace = workspace_of("off", tmp_path)
+    workspace = workspace_of(target_with_switch("off", tmp_path))
     lines = []
     modes: tuple[Thinking, ...] = ("off", "on", "off")
     for number, mode in enumerate(modes):
@@ -206,7 +198,7 @@ def test_prompts_are_read_with_the_thinking_of_the_responses(tmp_path: Path) -> 
 def test_a_redacted_prompt_was_read_as_it_was_logged(
     tmp_path: Path, thinking: Thinking
 ) -> None:
-    workspace = workspace_of(thinking, tmp_path)
+    workspace = workspace_of(target_with_switch(thinking, tmp_path))
     own_encoder = load_encoder(workspace.model, thinking)
     lines = []
     kept_questions = set()
@@ -221,7 +213,10 @@ def test_a_redacted_prompt_was_read_as_it_was_logged(
             kept_questions.add(redacted)
         request = asked(question)
         ids = encoder.encode(request["messages"]).ids_L.tolist()
-        response = said(ANSWER.format(number), usage={"prompt_tokens": len(ids)})
+        text = ANSWER.format(number)
+        count = len(encoder.tokenizer.encode(text, add_special_tokens=False))
+        usage = {"prompt_tokens": len(ids), "completion_tokens": count}
+        response = said(text, usage=usage)
         response["prompt_token_ids"] = ids
         lines.append(exchange(number, request=request, response=response))
     harvested = taken(workspace, lines, redact=f"{__name__}:redact")

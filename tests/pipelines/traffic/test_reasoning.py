@@ -15,34 +15,14 @@ from tests.pipelines.traffic.conftest import (
     said,
     taken,
     thought,
+    workspace_of,
 )
 from vlmdistill.pipelines.data.prompts import prompt_table
 from vlmdistill.pipelines.data.responses import dataset
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.loading import load_encoder
 from vlmdistill.pipelines.targets.target_model import TargetModel
 from vlmdistill.pipelines.workspace.workspace import Workspace
-
-
-def test_a_count_does_not_tell_modes_of_equal_length(tmp_path: Path) -> None:
-    """The prompt of one ends with an opening mark, that of the other with a closing one."""
-    model = tiny.checkpoint("qwen2_5_vl", tmp_path / "target", layers=1)
-    template = model / "chat_template.jinja"
-    text = template.read_text()
-    template.write_text(text + "{% if add_generation_prompt %}</think>{% endif %}")
-    workspace = Workspace.of(str(model), tmp_path / "runs")
-    encoder = load_encoder(str(model))
-    lines = []
-    for number, begin in enumerate(("", f"{REASONING}\n</think>\n\n")):
-        request = asked(f"Which is number {number}?")
-        read = encoder.encode(request["messages"]).length
-        response = said(begin + ANSWER.format("no"), usage={"prompt_tokens": read})
-        lines.append(exchange(number, request=request, response=response))
-    cut = thought("", reasoning_content=REASONING)
-    ids = encoder.tokenizer.encode(REASONING, add_special_tokens=False)
-    cut["choices"][0] |= {"finish_reason": "length", "token_ids": ids}
-    lines.append(exchange(2, request=asked("Which is number 2?"), response=cut))
-    made = taken(workspace, lines)
-    assert (made.kept, made.dropped) == (1, {"reasoning of another prompt": 2})
 
 
 @pytest.mark.parametrize(
@@ -183,16 +163,19 @@ SAME_LENGTH = (
 AT_ONCE = ANSWER.format("no")
 REASONED = f"{REASONING}\n</think>\n\n{AT_ONCE}"
 UNSURE = "maybe without its reasoning"
+OTHER_PROMPT = "reasoning of another prompt"
 STOPS = {"stop": ["User:"]}
 
 
-def target_that_ends_with(end: str, folder: Path) -> TargetModel:
-    """A target whose template ends the prompt of a response with a text."""
+def target_that_ends_with(
+    end: str, folder: Path, begin: str = "", thinking: Thinking = ""
+) -> TargetModel:
+    """A target whose template begins and ends the prompt of a response with texts."""
     model = tiny.checkpoint("qwen2_5_vl", folder / "target", layers=1)
     template = model / "chat_template.jinja"
     end = "{% if add_generation_prompt %}" + end + "{% endif %}"
-    template.write_text(template.read_text() + end)
-    return load_encoder(str(model))
+    template.write_text(begin + template.read_text() + end)
+    return load_encoder(str(model), thinking)
 
 
 def tokens(target: TargetModel, text: str) -> list[int]:
@@ -210,7 +193,7 @@ def taken_from(
     target: TargetModel, responses: Sequence[dict[str, Any]], **more: Any
 ) -> tuple[list[bool], dict[str, int]]:
     """Which responses of a log are kept, and why others are dropped; `more` is in each request."""
-    workspace = Workspace.of(str(target.folder), target.folder.parent / "runs")
+    workspace = workspace_of(target)
     questions = [f"Which is number {number}?" for number in range(len(responses))]
     lines = [
         exchange(number, request=asked(question, **more), response=responses[number])
@@ -280,3 +263,57 @@ def test_a_stop_word_behind_an_answer_without_its_reasoning_is_kept(
     target = target_that_ends_with(OPEN, tmp_path)
     ids = tokens(target, REASONED + " User:")
     assert taken_from(target, [said(AT_ONCE, token_ids=ids)], **STOPS) == ([True], {})
+
+
+def test_a_count_does_not_tell_modes_of_equal_length(tmp_path: Path) -> None:
+    """The prompt of one ends with an opening mark, that of the other with a closing one."""
+    target = target_that_ends_with(SAME_LENGTH, tmp_path, thinking="off")
+    cut = thought("", reasoning_content=REASONING)
+    cut["choices"][0] |= {
+        "finish_reason": "length",
+        "token_ids": tokens(target, REASONING),
+    }
+    counted = {"prompt_tokens": usage(target, 0)["prompt_tokens"]}
+    responses = [said(AT_ONCE, usage=counted), said(REASONED, usage=counted), cut]
+    assert taken_from(target, responses) == ([True, False, False], {OTHER_PROMPT: 2})
+
+
+@pytest.mark.parametrize(
+    ("thinking", "kept"),
+    [
+        ("", [False, False, True, True]),
+        ("off", [False, False, True, True]),
+        ("on", [False, True, True, False]),
+    ],
+)
+def test_a_mode_that_leaves_the_end_of_a_prompt_as_it_is_is_judged(
+    thinking: Thinking, kept: list[bool], tmp_path: Path
+) -> None:
+    """As of Gemma 4 E2B, whose system turn asks for reasoning."""
+    begin = "{% if enable_thinking is defined and enable_thinking %}Think.{% endif %}"
+    target = target_that_ends_with("", tmp_path, begin, thinking)
+    apart = thought(AT_ONCE, reasoning_content=REASONING)
+    apart["choices"][0]["token_ids"] = tokens(target, REASONED)
+    texts = [f"<think>\n{REASONED}", f"<think>\n\n</think>\n\n{AT_ONCE}", AT_ONCE]
+    responses = [apart, *map(said, texts)]
+    assert taken_from(target, responses)[0] == kept
+
+
+def test_a_count_of_several_responses_is_none_of_the_first(tmp_path: Path) -> None:
+    target = target_that_ends_with(OPEN, tmp_path)
+    cut = thought("", content=None, reasoning_content=REASONING)
+    ids = tokens(target, REASONING)
+    cut["choices"][0] |= {"finish_reason": "length", "token_ids": ids}
+    cut["usage"] = usage(target, 3 * len(ids))
+    at_once = said(AT_ONCE, usage=usage(target, 99))
+    at_once["choices"][0]["token_ids"] = tokens(target, AT_ONCE)
+    whole = said(REASONED, usage=usage(target, 99))
+    assert taken_from(target, [cut, at_once, whole], n=3) == ([True] * 3, {})
+
+
+def test_a_cut_reasoning_among_the_tokens_needs_no_counts(tmp_path: Path) -> None:
+    target = target_that_ends_with(SAME_LENGTH, tmp_path)
+    cut = thought("", content=None, reasoning_content=REASONING)
+    ids = tokens(target, REASONING)
+    cut["choices"][0] |= {"finish_reason": "length", "token_ids": ids}
+    assert taken_from(target, [cut]) == ([True], {})
