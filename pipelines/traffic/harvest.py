@@ -410,6 +410,10 @@ class _Harvest(ImportGate):
             require_same_prompt(exchange, encoded.ids_L.tolist())
         elif is_counted(exchange):
             require_same_prompt(exchange, self._logged_ids(prompt, pending))
+        if not is_counted(exchange) and _has_video(prompt):
+            raise BadRowError(
+                "another prompt", "servers choose the frames of a video: log the usage"
+            )
         self._tokens.require_reasoning(
             exchange,
             pending.response,
@@ -510,6 +514,10 @@ def _readable(part: dict[str, Any], kept_paths: Mapping[str, str]) -> dict[str, 
         return {**part, "image": open_image(io.BytesIO(content))}
     except OSError:
         raise BadRowError("unreadable image") from None
+
+
+def _has_video(prompt: Prompt) -> bool:
+    return any(part["type"] == "video" for part in prompt.media)
 
 
 def _near(prompt: Prompt) -> str:

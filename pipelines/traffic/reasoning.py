@@ -1,7 +1,7 @@
 """Whether a logged response has the reasoning that its prompt asks for.
 
 A server may have read the prompt with another mode of thinking, or returned the answer without the reasoning.
-The marks of reasoning tell that, in the response and at the end of the prompt (`Asked`).
+The marks of reasoning tell that, in the response and at the end of the prompt (`Expected`).
 """
 
 import re
@@ -35,8 +35,8 @@ TAIL = 40  # tokens at the end of a prompt that may have a mark
 CUT = "\ufffd"  # ends a text whose last character was cut
 
 
-class Asked(Enum):
-    """What a prompt asks of its response, by the end of the prompt and the mode of thinking."""
+class Expected(Enum):
+    """What a response has to begin with, by the end of its prompt and the mode of thinking."""
 
     REST = auto()  # of the reasoning, whose opening mark ends the prompt
     REASONING = auto()  # with its opening mark: the mode is on
@@ -46,46 +46,48 @@ class Asked(Enum):
 
 
 class ReasoningCheck:
-    """Compares the reasoning of responses with what their prompts ask for, for one target."""
+    """Compares the reasoning of responses with their prompts, for one target."""
 
     def __init__(self, target: "TargetModel") -> None:
         self._target = target
 
     def require(
-        self, exchange: Exchange, asked: Asked, response: str, *, is_whole: bool
+        self, exchange: Exchange, expected: Expected, response: str, *, is_whole: bool
     ) -> None:
         """BadRowError if a response is of another mode of thinking, or may lack its reasoning.
 
         Args:
             exchange: The tokens of its prompt, where logged, are compared already.
-            asked: What the prompt asks for in the mode of the workspace.
+            expected: In the mode of the workspace.
             response: The text with its special tokens, where they are known.
             is_whole: Whether the log tells that no token of the response is missing.
         """
         is_known = self._is_mode_known(exchange)
-        if _contradicts(exchange, asked, response) and not is_known:
+        if _contradicts(exchange, expected, response) and not is_known:
             raise BadRowError("reasoning of another prompt")
-        if _lacks_reasoning(exchange, asked, response) and not (is_known and is_whole):
+        if _lacks_reasoning(exchange, expected, response) and not (
+            is_known and is_whole
+        ):
             raise BadRowError(
                 "maybe without its reasoning",
                 "log the usage, or the tokens of the prompt",
             )
 
-    def asked(self, prompt_ids: Sequence[int], is_thinking: bool | None) -> Asked:
-        """What a prompt asks for; `is_thinking` as of `thinks`."""
+    def expected(self, prompt_ids: Sequence[int], is_thinking: bool | None) -> Expected:
+        """What the response to a prompt has to begin with; `is_thinking` is what `thinks` returns."""
         prompt_end = self._target.tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
         if _ends_with(REASONING_START, prompt_end):
-            return Asked.REST
+            return Expected.REST
         if _ends_with(REASONING_END, prompt_end):
-            return Asked.ANSWER
+            return Expected.ANSWER
         by_default, on, off = self._prompts.values()
         if on == off:
-            return Asked.ANYTHING
+            return Expected.ANYTHING
         if is_thinking or (is_thinking is None and by_default == on):
-            return Asked.REASONING
+            return Expected.REASONING
         if is_thinking is False or by_default == off:
-            return Asked.NO_REASONING
-        return Asked.ANYTHING
+            return Expected.NO_REASONING
+        return Expected.ANYTHING
 
     @cached_property
     def _prompts(self) -> dict[Thinking, list[int]]:
@@ -103,27 +105,27 @@ class ReasoningCheck:
         return exchange.prompt_count is not None and len(lengths) == len(prompts)
 
 
-def _contradicts(exchange: Exchange, asked: Asked, response: str) -> bool:
+def _contradicts(exchange: Exchange, expected: Expected, response: str) -> bool:
     """Whether a response has reasoning that its prompt does not ask for."""
     start, end = REASONING_START.search(response), REASONING_END.search(response)
     opening = REASONING_START.match(response.lstrip())
     closes = end is not None and (start is None or end.start() < start.start())
-    if asked is Asked.REST:
+    if expected is Expected.REST:
         return opening is not None
     has_reasoning = bool(opening or closes or reasoning_of(exchange))
-    if asked is Asked.NO_REASONING and opening is not None:
+    if expected is Expected.NO_REASONING and opening is not None:
         behind = response.lstrip()[opening.end() :].lstrip()
         return REASONING_END.match(behind) is None
-    return has_reasoning and asked in (Asked.ANSWER, Asked.NO_REASONING)
+    return has_reasoning and expected in (Expected.ANSWER, Expected.NO_REASONING)
 
 
-def _lacks_reasoning(exchange: Exchange, asked: Asked, response: str) -> bool:
+def _lacks_reasoning(exchange: Exchange, expected: Expected, response: str) -> bool:
     """Whether the text of a response does not show the reasoning that its prompt asks for."""
-    if asked is Asked.REST:
+    if expected is Expected.REST:
         is_cut_in_it = bool(reasoning_of(exchange))
         return REASONING_END.search(response) is None and not is_cut_in_it
     begins = REASONING_START.match(response.lstrip()) is not None
-    return asked is Asked.REASONING and not begins
+    return expected is Expected.REASONING and not begins
 
 
 def _ends_with(mark: re.Pattern[str], text: str) -> bool:

@@ -148,7 +148,7 @@ class ResponseTokens:
         is_thinking: bool | None,
     ) -> None:
         """BadRowError if a response has not the reasoning that its prompt asks for."""
-        asked = self._reasoning.asked(prompt_ids, is_thinking)
+        expected = self._reasoning.expected(prompt_ids, is_thinking)
         text = response.text
         count = exchange.response_count
         is_whole = count is not None
@@ -156,7 +156,7 @@ class ResponseTokens:
             text = self._tokenizer.decode(response.ids, skip_special_tokens=False)
             # A server may count the EOS, or not.
             is_whole = count is None or abs(count - len(response.ids)) <= 1
-        self._reasoning.require(exchange, asked, text, is_whole=is_whole)
+        self._reasoning.require(exchange, expected, text, is_whole=is_whole)
 
     def _original(
         self, exchange: Exchange, response: LoggedResponse

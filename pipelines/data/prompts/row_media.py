@@ -32,7 +32,8 @@ NUMBERED_COLUMN = {kind: re.compile(rf"{kind}_?(\d+)") for kind in KINDS}  # as 
 FRAME_COUNTS = ("frames", "nframes", "num_frames")
 SAMPLING_COLUMNS = ("fps", *FRAME_COUNTS)
 FILE_KEYS = ("source", "path", "url", "bytes")  # of a part; `source` is Anthropic's
-CONTENT_KEYS = ("bytes", "data", "path", "url")  # of an object that is a file
+CONTENT_KEYS = ("bytes", "data", "path", "url", "image", "video")
+"""Keys of an object that is a file; the last two are those of qwen-vl-utils."""
 MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
 
 # <image>, <Image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart
@@ -401,7 +402,14 @@ def _path_or_bytes(item: Any) -> Media:
         encoded = item.get("bytes") or item.get("data")
         if isinstance(encoded, str) and encoded:
             return _from_base64(encoded)
-        item = item.get("bytes") or item.get("path") or item.get("url")
+        contents = (item.get(key) for key in CONTENT_KEYS if item.get(key))
+        content = next(contents, None)
+        if content is None:
+            names = ", ".join(map(str, item))
+            raise BadRowError(
+                "no media file", f"an object with {names[:60] or 'no keys'}"
+            )
+        return _path_or_bytes(content)
     if isinstance(item, bytes):
         return item
     if isinstance(item, list):

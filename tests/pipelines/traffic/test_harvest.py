@@ -1,5 +1,6 @@
 """What a harvest keeps of logs, what it drops and why, and that nothing else is left of what it dropped."""
 
+import base64
 import gzip
 import json
 import re
@@ -226,6 +227,29 @@ def test_a_redacted_prompt_was_read_as_it_was_logged(
     }
     assert questions == kept_questions
     assert harvested.dropped == {"another prompt": 8 - len(kept_questions)}
+
+
+def test_a_video_without_counts_is_dropped(tmp_path: Path) -> None:
+    """Servers choose its frames, and the target's own choice is another."""
+    workspace = Workspace.of("demo-video", tmp_path / "runs")
+    file = tmp_path / "1.mp4"
+    tiny.film(file, tiny.clip(6, 32, 32))
+    target = load_encoder("demo-video")
+    parts = [{"type": "video", "path": str(file)}, {"type": "text", "text": "What?"}]
+    counted = target.encode([{"role": "user", "content": parts}]).length
+    content = base64.b64encode(file.read_bytes()).decode()
+    part = {
+        "type": "video_url",
+        "video_url": {"url": f"data:video/mp4;base64,{content}"},
+    }
+    lines = []
+    for number, usage in enumerate((None, {"prompt_tokens": counted})):
+        request = asked("What?")
+        request["messages"][0]["content"].insert(0, part)
+        response = said(ANSWER.format(number), usage=usage)
+        lines.append(exchange(number, request=request, response=response))
+    harvested = taken(workspace, lines)
+    assert (harvested.kept, harvested.dropped) == (1, {"another prompt": 1})
 
 
 def without_marked_media(given: dict[str, Any]) -> Any:

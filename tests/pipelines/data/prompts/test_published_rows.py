@@ -139,6 +139,17 @@ ASKED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"images": ["1.jpg", "2.jpg"], "messages": [{"role": "user", "content": "<image>\n<image>Same?"}]},
         ["1.jpg", "2.jpg", "Same?"],
     ),
+    "verl": (
+        {"images": [{"image": "1.jpg"}], "prompt": [{"role": "user", "content": "<image>Why?"}]},
+        ["1.jpg", "Why?"],
+    ),
+    "verl, a video": (
+        {
+            "videos": [{"type": "video", "video": FILM, "fps": 2.0}],
+            "prompt": [{"role": "user", "content": "<video>Why?"}],
+        },
+        ["1.mp4", "Why?"],
+    ),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -198,6 +209,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "TGIF-QA": (
         {"question": "What?", "gif_name": "tumblr_1", "vid_id": "7"},
         "video in another column",
+    ),
+    "an object without a file": (
+        {"question": "What?", "image": {"id": "1.jpg"}},
+        "no media file",
     ),
     "a video by its number": ({"question": "What?", "video": 0}, "no media file"),
     "MSRVTT-QA": ({"question": "What?", "vid": "vid1"}, "video in another column"),
