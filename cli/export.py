@@ -69,7 +69,7 @@ def export(
         console.note(kept)
     console.result(asdict(written) if as_json else _facts(written), as_json)
     target = model if is_of_model else written.target
-    if difference := _served_difference(target, provenance):
+    if difference := _served_difference(target, provenance, written):
         console.note(f"warning: {difference}")
     for line in commands(target, written):
         console.note(line)
@@ -80,7 +80,7 @@ def _facts(written: "Exported") -> dict[str, Any]:
     facts = asdict(written)
     facts["layers"] = written.layers or "the last one alone"
     facts["visual_tokens"] = "dropped" if facts.pop("drops_visual") else "all"
-    for name in ("whole_images", "method", "plugin"):  # for programs
+    for name in ("whole_images", "method", "plugin", "thinking"):  # for programs
         del facts[name]
     return facts
 
@@ -91,10 +91,16 @@ def _is_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _served_difference(model: str, provenance: dict[str, Any]) -> str:
+def _served_difference(
+    model: str, provenance: dict[str, Any], written: "Exported"
+) -> str:
     """How the target treats prompts otherwise than in training; empty if its files are not here."""
     from vlmdistill.pipelines.targets.checkpoints.folder import locate
-    from vlmdistill.pipelines.targets.checkpoints.template import served_otherwise
+    from vlmdistill.pipelines.targets.checkpoints.template import (
+        served_otherwise,
+        template_of,
+        thinking_arguments,
+    )
     from vlmdistill.stores.errors import TargetError
     from vlmdistill.stores.schema import Provenance
 
@@ -104,7 +110,10 @@ def _served_difference(model: str, provenance: dict[str, Any]) -> str:
         return ""
     if not folder:
         return ""
-    return served_otherwise(Provenance.from_dict(provenance), folder)
+    arguments = thinking_arguments(written.thinking, template_of(folder))
+    if "sglang" in written.engines:  # its command does not have them
+        arguments = []
+    return served_otherwise(Provenance.from_dict(provenance), folder, arguments)
 
 
 def commands(model: str, written: "Exported") -> list[str]:

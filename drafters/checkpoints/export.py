@@ -54,6 +54,8 @@ class Exported:
     """It needs all visual tokens of an image in one step."""
     draft_tokens: int
     """How many tokens it is to draft."""
+    thinking: str = ""
+    """The `--thinking` of its training."""
 
 
 def exportable() -> list[str]:
@@ -123,6 +125,7 @@ def export(
         drops_visual=feeding.visual == "dropped",
         whole_images=feeding.whole_images,
         draft_tokens=tokens,
+        thinking=trained.thinking,
     )
 
 

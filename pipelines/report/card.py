@@ -122,13 +122,16 @@ def _command(exported: Exported, target: str) -> str:
     """How vLLM is started, without a path of this machine."""
     is_path = Path(target).is_absolute()
     command = serve_command(
-        Path(target).name if is_path else target,
+        target,
         exported.dtype,
         replace(exported, out="FOLDER"),
         caching=not exported.drops_visual,
         whole_images=exported.whole_images,
     )
-    text = shlex.join(word for word in command if word != OF_MACHINE)
+    words = [word for word in command if word != OF_MACHINE]
+    if is_path:
+        words[words.index(target)] = Path(target).name
+    text = shlex.join(words)
     return text.replace(str(Path("FOLDER").absolute()), "FOLDER")
 
 

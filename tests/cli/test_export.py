@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.drafters import synthetic
+from tests.pipelines.targets.test_thinking import with_switch
 from vlmdistill.cli.main import main
 from vlmdistill.pipelines.cluster.engine_environment import VARIABLE
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.targets.loading import load
+from vlmdistill.pipelines.workspace.workspace import Workspace
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +92,35 @@ def test_the_command_serves_the_target_of_the_drafter(
     (command,) = [line for line in lines if line.startswith("vLLM: ")]
     words = shlex.split(command)
     assert words[words.index("serve") + 1] == target
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+@pytest.mark.parametrize(("mode", "value"), [("off", False), ("on", True)])
+def test_the_command_sets_the_mode_of_the_training(
+    switch: str,
+    mode: Thinking,
+    value: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = tiny.checkpoint("qwen2_5_vl", tmp_path / "plain", layers=2)
+    folder = with_switch(plain, tmp_path / "target")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("enable_thinking", switch))
+    workspace = Workspace.of(str(folder), Path("runs"))
+    target = load(str(folder), thinking=mode)
+    synthetic.save("wren", workspace.drafter("wren"), target=target)
+    assert main(["export", "wren", "--out", "out", "--model", str(folder)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert not any(line.startswith("warning") for line in lines)
+    (command,) = [line for line in lines if line.startswith("vLLM: ")]
+    (published,) = [
+        line
+        for line in Path("out/README.md").read_text().splitlines()
+        if "vllm serve" in line
+    ]
+    assert str(tmp_path) not in published
+    for text in (command, published):
+        words = shlex.split(text)
+        variables = words[words.index("--default-chat-template-kwargs") + 1]
+        assert json.loads(variables) == {switch: value}

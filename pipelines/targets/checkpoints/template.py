@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ LOSS = (
     "served so"
 )
 VARIABLES = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5V; Kimi, Granite
+DEFAULT_VARIABLES = "--default-chat-template-kwargs"  # an option of `vllm serve`
 JINJA = "chat_template.jinja"
 FILES = ("processor_config.json", "chat_template.json", JINJA, "tokenizer_config.json")
 """What may have the template, in the order in which transformers looks for it."""
@@ -56,6 +58,19 @@ def switch_of(processor: Any) -> str | None:
         if is_named and prompt(name, True) != prompt(name, False):
             return name
     return None
+
+
+def thinking_arguments(mode: str, template: str | None) -> list[str]:
+    """Arguments of `vllm serve` with which the target reasons by default as in a mode of training.
+
+    Empty for the template's own default, and where prompts have different modes. `template` has the name of
+    the switch; None: it is not here.
+    """
+    if mode not in ("on", "off"):
+        return []
+    named = [name for name in VARIABLES if name in (template or "")]
+    switch = (named or VARIABLES)[0]
+    return [DEFAULT_VARIABLES, json.dumps({switch: mode == "on"})]
 
 
 def thinks(mode: Thinking, messages: Sequence[Mapping[str, Any]]) -> bool | None:
@@ -101,18 +116,17 @@ def served_otherwise(
     if template is not None and content_hash(template) != trained.template_hash:
         return f"the chat template is not the one of training: {LOSS}"
     try:
-        text = _option(arguments, "--default-chat-template-kwargs")
+        text = _option(arguments, DEFAULT_VARIABLES)
         variables = json.loads(text or "{}")
     except ValueError:  # vLLM refuses it
         return ""
     served = next((variables[name] for name in VARIABLES if name in variables), None)
     reasoned = trained.thinking == "on"
     if trained.thinking in ("on", "off") and served != reasoned:
-        needed = json.dumps({VARIABLES[0]: reasoned})
+        needed = shlex.join(thinking_arguments(trained.thinking, template))
         return (
             f"the drafter was trained with thinking {trained.thinking}: {LOSS}. Start "
-            f"the server with --default-chat-template-kwargs '{needed}', or set it in "
-            "each request"
+            f"the server with {needed}, or set it in each request"
         )
     return ""
 
