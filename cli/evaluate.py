@@ -32,7 +32,6 @@ LOCAL_OPTIONS = (
     "threads",
     "attention",
     "compiled",
-    "thinking",
 )
 ENGINES_OF: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(LOCAL_OPTIONS, (TRANSFORMERS,)),

@@ -9,7 +9,7 @@ machine whose speed drifts affects both alike, and neither runs while the other 
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, product
@@ -21,7 +21,12 @@ import torch
 from vlmdistill.drafters.checkpoints.export import Exported, export
 from vlmdistill.pipelines.bench import records
 from vlmdistill.pipelines.bench.leaks import leaks
-from vlmdistill.pipelines.bench.plan import held_out, require_same_weights
+from vlmdistill.pipelines.bench.plan import (
+    Description,
+    held_out,
+    require_same_weights,
+    trained_thinking,
+)
 from vlmdistill.pipelines.bench.records import Leak, short_name
 from vlmdistill.pipelines.bench.sampled import prompt_seed
 from vlmdistill.pipelines.bench.served_records import (
@@ -48,6 +53,7 @@ from vlmdistill.pipelines.media.images import data_url
 from vlmdistill.pipelines.targets.checkpoints.folder import resolve
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
+from vlmdistill.pipelines.targets.loading import load_encoder
 from vlmdistill.pipelines.targets.software import of_this_process
 from vlmdistill.pipelines.vllm.launch import EngineError, vllm_server
 from vlmdistill.pipelines.workspace.trained import Trained
@@ -70,6 +76,8 @@ class Question:
     key: str
     messages: list[dict[str, Any]]
     seed: int  # of sampling
+    variables: Mapping[str, bool] = field(default_factory=dict)
+    """Of the chat template, by which the target reasons or not; none: as the server has it."""
 
 
 def _ignore(text: str) -> None:
@@ -100,14 +108,17 @@ def evaluate_server(
 ) -> ServedEvaluation:
     """Measure a server and add a record to `reports/served/`.
 
-    `prepared` takes the place of the held-out prompts. The file is written after each load: an interruption
+    `prepared` takes the place of the held-out prompts. The target reasons as `settings` say, else as by
+    default at the server, and likewise at the baseline. The file is written after each load: an interruption
     loses only the load that it interrupts. Requests that fail are counted; `on_failure` gets the server's
     text about each, which is written nowhere. ServerError when a server cannot be used, gives logits that
-    are not finite, or when all its requests failed; DataError when a prompt cannot be sent.
+    are not finite, or when all its requests failed; DataError when a prompt cannot be sent, TargetError when
+    the chat template cannot reason as `settings` say.
     """
     check_title(server.name or "")
     if not prepared:
-        prepared = questions(_chosen(workspace, settings, prompts_file), settings)
+        chosen = _chosen(workspace, settings, prompts_file)
+        prepared = questions(chosen, settings, workspace.model)
     measuring = _measure(workspace, server, settings, prepared, on_prompt, on_failure)
     return asyncio.run(measuring)
 
@@ -129,6 +140,10 @@ async def _measure(
         models = [
             await _model(client, workspace, options.served_model) for client in clients
         ]
+        if "thinking" not in settings.how:
+            settings = settings.trained_as({models[0].id: models[0].thinking})
+            variables = models[0].chat_template_kwargs
+            prepared = [replace(question, variables=variables) for question in prepared]
         servers = [
             _Server(client, model, prepared, settings, on_failure)
             for client, model in zip(clients, models, strict=True)
@@ -146,6 +161,7 @@ async def _measure(
             baseline=clients[1].url if len(clients) > 1 else None,
             prompt_set=content_hash([question.key for question in prepared]),
             max_new_tokens=settings.max_new_tokens,
+            thinking=settings.thinking,
             seed=settings.seed,
             measured=records.now(),
             software=of_this_process(),
@@ -187,8 +203,14 @@ def _chosen(
     return held_out(file, settings.limit, workspace.model)
 
 
-def questions(chosen: Sequence[Prompt], settings: Settings) -> list[Question]:
-    """The prompts as they are sent; DataError when one cannot be, or a server cannot take the settings."""
+def questions(
+    chosen: Sequence[Prompt], settings: Settings, model: str
+) -> list[Question]:
+    """The prompts as they are sent to servers of the target `model`.
+
+    DataError when one cannot be sent, or a server cannot take the settings; TargetError when the chat
+    template cannot reason as they say.
+    """
     for temperature in settings.temperatures:
         if temperature > HIGHEST_TEMPERATURE:
             raise DataError(
@@ -200,9 +222,16 @@ def questions(chosen: Sequence[Prompt], settings: Settings) -> list[Question]:
                 f"--concurrency {concurrency}: give 1 to {len(chosen)}, the number of held-out prompts that "
                 "are sent"
             )
-    return [
+    sent = [
         Question(prompt.key, chat_messages(prompt), prompt_seed(settings.seed, number))
         for number, prompt in enumerate(chosen)
+    ]
+    if not settings.thinking:
+        return sent
+    target = load_encoder(model, settings.thinking)
+    return [
+        replace(question, variables=target.template_variables(question.messages))
+        for question in sent
     ]
 
 
@@ -225,13 +254,17 @@ def evaluate_drafters(
 ) -> ServedDrafters:
     """Measure each drafter as `evaluate_server` does, with servers of our own: vLLM with it and without.
 
-    Exports and the servers' logs are kept in `served/` of the workspace. A drafter that cannot be served does
-    not stop the next one. TrainingError when a drafter cannot be exported, or is trained again meanwhile.
+    The target reasons as in the drafters' training, unless `settings` say how. Exports and the servers' logs
+    are kept in `served/` of the workspace. A drafter that cannot be served does not stop the next one.
+    TrainingError when a drafter cannot be exported, or is trained again meanwhile; DataError when they were
+    trained with different reasoning.
     """
     check_environment("vllm")
     # Once for all, before a server starts.
+    described = {drafter.name: Description.of(drafter) for drafter in drafters}
+    settings = settings.trained_as(trained_thinking(described))
     chosen = _chosen(workspace, settings, prompts_file)
-    prepared = questions(chosen, settings)
+    prepared = questions(chosen, settings, workspace.model)
     leak_of = leaks(workspace, drafters, chosen)
     weights_of = {drafter.name: drafter.weights for drafter in drafters}
     dtype = settings.how.get("dtype", "auto")
@@ -507,11 +540,8 @@ class _Server:
 
     async def _chat(self, number: int, temperature: float) -> Answer:
         question = self.questions[number]
-        options: dict[str, Any] = {
-            "model": self.model.id,
-            "temperature": temperature,
-            "max_tokens": self.settings.max_new_tokens,
-        }
+        options = self._options(question, temperature)
+        options["max_tokens"] = self.settings.max_new_tokens
         if temperature:
             options["seed"] = question.seed
         try:
@@ -526,11 +556,22 @@ class _Server:
             self.repeating.add(number)
         return answer
 
+    def _options(self, question: Question, temperature: float) -> dict[str, Any]:
+        """What any request says of a prompt besides its messages."""
+        options: dict[str, Any] = {
+            "model": self.model.id,
+            "temperature": temperature,
+        }
+        if question.variables:
+            options["chat_template_kwargs"] = question.variables
+        return options
+
     async def check_finite(self) -> None:
         """ServerError if a prompt whose response repeats one token has logits that are not finite."""
         for number in sorted(self.repeating)[:CHECKED]:
-            options = {"model": self.model.id, "temperature": 0}
-            await self.client.check_finite(self.questions[number].messages, options)
+            question = self.questions[number]
+            options = self._options(question, 0.0)
+            await self.client.check_finite(question.messages, options)
         self.repeating.clear()
 
     async def drain(

@@ -125,6 +125,7 @@ class ServedEvaluation:
     loads: Annotated[tuple[ServedLoad, ...], Meta(min_length=1)]
     weights: str | None = None  # SHA-256 of the drafter's; None: not known
     leak: Leak | None = None  # None: it is not known what the drafter was trained on
+    thinking: str = ""  # on, off, mixed; empty: as the server has it
 
     def __repr__(self) -> str:
         loads = [f"{load.temperature:g} x {load.concurrency}" for load in self.loads]

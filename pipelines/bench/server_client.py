@@ -21,6 +21,7 @@ from vlmdistill.pipelines.bench.served_records import (
     ServerCounts,
     TimedRequest,
 )
+from vlmdistill.pipelines.targets.checkpoints.template import MODE_OF, Thinking
 from vlmdistill.stores.errors import VlmdistillError, one_line
 from vlmdistill.stores.schema import content_hash
 
@@ -83,11 +84,18 @@ class RequestError(ServerError):
 
 
 class ServedModel(Struct):
-    """An entry of GET /v1/models; `drafter` and `dtype` are our own server's addition."""
+    """An entry of GET /v1/models; all but `id` is our own server's addition."""
 
     id: str
     drafter: str | None = None
     dtype: str = ""
+    chat_template_kwargs: dict[str, bool] = {}
+    """Of requests that have none, as in the training of its drafter."""
+
+    @property
+    def thinking(self) -> Thinking:
+        """Whether the target reasons by default; empty: the server does not tell."""
+        return MODE_OF[next(iter(self.chat_template_kwargs.values()), None)]
 
 
 class Models(Struct):

@@ -95,6 +95,10 @@ def build_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        target = switch.current.target
+        variables = {}
+        if target.thinking != "mixed":  # then each prompt has its own
+            variables = target.template_variables([])
         model = {
             "id": name,
             "object": "model",
@@ -102,7 +106,8 @@ def build_app(
             "owned_by": "vlmdistill",
             "drafter": switch.current.drafter_name,
             "drafters": switch.current.drafters,
-            "dtype": switch.current.target.dtype_name,
+            "dtype": target.dtype_name,
+            "chat_template_kwargs": variables,
         }
         return {"object": "list", "data": [model]}
 

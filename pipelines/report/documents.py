@@ -186,6 +186,7 @@ def _served_row(result: ServerResult) -> Row:
         "temperature": load.temperature,
         "by": "server",
         "part": f"concurrency {load.concurrency}",
+        "thinking": evaluation.thinking or None,
         "not_ranked": "; ".join(result.no_speedup) or None,
         "warnings": "; ".join(result.warnings) or None,
         **_numbers(figures),

@@ -183,6 +183,7 @@ class DrafterResult:
             "dtype": evaluation.dtype,
             "attention": evaluation.attention,
             "compiled": evaluation.compiled,
+            "thinking": evaluation.thinking,
             "parameters": evaluation.parameters,
             "weights": evaluation.weights,
             "commit": evaluation.software.commit,
@@ -356,6 +357,14 @@ class ServerResult:
         return load_figures(self.load)
 
     @property
+    def name(self) -> str:
+        """The name of its evaluation, with the mode of thinking that was asked for."""
+        evaluation = self.evaluation
+        if not evaluation.thinking:
+            return evaluation.name
+        return f"{evaluation.name}, thinking {evaluation.thinking}"
+
+    @property
     def drafter(self) -> str:
         """Its drafter; the server's name if the server does not report one."""
         return self.evaluation.drafter or self.evaluation.name
@@ -369,7 +378,11 @@ class ServerResult:
     def repeated(self) -> tuple[object, ...]:
         """Two results of which this is equal repeat each other."""
         evaluation = self.evaluation
-        prompts = evaluation.prompt_set, evaluation.max_new_tokens
+        prompts = (
+            evaluation.prompt_set,
+            evaluation.max_new_tokens,
+            evaluation.thinking,
+        )
         load = self.load.temperature, self.load.concurrency
         return evaluation.model, self.drafter, *prompts, *load
 
@@ -398,6 +411,7 @@ class ServerResult:
             "seed": evaluation.seed,
             "engine": evaluation.url,
             "concurrency": load.concurrency,
+            "thinking": evaluation.thinking,
             "commit": evaluation.software.commit,
             "tau": server.tau,
             "accepted": server.accepted,
@@ -409,7 +423,7 @@ class ServerResult:
     @property
     def warnings(self) -> list[str]:
         """Problems of its figures."""
-        prefix = f"{self.evaluation.name} at temperature {self.figures.temperature:g}"
+        prefix = f"{self.name} at temperature {self.figures.temperature:g}"
         return [f"{prefix}: {problem}" for problem in self.problems]
 
     @property

@@ -163,7 +163,7 @@ def _server_row(result: ServerResult) -> list[str]:
     over_baseline = UNKNOWN if result.no_speedup else cell(load.speedup, interval)
     identical = f"{load.identical}/{load.compared}" if load.compared else UNKNOWN
     against_baseline = [over_baseline, identical]
-    name = marked(result.evaluation.name, result.no_speedup)
+    name = marked(result.name, result.no_speedup)
     return _run_row(name, load, load.server, against_baseline)
 
 

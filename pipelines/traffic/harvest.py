@@ -33,7 +33,7 @@ from vlmdistill.pipelines.media.images import name_of, open_image
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.media.urls import address, is_url
 from vlmdistill.pipelines.targets.checkpoints.fingerprint import checkpoint
-from vlmdistill.pipelines.targets.checkpoints.template import Thinking, thinks
+from vlmdistill.pipelines.targets.checkpoints.template import MODE_OF, thinks
 from vlmdistill.pipelines.traffic.dialects import Exchange
 from vlmdistill.pipelines.traffic.logs import (
     BadLine,
@@ -67,7 +67,6 @@ KNOWN = "known"  # the reason of what an earlier harvest or an import has
 API_ROLES = ("system", "developer", "user", "assistant")
 EVAL_SHARE = 0.1
 ROWS_PER_FILE = 256  # of responses
-MODES: Mapping[bool | None, Thinking] = {None: "", True: "on", False: "off"}
 ELSEWHERE = (
     "no request",
     "several requests",
@@ -462,7 +461,7 @@ class _Harvest(ImportGate):
         # A mixed mode goes by the words, which the redaction has changed.
         is_thinking = thinks(self.target.thinking, prompt.messages)
         try:
-            encoded = self.target.encode(turns, MODES[is_thinking])
+            encoded = self.target.encode(turns, MODE_OF[is_thinking])
         except DataError:  # it may quote the prompt
             raise BadRowError("refused by the processor") from None
         ids: list[int] = encoded.ids_L.tolist()

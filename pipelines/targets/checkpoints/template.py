@@ -13,6 +13,8 @@ from vlmdistill.stores.schema import Provenance, content_hash
 Thinking = Literal["", "on", "off", "mixed"]
 """Whether the target reasons before it answers; mixed: at half of the prompts; empty: as by default."""
 
+MODE_OF: Mapping[bool | None, Thinking] = {None: "", True: "on", False: "off"}
+"""The mode in which the switch of a template is so; None: not set."""
 DEFAULT = "as the template has it"  # what messages call the empty mode
 LOSS = (
     "expect a third to a half of the accepted tokens, as others have seen of drafters "

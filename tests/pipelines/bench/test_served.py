@@ -563,6 +563,22 @@ def test_one_of_several_served_evaluations_is_called_that() -> None:
     assert of_servers(some[:1])[0].warnings == []
 
 
+def test_served_evaluations_of_two_modes_are_not_repeated() -> None:
+    run = served_run()
+    load = ServedLoad(temperature=0, concurrency=1, server=run, baseline=run)
+    results = of_servers(
+        [served_evaluation(load, thinking=mode) for mode in ("", "off", "on")]
+    )
+    assert len({result.kind for result in results}) == 3
+    assert not any(result.warnings for result in results)
+    names = {result.facts["thinking"]: served([result])[0][0] for result in results}
+    assert names == {
+        "": "in-vllm",
+        "off": "in-vllm, thinking off",
+        "on": "in-vllm, thinking on",
+    }
+
+
 def test_served_evaluations_alone_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -324,7 +324,12 @@ def test_a_conversation_of_several_turns_is_one_prompt(server: Served) -> None:
 
 def test_models_and_health(server: Served) -> None:
     (model,) = server.client().models.list().data
-    of_server = {"drafter": "sparrow", "drafters": ["sparrow"], "dtype": "float32"}
+    of_server = {
+        "drafter": "sparrow",
+        "drafters": ["sparrow"],
+        "dtype": "float32",
+        "chat_template_kwargs": {},
+    }
     assert (model.id, model.model_extra) == ("demo-small", of_server)
     assert server.request("GET", "/health") == (200, b'{"status":"ok"}')
     status, body = server.request("GET", "/nothing")
