@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.targets.checkpoints.template import (
+    MODE_OF,
     PROBE,
     REASONING_END,
     REASONING_START,
@@ -30,7 +31,6 @@ FIELDS = (
     "reasoning_details",  # OpenRouter
 )
 """Fields of a message that have its reasoning, a text in the first three."""
-MODES: tuple[Thinking, ...] = ("", "on", "off")
 TAIL = 40  # tokens at the end of a prompt that may have a mark
 CUT = "\ufffd"  # ends a text whose last character was cut
 
@@ -93,7 +93,8 @@ class ReasoningCheck:
     def _prompts(self) -> dict[Thinking, list[int]]:
         """The tokens of one prompt in each mode."""
         return {
-            mode: self._target.encode([PROBE], mode).ids_L.tolist() for mode in MODES
+            mode: self._target.encode([PROBE], mode).ids_L.tolist()
+            for mode in MODE_OF.values()
         }
 
     def _is_mode_known(self, exchange: Exchange) -> bool:
