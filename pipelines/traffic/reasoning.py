@@ -70,7 +70,7 @@ class ReasoningCheck:
         ):
             raise BadRowError(
                 "maybe without its reasoning",
-                "log the usage, or the tokens of the prompt",
+                "log the tokens of prompt and response, or the usage, with n = 1",
             )
 
     def expected(self, prompt_ids: Sequence[int], is_thinking: bool | None) -> Expected:

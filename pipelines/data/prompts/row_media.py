@@ -405,10 +405,8 @@ def _path_or_bytes(item: Any) -> Media:
         contents = (item.get(key) for key in CONTENT_KEYS if item.get(key))
         content = next(contents, None)
         if content is None:
-            names = ", ".join(map(str, item))
-            raise BadRowError(
-                "no media file", f"an object with {names[:60] or 'no keys'}"
-            )
+            names = ", ".join(CONTENT_KEYS)
+            raise BadRowError("no media file", f"an object without any of {names}")
         return _path_or_bytes(content)
     if isinstance(item, bytes):
         return item

@@ -34,11 +34,11 @@ UNREAD = (
     "template, which comes first"
 )
 REASONING_END = re.compile(
-    r"</(?:\w+:)?think(?::\w+)?>|</thought>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
+    r"</(?:\w+:)?think(?:ing)?(?::\w+)?>|</thought>|◁/think▷|\[/THINK\]|<channel\|>|<\|END_THINKING\|>"
     r"|\[BEGIN FINAL RESPONSE\]"  # Apriel
 )
 REASONING_START = re.compile(
-    r"<(?:\w+:)?think(?::\w+)?>|<thought>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>"
+    r"<(?:\w+:)?think(?:ing)?(?::\w+)?>|<thought>|◁think▷|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>"
 )
 PROBE: Mapping[str, Any] = {
     "role": "user",

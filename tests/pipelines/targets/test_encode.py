@@ -408,7 +408,15 @@ WITHOUT_REASONING = (
 
 @pytest.mark.parametrize("answer", ["", "\n\nB", " Yes, the board is quite red."])
 @pytest.mark.parametrize(
-    "mark", ["</think>", "</mm:think>", "[BEGIN FINAL RESPONSE]", "<|END_THINKING|>"]
+    "mark",
+    [
+        "</think>",
+        "</mm:think>",
+        "</thinking>",
+        "◁/think▷",
+        "[BEGIN FINAL RESPONSE]",
+        "<|END_THINKING|>",
+    ],
 )
 def test_a_template_may_leave_out_the_reasoning_of_a_response(
     target: VisionLanguageTarget,
