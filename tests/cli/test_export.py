@@ -94,10 +94,19 @@ def test_the_command_serves_the_target_of_the_drafter(
     assert words[words.index("serve") + 1] == target
 
 
-@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+@pytest.mark.parametrize(
+    ("switch", "comment", "names"),
+    [
+        ("enable_thinking", "", ["enable_thinking"]),
+        ("thinking", "", ["thinking"]),
+        ("thinking", "{# no enable_thinking #}", ["enable_thinking", "thinking"]),
+    ],
+)
 @pytest.mark.parametrize(("mode", "value"), [("off", False), ("on", True)])
 def test_the_command_sets_the_mode_of_the_training(
     switch: str,
+    comment: str,
+    names: list[str],
     mode: Thinking,
     value: bool,
     tmp_path: Path,
@@ -106,7 +115,8 @@ def test_the_command_sets_the_mode_of_the_training(
     plain = tiny.checkpoint("qwen2_5_vl", tmp_path / "plain", layers=2)
     folder = with_switch(plain, tmp_path / "target")
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("enable_thinking", switch))
+    text = template.read_text().replace("enable_thinking", switch)
+    template.write_text(comment + text)
     workspace = Workspace.of(str(folder), Path("runs"))
     target = load(str(folder), thinking=mode)
     synthetic.save("wren", workspace.drafter("wren"), target=target)
@@ -123,4 +133,4 @@ def test_the_command_sets_the_mode_of_the_training(
     for text in (command, published):
         words = shlex.split(text)
         variables = words[words.index("--default-chat-template-kwargs") + 1]
-        assert json.loads(variables) == {switch: value}
+        assert json.loads(variables) == dict.fromkeys(names, value)

@@ -65,14 +65,16 @@ def switch_of(processor: Any) -> str | None:
 def thinking_arguments(mode: str, template: str | None) -> list[str]:
     """Arguments of `vllm serve` with which the target reasons by default as in a mode of training.
 
-    Empty for the template's own default, and where prompts have different modes. `template` has the name of
-    the switch; None: it is not here.
+    Empty for the template's own default, and where prompts have different modes. Each switch that `template`
+    names is set, since it may switch by any; None: it is not here.
     """
     if mode not in ("on", "off"):
         return []
-    named = [name for name in VARIABLES if name in (template or "")]
-    switch = (named or VARIABLES)[0]
-    return [DEFAULT_VARIABLES, json.dumps({switch: mode == "on"})]
+    words = re.findall(r"\w+", template or "")
+    named = [name for name in VARIABLES if name in words]
+    switches = named or VARIABLES[:1]
+    variables = dict.fromkeys(switches, mode == "on")
+    return [DEFAULT_VARIABLES, json.dumps(variables)]
 
 
 def thinks(mode: Thinking, messages: Sequence[Mapping[str, Any]]) -> bool | None:
