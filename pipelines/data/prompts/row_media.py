@@ -399,15 +399,7 @@ def read_file(item: Any) -> MediaFile:
 
 def _path_or_bytes(item: Any) -> Media:
     if isinstance(item, Mapping):
-        encoded = item.get("bytes") or item.get("data")
-        if isinstance(encoded, str) and encoded:
-            return _from_base64(encoded)
-        contents = (item.get(key) for key in CONTENT_KEYS if item.get(key))
-        content = next(contents, None)
-        if content is None:
-            names = ", ".join(CONTENT_KEYS)
-            raise BadRowError("no media file", f"an object without any of {names}")
-        return _path_or_bytes(content)
+        return _path_or_bytes(_content_of(item))
     if isinstance(item, bytes):
         return item
     if isinstance(item, list):
@@ -423,6 +415,23 @@ def _path_or_bytes(item: Any) -> Media:
         path = item[7:].removeprefix("localhost")
         return unquote(path, errors="surrogateescape")
     return item
+
+
+def _content_of(item: Mapping[str, Any]) -> Any:
+    """What an object has as its file; BadRowError if that is nothing, or may be another."""
+    filled = [key for key in CONTENT_KEYS if item.get(key)]
+    if not filled:
+        names = ", ".join(CONTENT_KEYS)
+        raise BadRowError("no media file", f"an object without any of {names}")
+    by_kind = [key for key in filled if key in KINDS]
+    if by_kind and len(filled) > 1:
+        raise BadRowError(
+            "several media files", f"an object has {' and '.join(filled)}: keep one"
+        )
+    content = item[filled[0]]
+    if filled[0] in ("bytes", "data") and isinstance(content, str):
+        return _from_base64(content)
+    return content
 
 
 def _from_base64(text: str) -> bytes:

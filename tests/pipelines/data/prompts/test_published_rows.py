@@ -210,6 +210,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "What?", "gif_name": "tumblr_1", "vid_id": "7"},
         "video in another column",
     ),
+    "an object with two files": (
+        {"question": "What?", "image": {"image": "1.jpg", "path": "2.jpg"}},
+        "several media files",
+    ),
     "an object without a file": (
         {"question": "What?", "image": {"id": "1.jpg"}},
         "no media file",
