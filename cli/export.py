@@ -98,7 +98,6 @@ def _served_difference(
     from vlmdistill.pipelines.targets.checkpoints.folder import locate
     from vlmdistill.pipelines.targets.checkpoints.template import (
         served_otherwise,
-        template_of,
         thinking_arguments,
     )
     from vlmdistill.stores.errors import TargetError
@@ -110,9 +109,7 @@ def _served_difference(
         return ""
     if not folder:
         return ""
-    arguments = thinking_arguments(written.thinking, template_of(folder))
-    if "sglang" in written.engines:  # its command does not have them
-        arguments = []
+    arguments = thinking_arguments(written.thinking)
     return served_otherwise(Provenance.from_dict(provenance), folder, arguments)
 
 
@@ -154,7 +151,21 @@ def commands(model: str, written: "Exported") -> list[str]:
     lines.append(f"vLLM:   {' '.join([*variables, shlex.join(serve)])}")
     if "sglang" in written.engines:
         lines.append(f"SGLang: {_sglang_command(target, written)}")
+        lines += _sglang_thinking(written.thinking)
     return lines
+
+
+def _sglang_thinking(mode: str) -> list[str]:
+    """What the command for SGLang cannot set."""
+    from vlmdistill.pipelines.targets.checkpoints.template import thinking_arguments
+
+    arguments = thinking_arguments(mode)
+    if not arguments:
+        return []
+    return [
+        f"SGLang: the drafter was trained with thinking {mode}: send "
+        f"`chat_template_kwargs` {arguments[1]} with each request"
+    ]
 
 
 def _sglang_command(target: str, written: "Exported") -> str:

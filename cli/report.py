@@ -267,6 +267,7 @@ def _served_facts(result: "ServerResult") -> Any:
     """A result of a server as JSON, without numbers that it does not report."""
     facts = asdict(result.figures)
     facts["name"] = result.evaluation.name
+    facts["thinking"] = result.evaluation.thinking or None
     facts["software"] = asdict(result.evaluation.software)
     facts["not_ranked"] = result.no_speedup
     return without_nulls(facts)

@@ -9,7 +9,7 @@ machine whose speed drifts affects both alike, and neither runs while the other 
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, product
@@ -52,6 +52,7 @@ from vlmdistill.pipelines.media.frames import check_unchanged, media_file
 from vlmdistill.pipelines.media.images import data_url
 from vlmdistill.pipelines.targets.checkpoints.folder import resolve
 from vlmdistill.pipelines.targets.checkpoints.registry import HUB
+from vlmdistill.pipelines.targets.checkpoints.template import variables_of
 from vlmdistill.pipelines.targets.embedded import EMBEDDED
 from vlmdistill.pipelines.targets.loading import load_encoder
 from vlmdistill.pipelines.targets.software import of_this_process
@@ -76,8 +77,6 @@ class Question:
     key: str
     messages: list[dict[str, Any]]
     seed: int  # of sampling
-    variables: Mapping[str, bool] = field(default_factory=dict)
-    """Of the chat template, by which the target reasons or not; none: as the server has it."""
 
 
 def _ignore(text: str) -> None:
@@ -141,9 +140,8 @@ async def _measure(
             await _model(client, workspace, options.served_model) for client in clients
         ]
         if "thinking" not in settings.how:
-            settings = settings.trained_as({models[0].id: models[0].thinking})
-            variables = models[0].chat_template_kwargs
-            prepared = [replace(question, variables=variables) for question in prepared]
+            mode = models[0].thinking
+            settings = settings.trained_as({options.name or models[0].id: mode})
         servers = [
             _Server(client, model, prepared, settings, on_failure)
             for client, model in zip(clients, models, strict=True)
@@ -222,16 +220,11 @@ def questions(
                 f"--concurrency {concurrency}: give 1 to {len(chosen)}, the number of held-out prompts that "
                 "are sent"
             )
-    sent = [
+    if settings.thinking:
+        load_encoder(model, settings.thinking)
+    return [
         Question(prompt.key, chat_messages(prompt), prompt_seed(settings.seed, number))
         for number, prompt in enumerate(chosen)
-    ]
-    if not settings.thinking:
-        return sent
-    target = load_encoder(model, settings.thinking)
-    return [
-        replace(question, variables=target.template_variables(question.messages))
-        for question in sent
     ]
 
 
@@ -562,8 +555,9 @@ class _Server:
             "model": self.model.id,
             "temperature": temperature,
         }
-        if question.variables:
-            options["chat_template_kwargs"] = question.variables
+        variables = variables_of(self.settings.thinking, question.messages)
+        if variables:
+            options["chat_template_kwargs"] = variables
         return options
 
     async def check_finite(self) -> None:

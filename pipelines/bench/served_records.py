@@ -30,6 +30,7 @@ from vlmdistill.pipelines.bench.statistics import (
     rates_with_intervals,
 )
 from vlmdistill.pipelines.streaming.pieces import Amount
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.pipelines.targets.software import Software
 
 SPEEDS: Final[tuple[Rate, ...]] = ("speedup", "decode_speedup")
@@ -125,7 +126,7 @@ class ServedEvaluation:
     loads: Annotated[tuple[ServedLoad, ...], Meta(min_length=1)]
     weights: str | None = None  # SHA-256 of the drafter's; None: not known
     leak: Leak | None = None  # None: it is not known what the drafter was trained on
-    thinking: str = ""  # on, off, mixed; empty: as the server has it
+    thinking: Thinking = ""  # empty: as the server has it
 
     def __repr__(self) -> str:
         loads = [f"{load.temperature:g} x {load.concurrency}" for load in self.loads]

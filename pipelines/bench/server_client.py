@@ -21,7 +21,7 @@ from vlmdistill.pipelines.bench.served_records import (
     ServerCounts,
     TimedRequest,
 )
-from vlmdistill.pipelines.targets.checkpoints.template import MODE_OF, Thinking
+from vlmdistill.pipelines.targets.checkpoints.template import Thinking
 from vlmdistill.stores.errors import VlmdistillError, one_line
 from vlmdistill.stores.schema import content_hash
 
@@ -89,13 +89,8 @@ class ServedModel(Struct):
     id: str
     drafter: str | None = None
     dtype: str = ""
-    chat_template_kwargs: dict[str, bool] = {}
-    """Of requests that have none, as in the training of its drafter."""
-
-    @property
-    def thinking(self) -> Thinking:
-        """Whether the target reasons by default; empty: the server does not tell."""
-        return MODE_OF[next(iter(self.chat_template_kwargs.values()), None)]
+    thinking: Thinking = ""
+    """Whether the target reasons, unless a request says; empty: the server does not tell."""
 
 
 class Models(Struct):

@@ -96,9 +96,6 @@ def build_app(
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         target = switch.current.target
-        variables = {}
-        if target.thinking != "mixed":  # then each prompt has its own
-            variables = target.template_variables([])
         model = {
             "id": name,
             "object": "model",
@@ -107,7 +104,7 @@ def build_app(
             "drafter": switch.current.drafter_name,
             "drafters": switch.current.drafters,
             "dtype": target.dtype_name,
-            "chat_template_kwargs": variables,
+            "thinking": target.thinking,
         }
         return {"object": "list", "data": [model]}
 

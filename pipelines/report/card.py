@@ -122,16 +122,13 @@ def _command(exported: Exported, target: str) -> str:
     """How vLLM is started, without a path of this machine."""
     is_path = Path(target).is_absolute()
     command = serve_command(
-        target,
+        Path(target).name if is_path else target,
         exported.dtype,
         replace(exported, out="FOLDER"),
         caching=not exported.drops_visual,
         whole_images=exported.whole_images,
     )
-    words = [word for word in command if word != OF_MACHINE]
-    if is_path:
-        words[words.index(target)] = Path(target).name
-    text = shlex.join(words)
+    text = shlex.join(word for word in command if word != OF_MACHINE)
     return text.replace(str(Path("FOLDER").absolute()), "FOLDER")
 
 

@@ -123,7 +123,7 @@ class TargetModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.thinking = thinking
-        if thinking and self.switch is None:
+        if thinking and self._switch is None:
             raise TargetError(
                 f"{folder}: the chat template has no switch for reasoning "
                 f"({' or '.join(VARIABLES)}), and thinking is to be {thinking}: leave "
@@ -260,7 +260,7 @@ class TargetModel:
         return int(self.info.max_position * longest)
 
     @cached_property
-    def switch(self) -> str | None:
+    def _switch(self) -> str | None:
         """The variable of the chat template that turns reasoning on and off."""
         return switch_of(self.processor)
 
@@ -284,6 +284,10 @@ class TargetModel:
             DataError: A part cannot be read or is not supported, or the prompt is too
                 long.
         """
+        mode = self.thinking if thinking is None else thinking
+        variables: dict[str, bool | None] = {}
+        if mode and self._switch is not None:
+            variables[self._switch] = thinks(mode, messages)
         return encode(
             messages,
             family=self.family,
@@ -291,18 +295,8 @@ class TargetModel:
             processor=self.processor,
             max_length=self.info.max_position,
             max_characters=self.max_characters,
-            variables=self.template_variables(messages, thinking),
+            variables=variables,
         )
-
-    def template_variables(
-        self, messages: Messages, thinking: Thinking | None = None
-    ) -> dict[str, bool]:
-        """The switch for reasoning as `encode` sets it in the chat template; empty: not set."""
-        mode = self.thinking if thinking is None else thinking
-        reasons = thinks(mode, messages)
-        if reasons is None or self.switch is None:
-            return {}
-        return {self.switch: reasons}
 
     def generate(
         self,

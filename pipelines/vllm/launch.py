@@ -17,12 +17,8 @@ import torch
 from vlmdistill.drafters.checkpoints.export import Exported
 from vlmdistill.pipelines.cluster.engine_environment import engine_python
 from vlmdistill.pipelines.cluster.session import terminable
-from vlmdistill.pipelines.targets.checkpoints.folder import locate
-from vlmdistill.pipelines.targets.checkpoints.template import (
-    template_of,
-    thinking_arguments,
-)
-from vlmdistill.stores.errors import TargetError, VlmdistillError
+from vlmdistill.pipelines.targets.checkpoints.template import thinking_arguments
+from vlmdistill.stores.errors import VlmdistillError
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",  # targets and drafters are folders
@@ -175,7 +171,8 @@ def serve_command(
 ) -> list[str]:
     """`vllm serve` for this machine; `caching`: of prompts.
 
-    The target reasons as in the drafter's training, unless a request says otherwise.
+    The target reasons as in the drafter's training (by default where that was mixed), unless a request says
+    otherwise.
     Requests that set no sampling get vLLM's own: a checkpoint's `top_k` or `repetition_penalty` would give
     other responses, at temperature 0 too, than those that a drafter was trained on and evaluated with.
     """
@@ -194,17 +191,8 @@ def serve_command(
             "num_speculative_tokens": drafter.draft_tokens,
         }
         command += ["--speculative-config", json.dumps(drafting)]
-        command += thinking_arguments(drafter.thinking, _template(target))
+        command += thinking_arguments(drafter.thinking)
     return command
-
-
-def _template(target: str) -> str | None:
-    """The chat template of a target, a folder or a hub id; None if it is not here."""
-    try:
-        folder = locate(target).folder
-    except TargetError:
-        return None
-    return template_of(folder) if folder else None
 
 
 def _wait(run: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

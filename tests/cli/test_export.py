@@ -94,19 +94,10 @@ def test_the_command_serves_the_target_of_the_drafter(
     assert words[words.index("serve") + 1] == target
 
 
-@pytest.mark.parametrize(
-    ("switch", "comment", "names"),
-    [
-        ("enable_thinking", "", ["enable_thinking"]),
-        ("thinking", "", ["thinking"]),
-        ("thinking", "{# no enable_thinking #}", ["enable_thinking", "thinking"]),
-    ],
-)
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
 @pytest.mark.parametrize(("mode", "value"), [("off", False), ("on", True)])
 def test_the_command_sets_the_mode_of_the_training(
     switch: str,
-    comment: str,
-    names: list[str],
     mode: Thinking,
     value: bool,
     tmp_path: Path,
@@ -115,8 +106,7 @@ def test_the_command_sets_the_mode_of_the_training(
     plain = tiny.checkpoint("qwen2_5_vl", tmp_path / "plain", layers=2)
     folder = with_switch(plain, tmp_path / "target")
     template = folder / "chat_template.jinja"
-    text = template.read_text().replace("enable_thinking", switch)
-    template.write_text(comment + text)
+    template.write_text(template.read_text().replace("enable_thinking", switch))
     workspace = Workspace.of(str(folder), Path("runs"))
     target = load(str(folder), thinking=mode)
     synthetic.save("wren", workspace.drafter("wren"), target=target)
@@ -133,4 +123,20 @@ def test_the_command_sets_the_mode_of_the_training(
     for text in (command, published):
         words = shlex.split(text)
         variables = words[words.index("--default-chat-template-kwargs") + 1]
-        assert json.loads(variables) == dict.fromkeys(names, value)
+        assert json.loads(variables)[switch] == value
+
+
+def test_a_line_says_what_the_command_for_sglang_cannot_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = tiny.checkpoint("qwen2_5_vl", tmp_path / "plain", layers=2)
+    folder = with_switch(plain, tmp_path / "target")
+    workspace = Workspace.of(str(folder), Path("runs"))
+    target = load(str(folder), thinking="off")
+    synthetic.save("eagle3", workspace.drafter("eagle3"), target=target)
+    assert main(["export", "eagle3", "--out", "out", "--model", str(folder)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert not any(line.startswith("warning") for line in lines)
+    assert any(
+        "SGLang: the drafter was trained with thinking off" in line for line in lines
+    )

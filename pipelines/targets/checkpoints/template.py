@@ -13,8 +13,9 @@ from vlmdistill.stores.schema import Provenance, content_hash
 Thinking = Literal["", "on", "off", "mixed"]
 """Whether the target reasons before it answers; mixed: at half of the prompts; empty: as by default."""
 
-MODE_OF: Mapping[bool | None, Thinking] = {None: "", True: "on", False: "off"}
-"""The mode in which the switch of a template is so; None: not set."""
+REASONS: Mapping[Thinking, bool | None] = {"": None, "on": True, "off": False}
+"""The value of a template's switch in each mode that has one for all prompts; None: its default."""
+MODE_OF = {reasons: mode for mode, reasons in REASONS.items()}
 DEFAULT = "as the template has it"  # what messages call the empty mode
 LOSS = (
     "expect a third to a half of the accepted tokens, as others have seen of drafters "
@@ -62,18 +63,25 @@ def switch_of(processor: Any) -> str | None:
     return None
 
 
-def thinking_arguments(mode: str, template: str | None) -> list[str]:
-    """Arguments of `vllm serve` with which the target reasons by default as in a mode of training.
+def variables_of(
+    mode: Thinking, messages: Sequence[Mapping[str, Any]]
+) -> dict[str, bool]:
+    """Variables of any chat template with which the target reasons on a prompt as in a mode.
 
-    Empty for the template's own default, and where prompts have different modes. Each switch that `template`
-    names is set, since it may switch by any; None: it is not here.
+    Empty for the template's own default. A template ignores those that it does not name.
+    """
+    reasons = thinks(mode, messages)
+    return {} if reasons is None else dict.fromkeys(VARIABLES, reasons)
+
+
+def thinking_arguments(mode: str) -> list[str]:
+    """Arguments of `vllm serve` with which the target reasons by default as in a mode.
+
+    Empty for the template's own default, and where prompts have different modes.
     """
     if mode not in ("on", "off"):
         return []
-    words = re.findall(r"\w+", template or "")
-    named = [name for name in VARIABLES if name in words]
-    switches = named or VARIABLES[:1]
-    variables = dict.fromkeys(switches, mode == "on")
+    variables = dict.fromkeys(VARIABLES, mode == "on")
     return [DEFAULT_VARIABLES, json.dumps(variables)]
 
 
@@ -85,7 +93,7 @@ def thinks(mode: Thinking, messages: Sequence[Mapping[str, Any]]) -> bool | None
     if mode == "mixed":
         words = [_words(message.get("content")) for message in messages]
         return int(content_hash(words), 16) % 2 == 0
-    return {"on": True, "off": False}.get(mode)
+    return REASONS[mode]
 
 
 def template_of(folder: Path) -> str | None:
@@ -127,7 +135,7 @@ def served_otherwise(
     served = next((variables[name] for name in VARIABLES if name in variables), None)
     reasoned = trained.thinking == "on"
     if trained.thinking in ("on", "off") and served != reasoned:
-        needed = shlex.join(thinking_arguments(trained.thinking, template))
+        needed = shlex.join(thinking_arguments(trained.thinking))
         return (
             f"the drafter was trained with thinking {trained.thinking}: {LOSS}. Start "
             f"the server with {needed}, or set it in each request"

@@ -29,6 +29,7 @@ from vlmdistill.pipelines.targets.loading import load
 from vlmdistill.pipelines.workspace.workspace import Workspace
 
 PROMPTS = 8
+SWITCHED = "enable_thinking"  # by the template of the target
 PYTHON = """#!/bin/sh
 case "$2" in *distributions*) echo 0.32.0 ;; *) exec {real} "$@" ;; esac
 """
@@ -121,14 +122,11 @@ def test_each_request_to_vllm_has_the_mode_of_the_training(
     assert record(workspace, name).thinking == mode
     for log in (f"{name}.log", "baseline.log"):
         lines = (workspace.root / "served" / log).read_text().splitlines()
-        asked = [json.loads(line) for line in lines]
-        assert len(asked) > PROMPTS  # one warms up
-        for messages, variables in asked:
-            reasons = thinks(mode, messages)
-            expected = None if reasons is None else {"enable_thinking": reasons}
-            assert variables == expected
-    if mode == "mixed":
-        assert len({str(variables) for _, variables in asked}) == 2
+        requests = [json.loads(line) for line in lines]
+        assert len(requests) > PROMPTS  # one warms up
+        reasons = [(variables or {}).get(SWITCHED) for _, variables in requests]
+        assert reasons == [thinks(mode, messages) for messages, _ in requests]
+        assert len({*reasons}) == (2 if mode == "mixed" else 1)
 
 
 @pytest.mark.usefixtures("engine")
@@ -138,6 +136,8 @@ def test_drafters_of_several_modes_need_one_mode(
     command = arguments(workspace, "wren-on", "wren-off", "--engine", "vllm")
     assert "different reasoning (wren-on: on, wren-off: off)" in failing(*command)
     assert main([*command, "--thinking", "off", "--limit", "2"]) == 0
+    for name in ("wren-on", "wren-off"):
+        assert record(workspace, name).thinking == "off"
 
 
 @dataclass(frozen=True)
@@ -161,28 +161,36 @@ def asked(workspace: Workspace, drafter: str | None = None) -> Asked:
 
 
 @pytest.mark.parametrize(
-    ("more", "mode"),
+    ("trained", "more", "mode"),
     [
-        ([], "off"),  # as the server with the drafter has it
-        (["--thinking", "mixed"], "mixed"),
-        (["--thinking", "on"], "on"),
+        ("off", [], "off"),  # as the server with the drafter has it
+        ("mixed", [], ""),  # served in the default mode
+        ("off", ["--thinking", "mixed"], "mixed"),
+        ("off", ["--thinking", "on"], "on"),
     ],
 )
 def test_a_running_server_and_its_baseline_read_the_same_prompts(
+    trained: str,
     more: list[str],
     mode: Thinking,
     workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    drafting, alone = asked(workspace, "wren-off"), asked(workspace)
+    drafting, alone = asked(workspace, f"wren-{trained}"), asked(workspace)
     with serving(drafting) as served, serving(alone) as plain:
         urls = [f"http://127.0.0.1:{server.port}" for server in (served, plain)]
         engine = ("--engine", f"openai:{urls[0]}", "--baseline", urls[1])
         capsys.readouterr()
-        assert main(arguments(workspace, *engine, "--name", mode, "--json", *more)) == 0
+        named = ("--name", f"served-{mode}", "--json")
+        assert main(arguments(workspace, *engine, *named, *more)) == 0
     (load_facts,) = json.loads(capsys.readouterr().out)["loads"]
     assert load_facts["identical"] == load_facts["compared"] == PROMPTS
-    assert record(workspace, mode).thinking == mode
+    assert record(workspace, f"served-{mode}").thinking == mode
+    where = ("--model", workspace.model, "--runs", str(workspace.root.parent))
+    assert main(["report", "--json", *where]) == 0
+    served_facts = json.loads(capsys.readouterr().out)["served"]
+    modes = {facts.get("thinking", "") for facts in served_facts}
+    assert mode in modes
     target = load(workspace.model, thinking=mode)
     prompts = chosen(workspace.prompts, PROMPTS, workspace.model)
     lengths = [target.encode(prompt.messages).length for prompt in prompts]

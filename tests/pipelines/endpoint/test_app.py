@@ -328,7 +328,7 @@ def test_models_and_health(server: Served) -> None:
         "drafter": "sparrow",
         "drafters": ["sparrow"],
         "dtype": "float32",
-        "chat_template_kwargs": {},
+        "thinking": "",
     }
     assert (model.id, model.model_extra) == ("demo-small", of_server)
     assert server.request("GET", "/health") == (200, b'{"status":"ok"}')
