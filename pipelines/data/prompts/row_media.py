@@ -32,8 +32,8 @@ NUMBERED_COLUMN = {kind: re.compile(rf"{kind}_?(\d+)") for kind in KINDS}  # as 
 FRAME_COUNTS = ("frames", "nframes", "num_frames")
 SAMPLING_COLUMNS = ("fps", *FRAME_COUNTS)
 FILE_KEYS = ("source", "path", "url", "bytes")  # of a part; `source` is Anthropic's
-CONTENT_KEYS = ("bytes", "data", "path", "url", "image", "video")
-"""Keys of an object that is a file; the last two are those of qwen-vl-utils."""
+CONTENT_KEYS = ("bytes", "data", "path", "url")
+"""Keys of an object that is a file; qwen-vl-utils' is its kind."""
 MOST_SAMPLED = 2**31 - 1  # frames, or frames per second, of a video
 
 # <image>, <Image>, <IMAGE>, <|image|>, <image 1> (MMMU), <image_1>, <|image_1|> (Phi), and what sets it apart
@@ -193,7 +193,9 @@ class RowMedia:
         filled = {
             kind: [n for n in names[kind] if _is_filled(row[n])] for kind in KINDS
         }
-        self._of = {kind: _Placement(_media_of(row, filled[kind])) for kind in KINDS}
+        self._of = {
+            kind: _Placement(_media_of(row, filled[kind], kind)) for kind in KINDS
+        }
         self.tagged = has_tags or any(names.values())  # else <image> is ordinary text
         self.columns = {name for kind in KINDS for name in filled[kind]}
         if self._of["video"].media:
@@ -369,9 +371,9 @@ def _index(value: Any, kind: Kind) -> int | None:
     )
 
 
-def _media_of(row: Mapping[str, Any], names: list[str]) -> list[MediaFile]:
+def _media_of(row: Mapping[str, Any], names: list[str], kind: Kind) -> list[MediaFile]:
     """The media of columns, in order. BadRowError if `image` and `images` differ."""
-    lists = [_listed(row[name]) for name in names]
+    lists = [_listed(row[name], kind) for name in names]
     is_numbered = not any(name in COLUMNS[kind] for kind in KINDS for name in names)
     if is_numbered or not lists:
         return [media for column in lists for media in column]
@@ -382,24 +384,23 @@ def _media_of(row: Mapping[str, Any], names: list[str]) -> list[MediaFile]:
     return lists[0]
 
 
-def _listed(value: Any) -> list[MediaFile]:
+def _listed(value: Any, kind: Kind) -> list[MediaFile]:
     """The media of a column: one, or a list."""
     items = value if isinstance(value, list) else [value]
-    return [read_file(item) for item in items]
+    return [read_file(item, kind) for item in items]
 
 
-def read_file(item: Any) -> MediaFile:
+def read_file(item: Any, kind: Kind) -> MediaFile:
     """An image or a video in any form that rows use; BadRowError if it is neither path nor bytes."""
-    keys: Mapping[str, Any] = {}
-    if isinstance(item, Mapping):
-        read = {*CONTENT_KEYS, *TYPE_KEYS}
-        keys = {name: value for name, value in item.items() if name not in read}
-    return MediaFile(_path_or_bytes(item), keys)
+    if not isinstance(item, Mapping):
+        return MediaFile(_path_or_bytes(item), {})
+    file = read_file(_content_of(item, kind), kind)
+    read = {*CONTENT_KEYS, kind, *TYPE_KEYS}
+    keys = {name: value for name, value in item.items() if name not in read}
+    return MediaFile(file.media, {**keys, **file.keys})
 
 
 def _path_or_bytes(item: Any) -> Media:
-    if isinstance(item, Mapping):
-        return _path_or_bytes(_content_of(item))
     if isinstance(item, bytes):
         return item
     if isinstance(item, list):
@@ -417,14 +418,18 @@ def _path_or_bytes(item: Any) -> Media:
     return item
 
 
-def _content_of(item: Mapping[str, Any]) -> Any:
-    """What an object has as its file; BadRowError if that is nothing, or may be another."""
-    filled = [key for key in CONTENT_KEYS if item.get(key)]
+def _content_of(item: Mapping[str, Any], kind: Kind) -> Any:
+    """The file of an object; BadRowError if it has none, or two.
+
+    `datasets` writes the bytes and the path of one file.
+    """
+    keys = [*CONTENT_KEYS, kind]
+    filled = [key for key in keys if item.get(key)]
     if not filled:
-        names = ", ".join(CONTENT_KEYS)
-        raise BadRowError("no media file", f"an object without any of {names}")
-    by_kind = [key for key in filled if key in KINDS]
-    if by_kind and len(filled) > 1:
+        raise BadRowError(
+            "no media file", f"an object without any of {', '.join(keys)}"
+        )
+    if kind in filled and len(filled) > 1:
         raise BadRowError(
             "several media files", f"an object has {' and '.join(filled)}: keep one"
         )

@@ -288,7 +288,7 @@ def _media_part(item: Mapping[str, Any], kind: Kind, media: RowMedia) -> Part:
     content = item[key]
     value = {"bytes": content} if key == "bytes" else content
     other_keys = {name: item[name] for name in item if item[name] != content}
-    return media.part_with_file(kind, other_keys, read_file(value))
+    return media.part_with_file(kind, other_keys, read_file(value, kind))
 
 
 def _require_content(role: str, parts: list[Part]) -> None:

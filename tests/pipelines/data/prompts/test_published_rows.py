@@ -143,6 +143,10 @@ ASKED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"images": [{"image": "1.jpg"}], "prompt": [{"role": "user", "content": "<image>Why?"}]},
         ["1.jpg", "Why?"],
     ),
+    "verl in Parquet": (
+        {"images": [{"image": {"path": "1.jpg", "bytes": None}}], "prompt": "<image>Why?"},
+        ["1.jpg", "Why?"],
+    ),
     "verl, a video": (
         {
             "videos": [{"type": "video", "video": FILM, "fps": 2.0}],
@@ -209,6 +213,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "TGIF-QA": (
         {"question": "What?", "gif_name": "tumblr_1", "vid_id": "7"},
         "video in another column",
+    ),
+    "a part of a video in an object": (
+        {"question": "What?", "video": {"video": {"path": FILM, "start": 3, "end": 9}}},
+        "part of a video",
+    ),
+    "a video as an image": (
+        {"question": "What?", "images": [{"video": FILM}]},
+        "no media file",
     ),
     "an object with two files": (
         {"question": "What?", "image": {"image": "1.jpg", "path": "2.jpg"}},
