@@ -400,19 +400,20 @@ class _Harvest(ImportGate):
 
     def _response(self, prompt: Prompt, pending: _Pending) -> ResponseRow:
         exchange, text = pending.exchange, pending.text
+        if _has_video(prompt) and not is_counted(exchange):
+            raise BadRowError(
+                "another prompt", "servers choose the frames of a video: log the usage"
+            )
         ids, origin = self._tokens.of(exchange, pending.response, text)
         try:
             encoded = self.target.encode(prompt.messages)
         except DataError as error:
             raise BadRowError("refused by the processor", one_line(error)) from None
-        if not pending.messages_changed:
-            require_same_prompt(exchange, encoded.ids_L.tolist())
-        elif is_counted(exchange):
-            require_same_prompt(exchange, self._logged_ids(prompt, pending))
-        if not is_counted(exchange) and _has_video(prompt):
-            raise BadRowError(
-                "another prompt", "servers choose the frames of a video: log the usage"
-            )
+        if is_counted(exchange):
+            logged_ids = encoded.ids_L.tolist()
+            if pending.messages_changed:
+                logged_ids = self._logged_ids(prompt, pending)
+            require_same_prompt(exchange, logged_ids)
         self._tokens.require_reasoning(
             exchange,
             pending.response,

@@ -10,6 +10,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError
 from vlmdistill.pipelines.targets.checkpoints.template import (
     MODE_OF,
@@ -23,7 +24,7 @@ from vlmdistill.pipelines.traffic.dialects import Exchange
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
 
-FIELDS = (
+REASONING_FIELDS = (
     "reasoning_content",
     "reasoning",
     "thinking",  # Ollama
@@ -32,7 +33,10 @@ FIELDS = (
 )
 """Fields of a message that have its reasoning, a text in the first three."""
 TAIL = 40  # tokens at the end of a prompt that may have a mark
-CUT = "\ufffd"  # ends a text whose last character was cut
+UNSURE = "maybe without its reasoning"
+EMPTY_REASONING = re.compile(
+    rf"\s*(?:{REASONING_START.pattern})\s*(?:{REASONING_END.pattern})"
+)
 
 
 class Expected(Enum):
@@ -52,35 +56,44 @@ class ReasoningCheck:
         self._target = target
 
     def require(
-        self, exchange: Exchange, expected: Expected, response: str, *, is_whole: bool
+        self,
+        exchange: Exchange,
+        response: str,
+        prompt_ids: Sequence[int],
+        *,
+        is_thinking: bool | None,
+        is_whole: bool,
     ) -> None:
         """BadRowError if a response is of another mode of thinking, or may lack its reasoning.
 
         Args:
             exchange: The tokens of its prompt, where logged, are compared already.
-            expected: In the mode of the workspace.
             response: The text with its special tokens, where they are known.
+            prompt_ids: The prompt in the mode of the workspace.
+            is_thinking: That mode for this prompt, as of `thinks`.
             is_whole: Whether the log tells that no token of the response is missing.
         """
+        expected = self._expected(prompt_ids, is_thinking)
         is_known = self._is_mode_known(exchange)
         if _contradicts(exchange, expected, response) and not is_known:
             raise BadRowError("reasoning of another prompt")
-        if _lacks_reasoning(exchange, expected, response) and not (
-            is_known and is_whole
-        ):
-            raise BadRowError(
-                "maybe without its reasoning",
-                "log the tokens of prompt and response, or the usage, with n = 1",
-            )
+        if not _lacks_reasoning(exchange, expected, response):
+            return
+        if not is_known:
+            raise BadRowError(UNSURE, "log the tokens of the prompt, or the usage")
+        if not is_whole:
+            raise BadRowError(UNSURE, "log all its tokens, or their number (n = 1)")
 
-    def expected(self, prompt_ids: Sequence[int], is_thinking: bool | None) -> Expected:
-        """What the response to a prompt has to begin with; `is_thinking` is what `thinks` returns."""
+    def _expected(
+        self, prompt_ids: Sequence[int], is_thinking: bool | None
+    ) -> Expected:
         prompt_end = self._target.tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
         if _ends_with(REASONING_START, prompt_end):
             return Expected.REST
         if _ends_with(REASONING_END, prompt_end):
             return Expected.ANSWER
-        by_default, on, off = self._prompts.values()
+        on, off = self._prompts["on"], self._prompts["off"]
+        by_default = self._prompts[""]
         if on == off:
             return Expected.ANYTHING
         if is_thinking or (is_thinking is None and by_default == on):
@@ -107,30 +120,37 @@ class ReasoningCheck:
 
 
 def _contradicts(exchange: Exchange, expected: Expected, response: str) -> bool:
-    """Whether a response has reasoning that its prompt does not ask for."""
+    """Whether a response has reasoning that its prompt does not ask for, or begins within it."""
     start, end = REASONING_START.search(response), REASONING_END.search(response)
-    opening = REASONING_START.match(response.lstrip())
+    opens = _begins_with(REASONING_START, response)
     closes = end is not None and (start is None or end.start() < start.start())
     if expected is Expected.REST:
-        return opening is not None
-    has_reasoning = bool(opening or closes or reasoning_of(exchange))
-    if expected is Expected.NO_REASONING and opening is not None:
-        behind = response.lstrip()[opening.end() :].lstrip()
-        return REASONING_END.match(behind) is None
-    return has_reasoning and expected in (Expected.ANSWER, Expected.NO_REASONING)
+        return opens
+    if expected is Expected.REASONING:
+        return closes
+    if expected is Expected.ANYTHING:
+        return False
+    if expected is Expected.NO_REASONING and EMPTY_REASONING.match(response):
+        return False
+    return opens or closes or bool(reasoning_of(exchange))
 
 
 def _lacks_reasoning(exchange: Exchange, expected: Expected, response: str) -> bool:
-    """Whether the text of a response does not show the reasoning that its prompt asks for."""
+    """Whether a response does not show the reasoning that its prompt asks for."""
+    if reasoning_of(exchange):  # its tokens have it
+        return False
     if expected is Expected.REST:
-        is_cut_in_it = bool(reasoning_of(exchange))
-        return REASONING_END.search(response) is None and not is_cut_in_it
-    begins = REASONING_START.match(response.lstrip()) is not None
-    return expected is Expected.REASONING and not begins
+        return REASONING_END.search(response) is None
+    return expected is Expected.REASONING and not _begins_with(
+        REASONING_START, response
+    )
+
+
+def _begins_with(mark: re.Pattern[str], text: str) -> bool:
+    return mark.match(text.lstrip()) is not None
 
 
 def _ends_with(mark: re.Pattern[str], text: str) -> bool:
-    """Whether a mark is the last of a text."""
     ends = [match.end() for match in mark.finditer(text)]
     return bool(ends) and ends[-1] == len(text)
 
@@ -140,34 +160,11 @@ def reasoning_of(exchange: Exchange) -> Any:
     message = exchange.choice.get("message")
     if not isinstance(message, Mapping):
         return None
-    for name in FIELDS:
-        if message.get(name):
-            return message[name]
+    for name in REASONING_FIELDS:
+        value = message.get(name)
+        if has_content(value) and str(value).strip():
+            return value
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
     return parts if "thinking" in kinds else None  # Mistral
-
-
-def is_answer_of(exchange: Exchange, answer: str, text: str) -> bool:
-    """Whether a text ends with an answer behind a closing mark, which the server has left out."""
-    answer = answer.rstrip(CUT).lstrip()
-    behind_marks = [
-        text[mark.end() :].rstrip(CUT).lstrip() for mark in REASONING_END.finditer(text)
-    ]
-    if exchange.has_stops:  # the text ends before a stop word
-        return any(behind.startswith(answer) for behind in behind_marks)
-    return answer in behind_marks
-
-
-def has_both(exchange: Exchange, reasoning: str, answer: str, text: str) -> bool:
-    """Whether a text has the reasoning of a response, and then its answer."""
-    start = text.find(reasoning)
-    if start < 0:
-        return False
-    behind = text[start + len(reasoning) :].rstrip(CUT).strip()
-    if not answer:  # cut in its reasoning, or right behind
-        return not behind or REASONING_END.fullmatch(behind) is not None
-    answer = answer.rstrip(CUT).strip()
-    is_stopped = exchange.has_stops and answer in behind
-    return is_stopped or behind.endswith(answer)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vlmdistill.pipelines.data.prompts.row import has_content
 from vlmdistill.pipelines.media.resolver import BadRowError
+from vlmdistill.pipelines.targets.checkpoints.template import REASONING_END
 from vlmdistill.pipelines.traffic.dialects import (
     INPUT,
     MESSAGES,
@@ -20,19 +21,14 @@ from vlmdistill.pipelines.traffic.dialects import (
     SYSTEM,
     Exchange,
 )
-from vlmdistill.pipelines.traffic.reasoning import (
-    CUT,
-    ReasoningCheck,
-    has_both,
-    is_answer_of,
-    reasoning_of,
-)
+from vlmdistill.pipelines.traffic.reasoning import ReasoningCheck, reasoning_of
 from vlmdistill.stores.errors import PanicError, one_line, without_panics
 
 if TYPE_CHECKING:
     from vlmdistill.pipelines.targets.target_model import TargetModel
 
 Origin = Literal["ids", "logprobs", "text"]
+CUT = "\ufffd"  # ends a text whose last character was cut
 OWN_PROMPT = (
     "chat_template",
     "chat_template_kwargs",
@@ -118,11 +114,11 @@ class ResponseTokens:
         ids = self._logged_ids(exchange.choice)
         text = self._text(ids or ())
         if not reasoning:
-            is_shortened = is_answer_of(exchange, answer, text)
+            is_shortened = _is_answer_of(exchange, answer, text)
             return LoggedResponse(text if is_shortened else answer, ids)
         if ids is None or not isinstance(reasoning, str):
             raise BadRowError(REASONING_APART)
-        if not has_both(exchange, reasoning.strip(), answer, text):
+        if not _has_both(exchange, reasoning.strip(), answer, text):
             raise BadRowError("tokens differ from the text")
         return LoggedResponse(text, ids)
 
@@ -148,15 +144,21 @@ class ResponseTokens:
         is_thinking: bool | None,
     ) -> None:
         """BadRowError if a response has not the reasoning that its prompt asks for."""
-        expected = self._reasoning.expected(prompt_ids, is_thinking)
         text = response.text
-        count = exchange.response_count
-        is_whole = count is not None
+        is_whole = exchange.response_count is not None  # `of` has compared it
         if response.ids is not None:  # marks may be special tokens
             text = self._tokenizer.decode(response.ids, skip_special_tokens=False)
-            # A server may count the EOS, or not.
-            is_whole = count is None or abs(count - len(response.ids)) <= 1
-        self._reasoning.require(exchange, expected, text, is_whole=is_whole)
+            is_whole = self._agrees(exchange, self._with_eos(exchange, response.ids))
+        self._reasoning.require(
+            exchange, text, prompt_ids, is_thinking=is_thinking, is_whole=is_whole
+        )
+
+    @staticmethod
+    def _agrees(exchange: Exchange, ids_with_eos: Sequence[int]) -> bool:
+        """Whether the server's count, if any, is that of these tokens; it may leave out the EOS."""
+        length = len(ids_with_eos)
+        counts = {None, length, length - exchange.ended_by_eos}
+        return exchange.response_count in counts
 
     def _original(
         self, exchange: Exchange, response: LoggedResponse
@@ -169,10 +171,7 @@ class ResponseTokens:
         if exchange.request.get("ignore_eos"):
             raise BadRowError(BEHIND_EOS)
         ids = self._with_eos(exchange, self._encoded(response.text))
-        counted = exchange.response_count
-        # A server may count the EOS, or not.
-        possible = {len(ids), len(ids) - exchange.ended_by_eos}
-        if counted is not None and counted not in possible:
+        if not self._agrees(exchange, ids):
             raise BadRowError("another number of tokens")
         return ids, "text"
 
@@ -337,3 +336,27 @@ def response_text(exchange: Exchange) -> str:
     if not isinstance(content, str) or not content:
         raise BadRowError("no text")
     return content
+
+
+def _is_answer_of(exchange: Exchange, answer: str, text: str) -> bool:
+    """Whether a text ends with an answer behind a closing mark, which the server has left out."""
+    answer = answer.rstrip(CUT).lstrip()
+    behind_marks = [
+        text[mark.end() :].rstrip(CUT).lstrip() for mark in REASONING_END.finditer(text)
+    ]
+    if exchange.has_stops:  # the text ends before a stop word
+        return any(behind.startswith(answer) for behind in behind_marks)
+    return answer in behind_marks
+
+
+def _has_both(exchange: Exchange, reasoning: str, answer: str, text: str) -> bool:
+    """Whether a text has the reasoning of a response, and then its answer."""
+    start = text.find(reasoning)
+    if start < 0:
+        return False
+    behind = text[start + len(reasoning) :].rstrip(CUT).strip()
+    if not answer:  # cut in its reasoning, or right behind
+        return not behind or REASONING_END.fullmatch(behind) is not None
+    answer = answer.rstrip(CUT).strip()
+    is_stopped = exchange.has_stops and answer in behind
+    return is_stopped or behind.endswith(answer)

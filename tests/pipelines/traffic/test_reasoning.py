@@ -135,7 +135,10 @@ def test_reasoning_of_the_responses_api_is_the_reason(workspace: Workspace) -> N
     assert taken(workspace, lines).dropped == dropped
 
 
-@pytest.mark.parametrize("fields", [{"reasoning_content": ""}, {"reasoning": None}, {}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"reasoning_content": ""}, {"reasoning_content": "\n\n"}, {"reasoning": None}, {}],
+)
 @pytest.mark.parametrize("marks", ["</think>\n\n", "<think>\n\n</think>\n\n"])
 def test_marks_of_empty_reasoning_are_part_of_a_response(
     marks: str, fields: dict[str, Any], workspace: Workspace, encoder: TargetModel
@@ -227,11 +230,12 @@ def test_an_answer_alone_is_kept_if_its_counts_tell_that_it_is_whole(
         said(AT_ONCE, finish, token_ids=ids),
         said(AT_ONCE, finish, less, token_ids=ids),
         said(AT_ONCE, finish, less),
+        said(AT_ONCE, finish, dict.fromkeys(whole, 0)),
     ]
     is_mode_counted = end != SAME_LENGTH
     kept, dropped = taken_from(target, responses, **stops)
-    assert kept == [True, is_mode_counted, is_mode_counted, *[False] * 5]
-    number_unsure = 4 if is_mode_counted else 6
+    assert kept == [True, is_mode_counted, is_mode_counted, *[False] * 6]
+    number_unsure = 5 if is_mode_counted else 7
     assert dropped == {UNSURE: number_unsure, "another number of tokens": 1}
 
 
@@ -317,3 +321,29 @@ def test_a_cut_reasoning_among_the_tokens_needs_no_counts(tmp_path: Path) -> Non
     ids = tokens(target, REASONING)
     cut["choices"][0] |= {"finish_reason": "length", "token_ids": ids}
     assert taken_from(target, [cut]) == ([True], {})
+
+
+@pytest.mark.parametrize(
+    ("finish", "stops", "kept"),
+    [("stop", {}, True), ("length", {}, False), ("stop", STOPS, False)],
+)
+def test_only_an_eos_may_be_counted_beside_the_logged_tokens(
+    finish: str, stops: dict[str, Any], kept: bool, tmp_path: Path
+) -> None:
+    """Another token could be a mark that the log lacks."""
+    target = target_that_ends_with(OPEN, tmp_path)
+    ids = tokens(target, AT_ONCE)
+    counts = usage(target, len(ids) + 1)
+    response = said(AT_ONCE, finish, counts, token_ids=ids)
+    assert taken_from(target, [response], **stops)[0] == [kept]
+
+
+def test_reasoning_with_unknown_marks_is_kept_if_the_tokens_have_it(
+    tmp_path: Path,
+) -> None:
+    begin = "{% if enable_thinking is defined and enable_thinking %}Think.{% endif %}"
+    target = target_that_ends_with("", tmp_path, begin, "on")
+    response = thought(AT_ONCE, reasoning_content=REASONING)
+    ids = tokens(target, f"[[{REASONING}]]\n{AT_ONCE}")
+    response["choices"][0]["token_ids"] = ids
+    assert taken_from(target, [response]) == ([True], {})
