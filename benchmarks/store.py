@@ -398,6 +398,15 @@ def writing(kind: Any, given: Sequence[Sample]) -> list[Callable[[], object]]:
 
 def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]:
     """All rates and ratios; the stores stay in `folder` until the caller removes them."""
+    # Each turn collects garbage, and objects of before are none.
+    gc.freeze()
+    try:
+        return _measure(count, width, rounds, folder)
+    finally:
+        gc.unfreeze()
+
+
+def _measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]:
     given = list(samples(count, width))
     size = sum(sample.features[FEATURE].nbytes for sample in given)
     keys = [given[at].key for at in np.random.default_rng(1).permutation(count)]
