@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -50,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """A machine with a GPU has versions of its own, whose warnings are not our errors."""
     if GPU:
         config.addinivalue_line("filterwarnings", "default")
+
+
+def pytest_collection_finish() -> None:
+    """Search for garbage among objects of tests alone: modules and tests are none."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(
