@@ -398,15 +398,6 @@ def writing(kind: Any, given: Sequence[Sample]) -> list[Callable[[], object]]:
 
 def measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]:
     """All rates and ratios; the stores stay in `folder` until the caller removes them."""
-    # Each turn collects garbage, and objects of before are none.
-    gc.freeze()
-    try:
-        return _measure(count, width, rounds, folder)
-    finally:
-        gc.unfreeze()
-
-
-def _measure(count: int, width: int, rounds: int, folder: Path) -> dict[str, Any]:
     given = list(samples(count, width))
     size = sum(sample.features[FEATURE].nbytes for sample in given)
     keys = [given[at].key for at in np.random.default_rng(1).permutation(count)]
@@ -547,6 +538,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="bench-store-", dir=given.folder))
     try:
+        gc.freeze()  # each turn searches for garbage, and modules are none
         result = measure(given.samples, given.width, given.rounds, folder)
         result["view of a million rows, seconds"] = view_of_a_million(
             folder / "million"

@@ -220,7 +220,7 @@ def questions(
                 f"--concurrency {concurrency}: give 1 to {len(chosen)}, the number of held-out prompts that "
                 "are sent"
             )
-    if settings.thinking:
+    if settings.thinking:  # a template without a switch is refused
         load_encoder(model, settings.thinking)
     return [
         Question(prompt.key, chat_messages(prompt), prompt_seed(settings.seed, number))

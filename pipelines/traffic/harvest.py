@@ -409,15 +409,16 @@ class _Harvest(ImportGate):
             encoded = self.target.encode(prompt.messages)
         except DataError as error:
             raise BadRowError("refused by the processor", one_line(error)) from None
+        prompt_ids = encoded.ids_L.tolist()
         if is_counted(exchange):
-            logged_ids = encoded.ids_L.tolist()
+            logged_ids = prompt_ids
             if pending.messages_changed:
                 logged_ids = self._logged_ids(prompt, pending)
             require_same_prompt(exchange, logged_ids)
         self._tokens.require_reasoning(
             exchange,
             pending.response,
-            encoded.ids_L.tolist(),
+            prompt_ids,
             thinks(self.target.thinking, prompt.messages),
         )
         words = len(words_of(text))

@@ -133,12 +133,11 @@ def served_otherwise(
     except ValueError:  # vLLM refuses it
         return ""
     served = next((variables[name] for name in VARIABLES if name in variables), None)
-    reasoned = trained.thinking == "on"
-    if trained.thinking in ("on", "off") and served != reasoned:
-        needed = shlex.join(thinking_arguments(trained.thinking))
+    needed = thinking_arguments(trained.thinking)
+    if needed and served != (trained.thinking == "on"):
         return (
             f"the drafter was trained with thinking {trained.thinking}: {LOSS}. Start "
-            f"the server with {needed}, or set it in each request"
+            f"the server with {shlex.join(needed)}, or set it in each request"
         )
     return ""
 
